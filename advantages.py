@@ -1,0 +1,335 @@
+"""Advantages: how much better than expected was each token the policy wrote?
+
+An episode gives a few rewards, most often one at its end. Policy gradients need a number per
+token: positive makes the token likelier, negative less likely, zero leaves it alone. An
+*estimator* turns rewards into those numbers. All four here compute "what came after this token,
+minus a baseline for what was to be expected", and differ in where the baseline comes from:
+
+    gae                  a critic V(s), token by token       GAE          arXiv 1506.02438
+    grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300
+    rloo                 mean return of the *other* members  RLOO         arXiv 2402.14740
+    reinforce_plus_plus  mean over the whole batch           REINFORCE++  arXiv 2501.03262
+
+A multi-turn trajectory alternates between the policy's tokens and the environment's:
+
+    tokens     | prompt | action 1 | observation 1 | action 2 | observation 2 | padding |
+    loss_mask  | 0 0 0  | 1 1 1    | 0 0 0 0       | 1 1      | 0 0 0         | 0 0     |
+    rewards    |        |     r₁   |               |    r₂    |               |         |
+
+Two rules follow. (1) Time runs over policy tokens only: the recursions step from the last token
+of action 1 straight to the first token of action 2. An observation is neither discounted nor
+given a value, however long the environment chose to make it. (2) A turn's reward sits on that
+turn's last policy token (`token_rewards_of`). An estimator that finds reward anywhere else raises.
+
+Where the reference does it. AgentGym-RL computes these in verl's `core_algos.py`; its recursions
+skip masked tokens as ours do. What differs, and why:
+
+- Reward placement. The reference puts the score on the last *attended* token, which in a
+  multi-turn episode is an observation token. GAE and REINFORCE++ multiply rewards by the mask, so
+  their advantages are 0 everywhere: a run that changes nothing and logs no error. Rule 2 prevents
+  it, and the check makes every other misplacement loud.
+- Bootstrapping. On an action's last token the reference takes V of the next *position*, an
+  observation token on which the critic is never trained, also after the last action. We take V of
+  the next policy token, and 0 after the last.
+- Returns. The reference's returns are non-zero on observation tokens, and its logged mean return
+  is polluted by them. Ours are 0 wherever loss_mask is 0.
+- A group of one. The reference passes the raw return through (baseline 0), so a lone failure is
+  neutral and a lone success is pushed up. There is no baseline to speak of: we raise.
+- Episodes without a policy token (a reset that failed) have nothing to learn from. They get
+  zeros and enter no statistic, instead of dividing 0 by 0.
+
+An episode cut by max_rounds or by its token budget counts as over: nothing is bootstrapped after
+its last token. The cap is part of the task the policy is given, so running into it is a failure
+to finish, not missing data.
+
+Shapes: B trajectories (rows), T tokens, right- or left-padded; every (B, T) tensor is aligned to
+the token, so values[b, t] is V of the state before token t. Sums run in float64 and results are
+float32. All statistics (group mean, whitening) are over the whole batch: with several processes,
+gather the rows first, estimate once, slice back. Otherwise the result depends on the sharding.
+
+Run it: tutorials/03_advantages.md works one small batch by hand and through these functions;
+benchmarks/estimators.py times them. Read next: losses.py, which spends the advantages.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["gae", "grpo", "reinforce_plus_plus", "rloo", "token_rewards_of", "whiten"]
+
+
+def token_rewards_of(
+    turns_rewards: list[float], action_spans: list[tuple[int, int]], loss_mask: list[int]
+) -> list[float]:
+    """Put each turn's reward on the last token the policy sampled in that turn.
+
+    Args:
+        turns_rewards: one reward per turn, that turn's increment of the return.
+        action_spans: one [start, end) per turn, positions in the trajectory.
+        loss_mask: T zeros and ones. An end-of-turn token appended by us (the action was cut at
+            its length limit) has mask 0, inside the span or after it, and never gets the reward.
+    Returns:
+        T floats, zero but for at most one per turn; they sum to the trajectory's return.
+    Raises:
+        ValueError: the lists disagree, a span leaves the trajectory, or a turn has a reward and no
+            policy token to credit.
+
+    >>> token_rewards_of([0.0, 1.0], [(1, 3), (4, 7)], [0, 1, 1, 0, 1, 1, 0, 0])
+    [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    """
+    if len(turns_rewards) != len(action_spans):
+        raise ValueError(
+            f"got {len(turns_rewards)} turn rewards and {len(action_spans)} action spans; "
+            "every turn needs one of each"
+        )
+    token_rewards = [0.0] * len(loss_mask)
+    for turn, (reward, (start, end)) in enumerate(zip(turns_rewards, action_spans, strict=True)):
+        if not 0 <= start <= end <= len(loss_mask):
+            raise ValueError(
+                f"turn {turn} has action span [{start}, {end}) in a trajectory of "
+                f"{len(loss_mask)} tokens; spans are [start, end) with 0 <= start <= end <= tokens"
+            )
+        policy_tokens = [t for t in range(start, end) if loss_mask[t] == 1]
+        if policy_tokens:
+            token_rewards[policy_tokens[-1]] += reward
+        elif reward != 0:
+            raise ValueError(
+                f"turn {turn} has reward {reward} but no policy token in its action span "
+                f"[{start}, {end}): nothing the policy did can be credited with it; check "
+                "loss_mask, or leave the trajectory out"
+            )
+    return token_rewards
+
+
+@torch.no_grad()
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), for PPO with a critic.
+
+    With t⁺ the next policy token after t, and V = Â = 0 after the last one:
+
+        δₜ = rₜ + γ V(t⁺) − V(t)
+        Âₜ = δₜ + γλ Â(t⁺)
+        Rₜ = Âₜ + V(t)                    the critic's target, from Â before whitening
+
+    λ = 1 is return minus V (no bias, most variance); λ = 0 trusts the critic one token ahead.
+
+    Args:
+        token_rewards: (B, T) float; each turn's reward on its last policy token.
+        values: (B, T) float; V of the state before each token, read on policy tokens only.
+        loss_mask: (B, T) of 0 and 1.
+        gamma: discount per policy token, not per turn: 0.99 forgets a turn of 100 tokens.
+        lam: λ.
+        whiten: shift and scale Â over the batch to mean 0, standard deviation 1.
+    Returns:
+        advantages, returns: (B, T) float32, 0 where loss_mask is 0.
+    Raises:
+        ValueError: shapes differ, a reward or a policy token's value is not finite, or a reward
+            sits on a token with loss_mask 0.
+    """
+    mask = _check(token_rewards, loss_mask, values=values)
+    rewards = token_rewards.double()
+    values = torch.where(mask, values.double(), 0.0)  # (B, T)
+    if not values.isfinite().all():
+        row, t = (~values.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"values[{row}, {t}] is {values[row, t].item()}; the critic must be finite on every "
+            "policy token: lower --critic-learning-rate, or resume from an earlier checkpoint"
+        )
+    advantages = torch.zeros_like(rewards)  # (B, T)
+    next_value = rewards.new_zeros(len(rewards))  # (B,)  V(t⁺)
+    next_advantage = torch.zeros_like(next_value)  # (B,)  Â(t⁺)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)  δₜ
+        advantage = delta + gamma * lam * next_advantage  # (B,)  Âₜ
+        # NOTE: on a masked token both carries pass through untouched. Discounting there would make
+        # credit depend on how many tokens the environment happened to print.
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    returns = advantages + values  # (B, T)  0 where masked: both terms are
+    if whiten:
+        advantages = _whiten(advantages, mask)
+    return advantages.float(), returns.float()
+
+
+@torch.no_grad()
+def grpo(
+    token_rewards: Tensor,
+    loss_mask: Tensor,
+    group_ids: Tensor,
+    epsilon: float = 1e-6,
+    scale_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (arXiv 2402.03300, section 4.1.2): no critic, compare with siblings.
+
+    With Rᵢ the return of trajectory i and G its group (same task and seed), on each policy token:
+
+        Âᵢ = (Rᵢ − mean_G R) / (std_G R + ε)
+
+    std is the unbiased one (n − 1), as in the reference. A group whose members all return the same
+    has no signal and gets exactly 0; see `_group_is_constant` for what goes wrong otherwise.
+
+    Args:
+        token_rewards, loss_mask: (B, T), as for `gae`.
+        group_ids: (B,) int64, the task each row came from; groups may differ in size.
+        epsilon: ε.
+        scale_by_std: False leaves out the division (Dr. GRPO, arXiv 2503.20783), which otherwise
+            weighs tasks nearly always solved or failed above the undecided ones.
+    Returns:
+        advantages, returns: (B, T) float32, 0 where loss_mask is 0; returns hold Rᵢ.
+    Raises:
+        ValueError: as `gae`; group_ids is not (B,) of integers; a group has a single member. Rows
+            without policy tokens are no members and get zeros.
+    """
+    mask = _check(token_rewards, loss_mask)
+    same_group = _same_group(group_ids, mask)  # (B, B)
+    trajectory_return = token_rewards.double().sum(1)  # (B,)
+    size = same_group.sum(1).clamp(min=1)  # (B,)  1 for rows that are no members
+    deviation = trajectory_return - same_group @ trajectory_return / size  # (B,)  Rᵢ − mean_G R
+    deviation[_group_is_constant(same_group, trajectory_return)] = 0.0
+    if scale_by_std:
+        variance = same_group @ deviation.square() / (size - 1).clamp(min=1)  # (B,)
+        deviation = deviation / (variance.sqrt() + epsilon)
+    return _on_policy_tokens(deviation, mask), _on_policy_tokens(trajectory_return, mask)
+
+
+@torch.no_grad()
+def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740, section 3.3).
+
+        Âᵢ = Rᵢ − 1/(n−1) Σ_{j ∈ G, j ≠ i} Rⱼ
+
+    A trajectory is no part of its own baseline, so the gradient is unbiased. In numbers it is
+    n/(n−1) times grpo's with scale_by_std=False; nothing is divided by a standard deviation.
+
+    Args, Returns, Raises: as `grpo`.
+    """
+    mask = _check(token_rewards, loss_mask)
+    others = _same_group(group_ids, mask).fill_diagonal_(0.0)  # (B, B)  without i itself
+    trajectory_return = token_rewards.double().sum(1)  # (B,)
+    baseline = others @ trajectory_return / others.sum(1).clamp(min=1)  # (B,)
+    advantage = trajectory_return - baseline  # (B,)
+    advantage[_group_is_constant(others, trajectory_return)] = 0.0
+    return _on_policy_tokens(advantage, mask), _on_policy_tokens(trajectory_return, mask)
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    token_rewards: Tensor, loss_mask: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (arXiv 2501.03262): the return that follows each token, whitened over the batch.
+
+        Rₜ = rₜ + γ R(t⁺)            t⁺: the next policy token
+        Âₜ = (Rₜ − mean R) / std R    over all policy tokens of the batch
+
+    No critic and no groups: easy tasks are compared with hard ones. The paper's per-token KL
+    penalty is part of token_rewards (`losses.kl_penalized_rewards`).
+
+    Args, Returns, Raises: as `gae`; returns hold Rₜ.
+    """
+    mask = _check(token_rewards, loss_mask)
+    rewards = token_rewards.double()
+    returns = torch.zeros_like(rewards)  # (B, T)
+    next_return = rewards.new_zeros(len(rewards))  # (B,)  R(t⁺)
+    for t in reversed(range(rewards.shape[1])):
+        current = rewards[:, t] + gamma * next_return  # (B,)  Rₜ
+        next_return = torch.where(mask[:, t], current, next_return)
+        returns[:, t] = torch.where(mask[:, t], current, 0.0)
+    return _whiten(returns, mask).float(), returns.float()
+
+
+@torch.no_grad()
+def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
+    """Shift and scale x to mean 0 and unbiased standard deviation 1 over all policy tokens.
+
+        (x − mean) / √(var + 1e-8)
+
+    Zeros where loss_mask is 0; zeros everywhere if x is constant or has fewer than two policy
+    tokens. Garbage on masked tokens, NaN included, is not read.
+
+    Args:
+        x: (B, T) float.
+        loss_mask: (B, T) of 0 and 1.
+    Returns:
+        (B, T) float32.
+
+    >>> whiten(torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[1, 1, 0]])).tolist()
+    [[-0.7071067690849304, 0.7071067690849304, 0.0]]
+    """
+    return _whiten(x.double(), loss_mask.bool()).float()
+
+
+def _whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """`whiten` in float64 with a boolean mask: gae has an argument of that name."""
+    policy = x[mask]  # (N,)
+    if policy.numel() < 2 or policy.min() == policy.max():
+        return torch.zeros_like(x)
+    variance, mean = torch.var_mean(policy, correction=1)
+    return torch.where(mask, (x - mean) / (variance + 1e-8).sqrt(), 0.0)  # (B, T)
+
+
+def _same_group(group_ids: Tensor, mask: Tensor) -> Tensor:
+    """(B, B) float64: 1 where row and column are members of one group, else 0."""
+    if group_ids.shape != mask.shape[:1] or group_ids.is_floating_point():
+        raise ValueError(
+            f"group_ids must hold one integer per row, shape ({mask.shape[0]},); got "
+            f"{tuple(group_ids.shape)} of {group_ids.dtype}"
+        )
+    member = mask.any(1)  # (B,)
+    same = (group_ids[:, None] == group_ids[None, :]) & member[:, None] & member[None, :]
+    alone = same.sum(1) == 1  # (B,)
+    if alone.any():
+        raise ValueError(
+            f"groups {sorted(group_ids[alone].tolist())} have one trajectory each; a group "
+            "baseline needs at least two: drop these rows, or raise --group-size"
+        )
+    return same.double()
+
+
+def _group_is_constant(same_group: Tensor, trajectory_return: Tensor) -> Tensor:
+    """(B,) bool: every other member of the row's group returns the same, up to float32 rounding.
+
+    NOTE: rewards arrive in float32, where 0.1 + 0.2 and 0.3 differ by 1e-8. Divided by grpo's
+    ε = 1e-6 such noise is an advantage of 0.01 on a group in which nobody did better than anybody.
+    """
+    same_return = torch.isclose(
+        trajectory_return[:, None], trajectory_return[None, :], rtol=1e-6, atol=1e-7
+    )  # (B, B)
+    return ~(same_group.bool() & ~same_return).any(1)
+
+
+def _on_policy_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
+    """Spread (B,) over each row's policy tokens: (B, T) float32, 0 elsewhere."""
+    return torch.where(mask, per_row[:, None], 0.0).float()
+
+
+def _check(token_rewards: Tensor, loss_mask: Tensor, **others: Tensor) -> Tensor:
+    """Reject what would silently train on nothing or on NaN; returns loss_mask as bool (B, T)."""
+    for name, tensor in {"loss_mask": loss_mask, **others}.items():
+        if token_rewards.ndim != 2 or tensor.shape != token_rewards.shape:
+            raise ValueError(
+                f"token_rewards is {tuple(token_rewards.shape)} and {name} is "
+                f"{tuple(tensor.shape)}; both must be the same (trajectories, tokens)"
+            )
+    if not ((loss_mask == 0) | (loss_mask == 1)).all():
+        raise ValueError("loss_mask must hold only 0 and 1: 1 on tokens the policy sampled")
+    mask = loss_mask.bool()
+    not_finite = "it must be finite: leave out a trajectory whose environment failed"
+    misplaced = (
+        "but loss_mask is 0 there, so no policy token would learn from it: put each turn's reward "
+        "on its last policy token (token_rewards_of)"
+    )
+    for bad, why in (
+        (~token_rewards.isfinite(), not_finite),
+        ((token_rewards != 0) & ~mask, misplaced),
+    ):
+        if bad.any():
+            row, t = bad.nonzero()[0].tolist()
+            raise ValueError(f"token_rewards[{row}, {t}] is {token_rewards[row, t].item()}; {why}")
+    return mask

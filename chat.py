@@ -1,0 +1,112 @@
+"""One encoding path: from messages to token ids, the same for sampling, for training and for demonstrations.
+
+A chat template turns messages into one string. Rendering the conversation again each turn looks natural and is
+wrong for training: decoding sampled ids to text and encoding the text again yields other ids than were sampled,
+and some templates rewrite history (Qwen3 strips thinking), so that the prompt drifts away from what the policy
+saw. Training on such sequences reached NaN within 70 steps in published runs.
+
+`ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then on a
+trajectory only grows by concatenation:
+
+    opening      head of the first render | first observation | tail up to where the assistant speaks
+    action       the ids that the policy sampled, as sampled
+    observation  what the template puts after a turn | observation | tail up to where the assistant speaks
+
+For ChatML (Qwen, SmolLM2) the pieces are
+
+    <|im_start|>system⏎ ... <|im_end|>⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
+    sampled ids ... <|im_end|>
+    ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
+
+They are found by rendering a conversation whose contents are markers and cutting the string at the markers.
+The reference system, AgentGym-RL, generates with the template and trains on strings hand-written for Qwen, two
+paths that agree for one model family only.
+
+Observation text is untrusted: `<|im_end|>` written by a web page is encoded as plain characters, never as the
+control token.
+
+Read next: `rollout.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
+
+
+class ChatTemplate:
+    """The pieces of a tokenizer's chat template.
+
+    Attributes:
+        end_of_turn: id that ends an assistant turn (what the policy must sample to stop).
+        stop_token_ids: `end_of_turn` and the tokenizer's end-of-sequence id: sampling ends at any of them.
+
+    Raises:
+        ValueError: the template cannot be cut (an assistant turn has no end marker, or contents are rewritten).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        history = [
+            {"role": "user", "content": USER},
+            {"role": "assistant", "content": ASSISTANT},
+            {"role": "user", "content": SECOND},
+        ]
+        text = self._render(history)
+        try:
+            between = text[text.index(ASSISTANT) + len(ASSISTANT) : text.index(SECOND)]
+            self._tail = self._control(text[text.index(SECOND) + len(SECOND) :])
+        except ValueError as error:
+            raise ValueError("the chat template drops or rewrites message contents; it cannot be cut") from error
+        ids = self._control(between)
+        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        if not ids or ids[0] not in special:
+            raise ValueError(f"the chat template ends an assistant turn with no control token, but with {between!r}")
+        self.end_of_turn, self._between = ids[0], ids[1:]
+        self.stop_token_ids = tuple(sorted({self.end_of_turn, tokenizer.eos_token_id} - {None}))
+
+    def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
+        """Ids from the start of the sequence to where the assistant speaks first.
+
+        Args:
+            prompt: messages before the first observation (system, or user and assistant).
+            observation: the environment's first text.
+        """
+        text = self._render([*prompt, {"role": "user", "content": USER}])
+        head, _, tail = text.partition(USER)
+        return self._control(head) + self.plain(observation) + self._control(tail)
+
+    def observation(self, text: str) -> list[int]:
+        """Ids from behind the assistant's end-of-turn to where it speaks next."""
+        return self._between + self.plain(text) + self._tail
+
+    def action(self, text: str) -> list[int]:
+        """Ids of an action given as text (a demonstration), its end-of-turn included."""
+        return [*self.plain(text), self.end_of_turn]
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of untrusted text: control tokens written in it become ordinary characters."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def text_of(self, action_ids: list[int]) -> str:
+        """What the policy said, without its stop token."""
+        end = len(action_ids) - (1 if action_ids and action_ids[-1] in self.stop_token_ids else 0)
+        return self.tokenizer.decode(action_ids[:end], skip_special_tokens=False)
+
+    def _control(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        def render(chat: list[dict[str, str]]) -> str:
+            return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+        if messages[0]["role"] != "system":
+            return render(messages)
+        try:
+            return render(messages)
+        except Exception as error:  # jinja's own error class; templates without a system role raise it
+            if "system" not in str(error).lower():
+                raise
+        first, second, *rest = messages
+        return render([{"role": "user", "content": first["content"] + "\n\n" + second["content"]}, *rest])

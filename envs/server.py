@@ -1,0 +1,332 @@
+"""An environment over HTTP: one FastAPI app, one world, many sessions.
+
+Training needs hundreds of episodes side by side, on other machines, in worlds that are slow or
+crash; a server per world keeps that out of the trainer. A *session* is one instance of the world
+with a number; a client creates it, plays episodes in it, and closes it. Paths, fields and types are
+AgentGym's, so its clients work here unchanged:
+
+    POST /create                            -> {"id"}, TextCraft also observation, done, reward
+    POST /reset  {"id", "data_idx", "seed"} -> {"id", "observation", "reward", "done", ...}
+    POST /step   {"id", "action"}           -> {"observation", "reward", "done", ...}
+    GET  /observation?id=   /detail?id=     -> the latest observation; with reward and done
+    POST /close  {"id"}                     -> true, then false
+
+("seed" is optional and ours; "..." stands for terminated, truncated, info, subtask.) Beyond
+AgentGym: GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id=
+({"thought", "action"}). An environment's `WIRE` says where its AgentGym server uses other names.
+
+Errors are status codes with {"error": what was got, "hint": what to do}; AgentGym answers HTTP 200
+with {"error"} or keeps what went wrong to itself, and its trainer scores such an episode as a
+failure of the policy.
+    404 unknown session or task   409 step before reset or after the end   413 body too large
+    422 malformed request         429 too many sessions                    500 the world failed
+/create shows a first observation where AgentGym's does, but an episode begins with /reset.
+
+Run it:  python -m envs.server --env textcraft --port 36005
+Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, StrictInt, StrictStr, create_model
+from starlette.exceptions import HTTPException
+
+from envs import ENVS, VERSION, get_env
+from envs.sessions import Answer, ApiError, BodyLimit, Session, Sessions, error_answer
+
+
+def create_app(
+    env_name: str,
+    max_sessions: int = 1024,
+    idle_timeout_s: float = 1800.0,
+    max_body_bytes: int = 1_000_000,
+    env_class: Any = None,
+) -> FastAPI:
+    """The app that serves `env_name` (or `env_class`, for tests of worlds not in ENVS).
+
+    Arguments:
+        max_sessions: sessions that may be open at once; one more /create is answered 429.
+        idle_timeout_s: seconds without a request after which a session is closed.
+        max_body_bytes: larger request bodies are answered 413.
+
+    Raises:
+        ValueError: unknown environment.
+    """
+    env_class = env_class or get_env(env_name)
+    wire = env_class.WIRE
+    num_tasks = env_class.num_tasks()  # loads what all sessions share, before the first request
+    sessions = Sessions(env_class, max_sessions, idle_timeout_s)
+    started = time.monotonic()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(min(idle_timeout_s / 4, 30.0))
+                await sessions.evict_idle()
+
+        sweeper = asyncio.create_task(sweep())
+        yield
+        sweeper.cancel()
+        for session_id in list(sessions.table):
+            try:
+                await sessions.close(session_id)
+            except ApiError:
+                pass  # logged by call(); the others are closed all the same
+
+    app = FastAPI(title=f"AgentGym environment {wire.title}", version=VERSION, lifespan=lifespan)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.state.sessions = sessions
+
+    # The bodies, under this world's field names.
+    SessionId: Any = (StrictInt, Field(alias=wire.session_field))
+    index_default = ... if wire.index_default is None else wire.index_default
+    ResetBody = create_model(
+        "ResetBody",
+        session_id=SessionId,
+        task_index=(StrictInt, Field(index_default, alias=wire.index_field)),
+        seed=(StrictInt, 0),
+    )
+    StepBody = create_model("StepBody", session_id=SessionId, action=(StrictStr, ...))
+    CloseBody = create_model("CloseBody", session_id=SessionId)
+
+    @app.get("/")
+    async def root() -> Answer:
+        return Answer(wire.root())
+
+    @app.get("/health")
+    async def health() -> Answer:
+        return Answer(
+            {
+                "env": env_name,
+                "version": VERSION,
+                "live_sessions": len(sessions.table),
+                "max_sessions": max_sessions,
+                "uptime_s": round(time.monotonic() - started, 3),
+            }
+        )
+
+    async def play(session: Session, function: Callable, *arguments: Any) -> Any:
+        try:
+            return await sessions.call(function, *arguments)
+        except ApiError as error:
+            if error.status == 500:  # the world is in an unknown state: only a reset repairs it
+                session.has_episode = False
+            raise
+
+    def require_episode(session: Session) -> None:
+        if not session.has_episode:
+            raise ApiError(
+                409,
+                f"session {session.session_id} has no episode",
+                f"POST /reset with {wire.session_field} and {wire.index_field} starts one",
+            )
+
+    def set_turn(session: Session, outcome: tuple, task_index: int) -> dict:
+        observation, reward, terminated, truncated, info = outcome
+        session.turn = {
+            "observation": observation,
+            "reward": int(reward) if reward == int(reward) else reward,
+            "done": terminated or truncated,
+            "terminated": terminated,
+            "truncated": truncated,
+            "info": info,
+            "subtask": env_class.subtask(task_index),
+        }
+        session.task_index = task_index
+        return session.turn
+
+    async def start_episode(session: Session, task_index: int, seed: int) -> dict:
+        observation = await play(session, session.env.reset, task_index, seed)
+        info = {"success": False, "score": 0}
+        return set_turn(session, (observation, 0, False, False, info), task_index)
+
+    @app.post("/create")
+    async def create() -> Answer:
+        session = await sessions.create()
+        turn = None
+        if wire.shows_task_at_create:  # as AgentGym: the task with the session's own number
+            async with sessions.use(session.session_id):
+                turn = await start_episode(session, session.session_id % num_tasks, 0)
+        return Answer(wire.create(session.session_id, turn))
+
+    @app.post("/reset")
+    @_takes(ResetBody)
+    async def reset(body: Any) -> Answer:
+        async with sessions.use(body.session_id) as session:
+            turn = await start_episode(session, body.task_index, body.seed)
+            session.has_episode = True
+            return Answer(wire.reset(session.session_id, turn))
+
+    @app.post("/step")
+    @_takes(StepBody)
+    async def step(body: Any) -> Answer:
+        async with sessions.use(body.session_id) as session:
+            require_episode(session)
+            if session.turn is not None and session.turn["done"]:
+                hint = "POST /reset starts the next episode"
+                raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
+            outcome = await play(session, session.env.step, body.action)
+            return Answer(wire.step(set_turn(session, outcome, session.task_index)))
+
+    @app.post("/close")
+    @_takes(CloseBody)
+    async def close(body: Any) -> Answer:
+        return Answer(wire.close(await sessions.close(body.session_id)))
+
+    session_query = Query(alias=wire.session_field)
+
+    def latest(session: Session) -> dict:
+        if session.turn is None:
+            require_episode(session)
+        return session.turn or {}
+
+    @app.get("/observation")
+    async def observation(session_id: int = session_query) -> Answer:
+        async with sessions.use(session_id) as session:
+            return Answer(wire.observation(latest(session)))
+
+    @app.get("/detail")
+    async def detail(session_id: int = session_query) -> Answer:
+        async with sessions.use(session_id) as session:
+            keys = ("observation", "done", "reward")
+            return Answer({key: latest(session)[key] for key in keys} | {"deleted": False})
+
+    async def ask(session_id: int, method: str) -> Any:
+        async with sessions.use(session_id) as session:
+            require_episode(session)
+            return await play(session, getattr(session.env, method))
+
+    @app.get("/available_actions")
+    async def available_actions(session_id: int = session_query) -> Answer:
+        return Answer(await ask(session_id, "available_actions"))
+
+    @app.get("/state")
+    async def state(session_id: int = session_query) -> Answer:
+        return Answer(await ask(session_id, "state_for_people"))
+
+    @app.get("/oracle")
+    async def oracle(session_id: int = session_query) -> Answer:
+        thought, action = await ask(session_id, "oracle")
+        return Answer({"thought": thought, "action": action})
+
+    _add_error_handlers(app)
+    return app
+
+
+def _takes(model: type) -> Callable:
+    """Makes `model` the type of the endpoint's `body`, which is only known when the app is made."""
+
+    def annotate(endpoint: Callable) -> Callable:
+        endpoint.__annotations__["body"] = model
+        return endpoint
+
+    return annotate
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves as {"error", "hint"}, those of FastAPI and Starlette included."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Answer:
+        return error_answer(error.status, error.error, error.hint)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Answer:
+        problems = [
+            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
+            for item in error.errors()
+        ]
+        return error_answer(422, "; ".join(problems), "GET /docs shows each path's fields")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Answer:
+        if error.status_code == 400:  # FastAPI's word for a body that is no JSON at all
+            return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
+        where = f"{request.method} {request.url.path}: {error.detail}"
+        return error_answer(error.status_code, where, "GET /docs lists the paths")
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
+
+    line = ""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self.line, flush=True)
+
+
+def _positive(kind: type) -> Callable:
+    def convert(text: str) -> Any:
+        if not 0 < kind(text) < float("inf"):
+            raise ValueError
+        return kind(text)
+
+    convert.__name__ = f"positive {kind.__name__}"
+    return convert
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.server",
+        description="Serve one environment over HTTP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    # argparse prints its usage and an error; misuse is one line here.
+    parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
+    parser.add_argument("--env", required=True, choices=sorted(ENVS), help="which world to serve")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
+    parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
+    parser.add_argument(
+        "--max-sessions", type=_positive(int), default=1024, help="open at once, then 429"
+    )
+    parser.add_argument(
+        "--idle-timeout-s", type=_positive(float), default=1800.0, help="then a session is closed"
+    )
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
+    try:
+        app = create_app(options.env, options.max_sessions, options.idle_timeout_s)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except (OSError, ModuleNotFoundError) as error:
+        where = f"{options.host}:{options.port}"
+        print(f"envs.server: cannot serve {options.env} on {where}: {error}", file=sys.stderr)
+        return 1
+    if options.host not in ("127.0.0.1", "localhost", "::1"):
+        print(
+            f"envs.server: warning: {options.host} can be reached from other machines, and there "
+            "is no password; anyone there can open and play sessions",
+            file=sys.stderr,
+        )
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    server = _Server(config)
+    server.line = f"listening on {url} (env {options.env}, version {VERSION})"
+    # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 130
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

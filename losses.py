@@ -1,0 +1,361 @@
+"""Losses: how the update spends the advantages, and what keeps it from running away.
+
+The policy gradient makes tokens with a positive advantage likelier. Tokens were sampled by the
+policy as it was before the step, the gradient is taken at the policy as it is now, and PPO
+(arXiv 1707.06347, eq. 7) bounds how far the two may part:
+
+    ρₜ = π(aₜ | sₜ) / π_old(aₜ | sₜ) = exp(log_probs − old_log_probs)
+    L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
+
+N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
+Beside it stand the critic's loss, an entropy bonus, and a penalty for leaving the reference model.
+
+One rule holds for every mean in this file: *token-level over a global denominator*. The caller
+counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
+that number as `denominator`; each micro-batch then yields its share of the sum, and gradients
+accumulate to the same update however the batch was split.
+
+Where the reference does it. AgentGym-RL uses verl's `core_algos.py` (policy and value loss, KL
+controllers, KL estimators). The formulas agree; these things differ, and why:
+
+- The denominator. The reference averages within a micro-batch and then over micro-batches, so a
+  token weighs more the shorter its neighbours are, and the memory setting changes the result.
+  (GRPO's paper averages per trajectory first, which favours short failures: arXiv 2503.14476 and
+  2503.20783 discuss it. One mean over all tokens is the choice of DAPO and ours.)
+- Masking. The reference multiplies by the mask, and NaN · 0 is NaN: one bad logit on a padding
+  token ends the run. We select with `torch.where`, before any exp, so garbage on masked tokens
+  reaches neither the loss nor a gradient. NaN on a policy token does show: the loop must see it.
+- approx_kl is k3, never negative; the reference logs k1, which on a finite batch often is.
+- The sampler's own log-probs. vLLM and the trainer disagree by about 0.004 nats a token in bf16,
+  which makes "on-policy" RL off-policy. wₜ = min(π_old / π_sampler, C) is the truncated importance
+  sampling of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training" (a technical report without an arXiv id). The reference has no sampler log-probs.
+
+Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the ones before
+it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are scalars that
+carry the gradient; the other fields are detached metrics over the same denominator, so they too
+sum over micro-batches.
+
+Run it: tutorials/03_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
+hand. Read next: envclient.py and rollout.py, where trajectories come from.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PolicyLoss(NamedTuple):
+    """Scalars. loss carries the gradient; the rest are detached means over policy tokens."""
+
+    loss: Tensor
+    clip_frac: Tensor  # share of tokens whose gradient the clip removed
+    ratio_mean: Tensor  # mean of ρ; 1 before the first optimizer step
+    approx_kl: Tensor  # k3 estimate of KL(π_old ‖ π), nats per token
+
+
+class ValueLoss(NamedTuple):
+    """Scalars. loss carries the gradient; clip_frac is the share of tokens where the clip binds."""
+
+    loss: Tensor
+    clip_frac: Tensor
+
+
+def masked_sum(x: Tensor, loss_mask: Tensor) -> Tensor:
+    """Sum of x (B, T) over policy tokens: a scalar. Masked garbage, NaN included, is not read."""
+    return torch.where(loss_mask.bool(), x, 0.0).sum()
+
+
+def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) -> Tensor:
+    """Sum of x over policy tokens, divided by a number of tokens: a scalar.
+
+    Args:
+        x, loss_mask: (B, T).
+        denominator: policy tokens of the *whole* mini-batch; None counts those of this loss_mask
+            (a mask without any gives 0).
+    Raises:
+        ValueError: denominator is not positive and finite.
+
+    >>> x, loss_mask = torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> masked_mean(x, loss_mask).item()  # (1 + 2 + 6) / 3
+    3.0
+    >>> sum(masked_mean(x[i], loss_mask[i]).item() for i in (0, 1)) / 2  # the trap: (1.5 + 6) / 2
+    3.75
+    >>> sum(masked_mean(x[i], loss_mask[i], denominator=3).item() for i in (0, 1))
+    3.0
+    """
+    if denominator is None:
+        return masked_sum(x, loss_mask) / loss_mask.bool().sum().clamp(min=1)
+    if not 0 < denominator < math.inf:
+        raise ValueError(
+            f"denominator is {denominator}; it must be the number of policy tokens in the whole "
+            "mini-batch: skip a mini-batch that has none"
+        )
+    return masked_sum(x, loss_mask) / denominator
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_ratio: float = 0.2,
+    denominator: float | None = None,
+    is_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """PPO's clipped objective (arXiv 1707.06347, eq. 7) as a loss, mean over policy tokens.
+
+        L = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
+
+    The min makes the clip one-sided: with A > 0 a token stops being pushed up once ρ > 1 + ε, with
+    A < 0 it stops being pushed down once ρ < 1 − ε; moving back is never clipped.
+
+    Args:
+        log_probs: (B, T) current policy, with gradient.
+        old_log_probs: (B, T) trainer's policy before the step's first update.
+        advantages: (B, T).
+        loss_mask: (B, T) of 0 and 1.
+        clip_ratio: ε.
+        denominator: policy tokens of the whole mini-batch; None: of this call.
+        is_weights: (B, T) w from `sampler_is_weights`; None is 1 everywhere.
+    Returns:
+        PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, without an error.
+    Raises:
+        ValueError: shapes differ, clip_ratio is not positive, or denominator is not.
+    """
+    _check_shapes(
+        log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        is_weights=is_weights,
+    )
+    if not clip_ratio > 0:
+        raise ValueError(f"clip_ratio is {clip_ratio}; it must be positive (PPO uses 0.2)")
+    mask = loss_mask.bool()
+    # NOTE: select before exp, not only in the mean: where(mask, exp(x), 0) is finite in value, but
+    # its gradient is 0 · inf = NaN. This one select stops every gradient on the way back.
+    log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0.0)  # (B, T)  log ρ
+    advantages = advantages.detach()  # (B, T)
+    ratio = log_ratio.exp()  # (B, T)  ρ
+    unclipped = ratio * advantages  # (B, T)
+    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages  # (B, T)
+    objective = torch.minimum(unclipped, clipped)  # (B, T)
+    if is_weights is not None:
+        objective = objective * is_weights.detach()
+    with torch.no_grad():
+        clip_frac = masked_mean((clipped < unclipped).to(ratio.dtype), mask, denominator)
+        ratio_mean = masked_mean(ratio, mask, denominator)
+        approx_kl = masked_mean(ratio - 1 - log_ratio, mask, denominator)
+    return PolicyLoss(-masked_mean(objective, mask, denominator), clip_frac, ratio_mean, approx_kl)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    value_clip: float = 0.5,
+    denominator: float | None = None,
+) -> ValueLoss:
+    """Clipped squared error of the critic, mean over policy tokens (PPO's released code).
+
+        v_clip = clip(v, v_old − ε, v_old + ε)
+        L      = 1/N Σₜ ½ max( (v − R)², (v_clip − R)² )
+
+    Args:
+        values: (B, T) current critic, with gradient.
+        old_values: (B, T) critic when advantages were computed.
+        returns: (B, T) targets R from `advantages.gae`.
+        loss_mask: (B, T) of 0 and 1.
+        value_clip: ε, in units of return; math.inf switches the clip off.
+        denominator: as in `policy_loss`.
+    Raises:
+        ValueError: shapes differ, value_clip is not positive, or denominator is not.
+    """
+    _check_shapes(values, old_values=old_values, returns=returns, loss_mask=loss_mask)
+    if not value_clip > 0:
+        raise ValueError(f"value_clip is {value_clip}; it must be positive (math.inf: no clip)")
+    mask = loss_mask.bool()
+    returns, old_values = returns.detach(), old_values.detach()  # (B, T)
+    values = torch.where(mask, values, 0.0)  # (B, T)  stops gradients of garbage, as above
+    values_clipped = values.clamp(old_values - value_clip, old_values + value_clip)  # (B, T)
+    error = (values - returns).square()  # (B, T)
+    error_clipped = (values_clipped - returns).square()  # (B, T)
+    loss = masked_mean(0.5 * torch.maximum(error, error_clipped), mask, denominator)
+    clip_frac = masked_mean((error_clipped > error).to(values.dtype), mask, denominator)
+    return ValueLoss(loss, clip_frac.detach())
+
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: str, loss_mask: Tensor | None = None
+) -> Tensor:
+    """Per-token estimate of KL(π ‖ π_ref) from sampled tokens.
+
+    With r = π_ref / π, after Schulman's note "Approximating KL Divergence" (joschu.net, 2020):
+
+        k1 = − log r              unbiased, negative on half the tokens
+        k2 = ½ (log r)²           biased, never negative
+        k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
+
+    That is about *values*. As a loss on fresh samples, what counts is the gradient, token by token
+    (arXiv 2506.09477): E[∇k1] = 0, no penalty at all; E[∇k2] = ∇KL(π ‖ π_ref); E[∇k3] =
+    ∇KL(π_ref ‖ π). So k1 belongs into the reward, k2 or k3 into the loss.
+
+    Args:
+        log_probs, ref_log_probs: (B, T), nats; the gradient flows through log_probs.
+        estimator: "k1", "k2" or "k3".
+        loss_mask: (B, T); given, masked tokens are 0 in value and gradient whatever they hold.
+    Returns:
+        (B, T).
+    Raises:
+        ValueError: estimator is none of the three, or shapes differ.
+    """
+    _check_shapes(log_probs, ref_log_probs=ref_log_probs, loss_mask=loss_mask)
+    log_ratio = ref_log_probs.detach() - log_probs  # (B, T)  log r
+    if loss_mask is not None:
+        log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return log_ratio.expm1() - log_ratio  # expm1: r − 1 without cancellation near r = 1
+    raise ValueError(f"KL estimator is {estimator!r}; it must be one of k1, k2, k3")
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) in nats, at least in float32.
+
+        H = − Σᵥ pᵥ log pᵥ
+
+    Args:
+        logits: (..., V) of any floating type; −inf marks a forbidden token (p log p = 0 there).
+    Returns:
+        (...) float32, or float64 for float64 logits. Needs a few times the memory of the logits in
+        float32: pass a slice of tokens at a time where the vocabulary is large.
+    """
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # 8 bits of mantissa lose the sum over a large vocabulary
+    log_p = logits.log_softmax(-1)  # (..., V)
+    # NOTE: 0 · −inf is NaN in value and in gradient, hence the fill.
+    return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
+
+
+@torch.no_grad()
+def sampler_is_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, cap: float
+) -> Tensor:
+    """Truncated importance weights from the sampler's policy to the trainer's (Yao et al. 2025).
+
+        wₜ = min( exp(old_log_probs − rollout_log_probs), C )
+
+    Without mismatch w = 1. The cap bounds the variance at the price of some bias, and only from
+    above: a token the trainer finds less likely than the sampler did is weighed down in full.
+
+    Args:
+        old_log_probs: (B, T) of the trainer, before the step's first update.
+        rollout_log_probs: (B, T) of the engine that sampled the tokens, at the same temperature.
+        loss_mask: (B, T) of 0 and 1.
+        cap: C, at least 1; the report uses 2.
+    Returns:
+        (B, T), detached; 0 where loss_mask is 0.
+    Raises:
+        ValueError: shapes differ, or cap is below 1.
+    """
+    _check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
+    if not cap >= 1:
+        raise ValueError(f"cap is {cap}; below 1 it would scale down tokens without any mismatch")
+    weights = (old_log_probs - rollout_log_probs).exp().clamp(max=cap)  # (B, T)
+    return torch.where(loss_mask.bool(), weights, 0.0)
+
+
+@torch.no_grad()
+def kl_penalized_rewards(
+    token_rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    kl_coef: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """KL in the reward: r′ₜ = rₜ − β · KLₜ on every policy token (arXiv 1909.08593, eq. 2).
+
+    The estimator then spreads the penalty as it does any reward. Rewards on masked tokens are
+    handed through untouched, so that a misplaced one still fails in advantages.py.
+
+    Args:
+        token_rewards, log_probs, ref_log_probs, loss_mask: (B, T).
+        kl_coef: β; a KL controller's `value`.
+        estimator: as in `kl_estimate`.
+    Returns:
+        (B, T), detached.
+    """
+    _check_shapes(token_rewards, log_probs=log_probs)
+    return token_rewards - kl_coef * kl_estimate(log_probs, ref_log_probs, estimator, loss_mask)
+
+
+class FixedKLController:
+    """β that never changes."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, observed_kl: float, num_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """β steered so that the observed KL stays near a target (arXiv 1909.08593, section 2.2).
+
+        e = clip( KL / target − 1, −0.2, 0.2 )
+        β ← β · (1 + e · num_steps / horizon)
+
+    Args:
+        kl_coef: β at the start, positive (a product never leaves 0).
+        target: KL in nats, in the unit of what `update` is given.
+        horizon: number of trajectories over which β may change by a factor of about 1.2.
+    Raises:
+        ValueError: an argument is not positive.
+    """
+
+    def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
+        for name, number in (("kl_coef", kl_coef), ("target", target), ("horizon", horizon)):
+            if not number > 0:
+                raise ValueError(f"{name} is {number}; the adaptive controller needs it positive")
+        super().__init__(kl_coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, observed_kl: float, num_steps: int) -> None:
+        """Adapt β to the KL observed over num_steps trajectories (all processes together)."""
+        if not math.isfinite(observed_kl):
+            raise ValueError(
+                f"observed KL is {observed_kl}; the coefficient would stay non-finite for good"
+            )
+        error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
+        factor = 1 + error * num_steps / self.horizon
+        if factor <= 0:
+            raise ValueError(
+                f"{num_steps} trajectories in one update are too many for horizon {self.horizon}: "
+                f"the KL coefficient would turn negative; make horizon at least {num_steps}"
+            )
+        self.value *= factor
+
+
+def _check_shapes(first: Tensor, **others: Tensor | None) -> None:
+    """NOTE: broadcasting turns (B, T) against (B,) or (T,) into a number that means nothing."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}, expected {tuple(first.shape)} like the first "
+                "argument: all are (trajectories, tokens), aligned to the token"
+            )

@@ -1,0 +1,485 @@
+"""
+What a run writes down: one definition for every logged name, two log files, one plot, one line a
+step.
+
+A number that nobody can define is worse than none, so `GLOSSARY` holds one sentence for each name
+and `MetricsLogger.log` refuses a name that is not in it. There are two files because there are two
+kinds of number:
+
+    metrics.jsonl   what follows from the seed: returns, losses, counts. Under `--deterministic` two
+                    runs with one seed write the same bytes, and so do an interrupted-and-resumed
+                    run and an uninterrupted one; therefore no time may enter
+    timings.jsonl   seconds, tokens per second, bytes: different in every run
+
+Both have one JSON object a line, `{"step": 7, name: value, ...}`, appended and flushed at once. A
+value that is not finite is written as null (JSON has no NaN): a hole in a curve, not a reader's
+error. On resume both files are cut back to the checkpoint's step, together with the half line that
+a crash may have left.
+
+The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
+
+    R_i                  = Σ_n r_{i,n}                     return: the sum of the turns' rewards
+    return_mean          = (1/N) Σ_i R_i
+    success_rate         = (1/N) Σ_i 1[the env says: solved]
+    action_tokens_mean   = (1/N) Σ_i Σ_t loss_mask_{i,t}   only tokens that the policy sampled
+    groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups without a GRPO signal
+
+N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
+nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
+
+The reference (AgentGym-RL, `verl/agent_trainer/ppo/ray_trainer.py`, `compute_data_metrics`) takes
+the prompt length as attention_mask.sum() - response_mask.sum(), which counts every observation as
+prompt, and knows one score, the last turn's reward. We count tokens by `loss_mask` and keep return
+and success apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and completes 1.5 %.
+
+Run:        .venv/bin/python metrics.py runs/NAME       draws runs/NAME/reward.png again
+Read next:  train.py, which logs these names; evaluate.py, which writes what lies in eval/
+"""
+
+import json
+import math
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # rollout.py needs transformers; reading a log does not
+    from rollout import RolloutHandler
+
+STOP_REASONS = {
+    "success": "the env ended it as solved",
+    "failure": "the env ended it unsolved",
+    "max_rounds": "the schedule's turn limit cut it",
+    "env_limit": "the env's own limit cut it",
+    "length": "the trajectory token budget cut it",
+    "env_error": "the env server failed; not in the loss",
+    "engine_error": "the sampling engine failed; not in the loss",
+}
+LOST = ("env_error", "engine_error")  # says nothing about the policy
+
+# Deterministic given the seed: metrics.jsonl.
+METRICS: dict[str, str] = {
+    # train/: this step's trajectories, sampled before the update. Invalid ones are in no mean.
+    "train/return_mean": "mean over valid trajectories of the sum of rewards (0..1)",
+    "train/success_rate": "share of valid trajectories that the env declared solved (0..1)",
+    "train/turns_mean": "mean number of turns of a valid trajectory (turns)",
+    "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
+    "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt and all (tokens)",
+    "train/parse_error_rate": "share of turns without an action in the asked-for format (0..1)",
+    "train/groups": "number of tasks with at least one valid trajectory (count)",
+    "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
+    "train/trajectories_used": "number of trajectories that entered the loss (count)",
+    "train/env_failures": "number of trajectories lost to the env server or the engine (count)",
+    **{
+        f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
+        for reason, why in STOP_REASONS.items()
+    },
+    "horizon/max_rounds": "turns the scheduler allowed at this step (turns)",
+    # policy/: means over policy tokens and over this step's optimizer steps.
+    "policy/loss": "clipped policy loss with its KL and entropy terms, per policy token (nats)",
+    "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
+    "policy/approx_kl": "KL(policy before this update || policy now), per policy token (nats)",
+    "policy/entropy": "entropy of the next-token distribution at policy tokens, mean (nats)",
+    "policy/clip_frac": "share of policy tokens where the PPO clip was active (0..1)",
+    "policy/grad_norm": "global gradient norm before clipping, mean over optimizer steps (1)",
+    "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
+    "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
+    "policy/skipped_steps": "mini-batches without a step: no signal or not finite (count)",
+    "critic/loss": "clipped value loss, per policy token (squared return)",
+    "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
+    "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
+    "critic/explained_variance": "1 - Var[returns - values] / Var[returns] at policy tokens (1)",
+    "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
+    "sampler/log_prob_diff_max": "largest such difference in the step (nats)",
+    "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
+    "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
+    "kl/coef": "coefficient of the KL penalty in the reward (1)",
+    "data/epoch": "passes over the training tasks so far (epochs)",
+    "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
+    # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json.
+    "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
+    "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
+    "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
+}
+
+# Different in every run: timings.jsonl.
+TIMINGS: dict[str, str] = {
+    "time/rollout_s": "wall time of sampling this step's trajectories (s)",
+    "time/log_probs_s": "wall time of recomputing old, reference and value predictions (s)",
+    "time/advantages_s": "wall time of the advantage estimator (s)",
+    "time/update_s": "wall time of all optimizer steps (s)",
+    "time/sync_s": "wall time of copying the weights into the sampler and probing it (s)",
+    "time/eval_s": "wall time of the held-out evaluation (s)",
+    "time/save_s": "wall time of writing the checkpoint (s)",
+    "time/step_s": "wall time of the whole step (s)",
+    "rollout/generated_tokens_per_s": "tokens sampled, over the rollout's time (tokens/s)",
+    "rollout/engine_idle_share": "share of the rollout in which the engine had no request (0..1)",
+    "update/tokens_per_s": "tokens trained on, padding not counted, over the time (tokens/s)",
+    "update/padding_share": "share of the update's tensor cells that are padding (0..1)",
+    "sync/bytes": "bytes of weights handed to the sampler (bytes)",
+    "memory/peak_bytes": "peak memory of the accelerator, without one of the process (bytes)",
+}
+
+GLOSSARY: dict[str, str] = METRICS | TIMINGS
+
+# The console table: heading, name, format. The same columns at every step.
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("return", "train/return_mean", "8.3f"),
+    ("success", "train/success_rate", "8.1%"),
+    ("turns", "train/turns_mean", "6.1f"),
+    ("signal", "signal", "7"),  # groups that carry signal / groups
+    ("loss", "policy/loss", "9.4f"),
+    ("kl", "policy/kl", "9.5f"),
+    ("entropy", "policy/entropy", "8.3f"),
+    ("grad", "policy/grad_norm", "8.3f"),
+    ("rollout s", "time/rollout_s", "10.1f"),
+    ("update s", "time/update_s", "9.1f"),
+    ("eval", "eval/avg", "7.1%"),
+)
+HEADER_EVERY = 20
+
+
+def summarize_trajectories(
+    trajectories: Sequence["RolloutHandler"],
+) -> dict[str, float | int | None]:
+    """
+    The `train/*` metrics of one step.
+
+    Args:
+        trajectories: the whole step's, of every process; invalid ones included.
+    Returns: name -> number; a mean over nothing is None.
+    """
+    valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
+    turns = [turn for trajectory in valid for turn in trajectory.turns]
+    returns_of_group: dict[int, list[float]] = defaultdict(list)
+    for trajectory in valid:
+        returns_of_group[trajectory.group_id].append(trajectory.total_return)
+    stops = Counter(trajectory.stop_reason for trajectory in trajectories)
+    return {
+        "train/return_mean": _mean([t.total_return for t in valid]),
+        "train/success_rate": _mean([float(t.success) for t in valid]),
+        "train/turns_mean": _mean([len(t.turns) for t in valid]),
+        "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
+        "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
+        "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
+        "train/groups": len(returns_of_group),
+        "train/groups_zero_variance": sum(max(r) == min(r) for r in returns_of_group.values()),
+        "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
+        "train/env_failures": sum(stops[reason] for reason in LOST),
+        **{
+            f"train/stop/{reason}": stops[reason] / len(trajectories) if trajectories else None
+            for reason in STOP_REASONS
+        },
+    }
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+class MetricsLogger:
+    """
+    Appends to `metrics.jsonl` and `timings.jsonl` of a run and prints the table.
+
+    >>> import tempfile
+    >>> run_dir = tempfile.mkdtemp()
+    >>> logger = MetricsLogger(run_dir)
+    >>> logger.log(1, {"train/return_mean": 0.25, "policy/loss": float("nan")})
+    >>> open(f"{run_dir}/metrics.jsonl").read()
+    '{"step": 1, "train/return_mean": 0.25, "policy/loss": null}\\n'
+    >>> logger.log(2, {"train/reward": 0.25})
+    Traceback (most recent call last):
+    ValueError: metric 'train/reward' is not in the glossary; define it in metrics.py first
+    """
+
+    def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
+        """
+        Args:
+            run_dir: the run's directory; made if it is missing.
+            resume_step: the checkpoint's step; later lines are dropped. None: a new run.
+        Raises:
+            FileExistsError: a new run, but the directory holds a log.
+            ValueError: a line other than the last is not a JSON object with a step.
+        """
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._rows_printed = 0
+        self._files: dict[str, Any] = {}
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            path = self.run_dir / name
+            if resume_step is not None:
+                truncate_log(path, resume_step)
+            elif path.exists():
+                raise FileExistsError(
+                    f"{path} exists; go on with --resume or choose another --run-dir"
+                )
+            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
+        self._append("metrics.jsonl", METRICS, step, metrics)
+
+    def timings(self, step: int, timings: dict[str, Any]) -> None:
+        """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
+        self._append("timings.jsonl", TIMINGS, step, timings)
+
+    def print_row(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """The step's line of the console table, with the heading above every 20th."""
+        if self._rows_printed % HEADER_EVERY == 0:
+            print(console_header(), flush=True)
+        self._rows_printed += 1
+        print(console_row(step, metrics | timings), flush=True)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _append(
+        self, name: str, allowed: dict[str, str], step: int, values: dict[str, Any]
+    ) -> None:
+        for key in values:
+            if key in GLOSSARY and key not in allowed:
+                raise ValueError(
+                    f"{key!r} is not for {name}: times go to timings(), the rest to log()"
+                )
+            if key not in GLOSSARY:
+                raise ValueError(
+                    f"metric {key!r} is not in the glossary; define it in metrics.py first"
+                )
+        line = json.dumps(
+            {"step": step} | {k: _number(v) for k, v in values.items()}, allow_nan=False
+        )
+        self._files[name].write(line + "\n")
+        self._files[name].flush()
+
+
+def _number(value: Any) -> float | int | None:
+    """A JSON number from an int, float or one-element tensor; None for what is not finite."""
+    if value is None or isinstance(value, int):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def truncate_log(path: Path, last_step: int) -> None:
+    """Keep the lines of steps <= last_step, byte for byte; what a crash cut short goes too."""
+    if not path.exists():
+        return
+    kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a log. Raises ValueError for a bad line that is not a cut-short last one."""
+    return [row for _, row in _parsed_lines(Path(path))]
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield line, row
+        elif number < len(lines):
+            raise ValueError(
+                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; "
+                "a crash cuts only the last line short, so mend or remove this one"
+            )
+
+
+def console_header() -> str:
+    """The heading of the table that `console_row` prints."""
+    return "step".rjust(6) + "".join(head.rjust(_width(head, spec)) for head, _, spec in COLUMNS)
+
+
+def console_row(step: int, values: dict[str, Any]) -> str:
+    """One aligned line; "-" stands for what is missing or not finite."""
+    cells = [str(step).rjust(6)]
+    for head, name, spec in COLUMNS:
+        value: Any = values.get(name)
+        if name == "signal" and values.get("train/groups") is not None:
+            flat = values.get("train/groups_zero_variance", 0)
+            value = f"{values['train/groups'] - flat}/{values['train/groups']}"
+        elif (value := _number(value)) is not None:
+            value = format(value, spec)
+        cells.append(("-" if value is None else value.strip()).rjust(_width(head, spec)))
+    return "".join(cells)
+
+
+def _width(head: str, spec: str) -> int:
+    return max(len(head) + 2, int(spec.split(".")[0]) + 1)
+
+
+# ----------------------------------------------------------------------------------------------
+# The plot
+
+BLUE, ORANGE, GREEN, GREY = "#2f6fb5", "#d9822b", "#3a8f5c", "#8a8f98"
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """
+    Mean of each value and up to window - 1 values before it: the curve never shows the future.
+
+    >>> running_mean([1.0, 2.0, 6.0, 10.0], window=2)
+    [1.0, 1.5, 4.0, 8.0]
+    """
+    return [
+        math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window)
+        for i in range(len(values))
+    ]
+
+
+def plot(run_dir: str | Path) -> Path:
+    """
+    Draw `reward.png` from `metrics.jsonl`, `eval/step_*.json` and `config.json`.
+
+    Four panels over the training step: return and success; held-out success with its 95 % interval;
+    turns under the horizon; entropy and KL. Written under another name and renamed: a viewer never
+    sees half a file.
+    Returns: the path of the image. Raises FileNotFoundError when the run has no `metrics.jsonl`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run_dir = Path(run_dir)
+    rows = read_log(run_dir / "metrics.jsonl")
+    style = {
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e6e8eb",
+        "axes.axisbelow": True,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "legend.frameon": False,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+        figure.suptitle(_title(run_dir, rows), fontsize=12)
+        (reward_axis, eval_axis), (turns_axis, entropy_axis) = axes
+
+        reward_axis.set(
+            title="Training: return and success", ylabel="share (0..1)", ylim=(-0.03, 1.03)
+        )
+        _curve(reward_axis, rows, "train/return_mean", "return", BLUE)
+        # Dashed: where the only reward is 1 for success, the two curves coincide.
+        _curve(reward_axis, rows, "train/success_rate", "success", GREEN, ls="--")
+
+        eval_axis.set(title="Held-out tasks", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
+        last_step = rows[-1]["step"] if rows else 0
+        _held_out(eval_axis, [e for e in _evaluations(run_dir) if e["step"] <= last_step])
+
+        turns_axis.set(title="Turns per trajectory", ylabel="turns")
+        _curve(turns_axis, rows, "train/turns_mean", "mean turns", BLUE)
+        steps, horizon = _series(rows, "horizon/max_rounds")
+        turns_axis.step(
+            steps, horizon, where="mid", color=GREY, ls="--", lw=1.4, label="horizon (max_rounds)"
+        )
+        turns_axis.set_ylim(bottom=0)
+
+        entropy_axis.set(title="Entropy and KL to the reference", ylabel="entropy (nats per token)")
+        _curve(entropy_axis, rows, "policy/entropy", "entropy", BLUE)
+        entropy_axis.set_ylim(bottom=0)
+        kl_axis = entropy_axis.twinx()
+        kl_axis.spines["right"].set_visible(True)
+        kl_axis.grid(False)
+        kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
+        kl_axis.tick_params(axis="y", colors=ORANGE)
+        _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
+
+        for axis in axes.flat:
+            axis.set_xlabel("training step")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            lines, labels = axis.get_legend_handles_labels()
+            if axis is entropy_axis:
+                more_lines, more_labels = kl_axis.get_legend_handles_labels()
+                lines, labels = lines + more_lines, labels + more_labels
+            if labels:
+                axis.legend(lines, labels, loc="best")
+            else:
+                axis.annotate("nothing logged yet", (0.4, 0.5), (0.4, 0.5), "axes fraction")
+
+        target = run_dir / "reward.png"
+        aside = target.with_name(".reward.tmp.png")
+        figure.savefig(aside, dpi=130)
+        plt.close(figure)
+    os.replace(aside, target)
+    return target
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric where it has a value."""
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _curve(
+    axis: Any, rows: list[dict[str, Any]], name: str, label: str, color: str, ls: str = "-"
+) -> None:
+    """The raw values, light, and their running mean over a tenth of the run (5 to 50 steps)."""
+    steps, values = _series(rows, name)
+    if not steps:
+        return
+    window = min(50, max(5, len(steps) // 10))
+    axis.plot(steps, values, color=color, alpha=0.25, lw=1, ls=ls)
+    marker = "o" if len(steps) == 1 else None
+    axis.plot(steps, running_mean(values, window), color=color, lw=2, marker=marker, label=label)
+
+
+def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The overall results of `eval/step_*.json`, by step."""
+    found = (
+        json.loads(path.read_text(encoding="utf-8")) for path in run_dir.glob("eval/step_*.json")
+    )
+    return sorted(found, key=lambda evaluation: evaluation["step"])
+
+
+def _held_out(axis: Any, evaluations: list[dict[str, Any]]) -> None:
+    """avg@k with its interval, and pass@k where k > 1."""
+    for name, color in (("avg", GREEN), ("pass", ORANGE)):
+        if name == "pass" and all(evaluation["samples"] == 1 for evaluation in evaluations):
+            continue  # pass@1 is avg@1
+        points = [(e["step"], e["overall"][name]) for e in evaluations]
+        points = [(step, estimate) for step, estimate in points if estimate["value"] is not None]
+        if not points:
+            continue
+        steps = [step for step, _ in points]
+        middle, low, high = ([e[key] for _, e in points] for key in ("value", "low", "high"))
+        label = f"{name}@{evaluations[-1]['samples']}, 95 % interval over tasks"
+        axis.fill_between(steps, low, high, color=color, alpha=0.12, lw=0)
+        axis.vlines(steps, low, high, color=color, lw=1.2)
+        axis.plot(steps, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
+
+
+def _title(run_dir: Path, rows: list[dict[str, Any]]) -> str:
+    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
+    parts = [run_dir.resolve().name]
+    if (run_dir / "config.json").exists():
+        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        config = config.get("config", config)
+        rounds = " ".join(map(str, config.get("rounds") or []))
+        names = [config.get(key) for key in ("env", "algorithm", "rounds_scheduler", "model")]
+        names[2] = f"{names[2]} {rounds}" if names[2] and rounds else names[2]
+        parts = [str(name) for name in names if name] or parts
+    return " · ".join(parts) + f"   ({rows[-1]['step'] if rows else 0} steps)"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print("usage: python metrics.py RUN_DIR    draws RUN_DIR/reward.png", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        print(plot(sys.argv[1]))
+    except (OSError, ValueError) as error:
+        print(f"metrics.py: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,464 @@
+"""Multi-turn rollouts: one trajectory as token ids and masks, and the event-driven loop that grows many of them.
+
+A trajectory is an alternation of what the environment says (o) and what the policy says (a), kept as token ids:
+
+    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁      what the model is fed, exactly
+    loss_mask           0  0  0   1  1   1     0  0   1  1  1      1 on tokens that the policy sampled, 0 elsewhere
+    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •      log μ(token) when it was drawn, 0.0 elsewhere
+
+Three rules make it exact, and each has broken a published system:
+  * token ids in, token ids out. Sampled ids are appended as sampled; nothing is decoded and encoded again. Each
+    prompt sent to the engine is therefore a prefix of the final sequence, which `check()` verifies every time.
+  * mask 1 only on sampled tokens. A turn cut at `max_tokens_per_turn` gets its end-of-turn appended with mask 0.
+  * the budget is checked while rolling. A trajectory cut by `max_trajectory_tokens` stops with `length`, so no
+    reward is earned by tokens that training never sees.
+
+The loop is event-driven. AgentGym-RL advances all trajectories in rounds: generate for all, step all environments,
+again; every round lasts as long as its slowest environment. Here an environment's answer goes back to the engine
+the moment it arrives, and the engine decodes whatever is there:
+
+        ┌── a generation ends ──> env.step in a thread ──> observation ids appended ──┐
+        │                                                                             │
+      engine (continuous batching) <───────────── submit the longer prompt ───────────┘
+
+What the policy caused (an unparsable action, a wrong one, too long a text) is its reward 0 and its lesson. What it
+cannot have caused (a server that dies, a time-out) is retried, and then the trajectory is marked `env_error`: left
+out of the loss and of its group's statistics, and counted. AgentGym-RL scores both as 0 and trains on both; one
+user's report had 1172 of 1280 rollouts fail in reset that way.
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from chat import ChatTemplate
+from engines import Engine, EngineError, Generation, SamplingSettings
+from envclient import EnvClient, EnvError, EnvPool, StepResult
+from envs import Task
+
+NUM_TRIES = 3  # resets before an episode is given up; an episode that fails in mid-step starts over once
+IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to do
+
+
+@dataclass
+class Turn:
+    """One exchange: the action the policy took and the environment's answer to it."""
+
+    action_span: tuple[int, int]  # [start, end) in input_ids, sampled tokens only
+    action_text: str
+    observation_text: str = ""  # the answer; empty when the turn was not played (budget ran out in mid-turn)
+    reward: float = 0.0  # this turn's increment
+    parse_error: str | None = None
+    generate_s: float = 0.0
+    env_s: float = 0.0
+    state: dict[str, Any] | None = None  # what people look at, with --record-state
+
+
+@dataclass
+class RolloutHandler:
+    """One trajectory, growing. All token lists have the same length.
+
+    The engine is always sent `input_ids` as they are, so `check()` can prove that what was sampled from is what
+    is trained on.
+    """
+
+    trajectory_id: str
+    step: int
+    env: str
+    task_id: str
+    subtask: str
+    group_id: int
+    seed: int
+    max_rounds: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    success: bool = False
+    terminated: bool = False
+    truncated: bool = False
+    stop_reason: str | None = None
+    weight_version: int = 0
+    used_in_loss: bool = False
+    advantages: list[float] | None = None
+    error: str | None = None  # what the infrastructure said, for stop_reason env_error
+    _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)  # (length, hash) of each one sent
+
+    def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
+        """Open the sequence with the environment's prompt and first observation."""
+        self.messages = [*prompt, {"role": "user", "content": observation}]
+        self._append(chat.opening(prompt, observation))
+
+    def add_observation(self, chat: ChatTemplate, text: str) -> None:
+        """Append what the environment said; its tokens get loss_mask 0."""
+        self.messages.append({"role": "user", "content": text})
+        self._append(chat.observation(text))
+
+    def add_action(self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]) -> Turn:
+        """Append what the policy sampled; its tokens, and only they, get loss_mask 1.
+
+        Raises:
+            ValueError: token_ids and log_probs differ in length, or there are none.
+        """
+        if len(token_ids) != len(log_probs) or not token_ids:
+            raise ValueError(f"{self.trajectory_id}: {len(token_ids)} sampled ids with {len(log_probs)} log-probs")
+        start = len(self.input_ids)
+        self.input_ids += token_ids
+        self.loss_mask += [1] * len(token_ids)
+        self.rollout_log_probs += log_probs
+        turn = Turn((start, len(self.input_ids)), chat.text_of(list(token_ids)))
+        if token_ids[-1] != chat.end_of_turn:  # cut by a limit: the turn is closed for the policy, not by it
+            self._append([chat.end_of_turn])
+        self.messages.append({"role": "assistant", "content": turn.action_text})
+        self.turns.append(turn)
+        return turn
+
+    def next_prompt(self) -> list[int]:
+        """The ids to sample from now; remembered, so that `check` can compare them with the final sequence."""
+        self._prompts.append((len(self.input_ids), hash(tuple(self.input_ids))))
+        return self.input_ids
+
+    def check(self) -> None:
+        """Raise RuntimeError unless every list lines up and every prompt sent is a prefix of the sequence."""
+        lengths = {len(self.input_ids), len(self.loss_mask), len(self.rollout_log_probs)}
+        if len(lengths) != 1:
+            raise RuntimeError(f"{self.trajectory_id}: token lists of different lengths {sorted(lengths)}")
+        for length, digest in self._prompts:
+            if hash(tuple(self.input_ids[:length])) != digest:
+                raise RuntimeError(f"{self.trajectory_id}: a prompt of {length} ids is not a prefix of the sequence")
+
+    def stop(self, reason: str, success: bool = False) -> None:
+        """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
+        self.stop_reason, self.success = reason, success
+        self.terminated = reason in ("success", "failure")
+        self.truncated = not self.terminated
+        self.check()
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 on every token: padding exists only in batches, and is known there by length, not by token id."""
+        return [1] * len(self.input_ids)
+
+    @property
+    def position_ids(self) -> list[int]:
+        return list(range(len(self.input_ids)))
+
+    @property
+    def total_return(self) -> float:
+        """Sum of the turns' rewards, 0..1."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def is_valid(self) -> bool:
+        """False when the infrastructure failed or the policy never spoke: nothing to learn from, nothing to count."""
+        return self.stop_reason not in (None, "env_error", "engine_error") and any(self.loss_mask)
+
+    def to_line(self) -> dict[str, Any]:
+        """The trajectory as one JSON object of `trajectories/*.jsonl`."""
+        line = {name: value for name, value in self.__dict__.items() if name not in ("_prompts", "turns")}
+        turns = [asdict(turn) for turn in self.turns]
+        return line | {"turns": turns, "return": self.total_return}
+
+    def _append(self, ids: list[int]) -> None:
+        self.input_ids += ids
+        self.loss_mask += [0] * len(ids)
+        self.rollout_log_probs += [0.0] * len(ids)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One trajectory to roll: the task, its group, which sample of the group, the environment's seed."""
+
+    task: Task
+    group_id: int
+    sample: int
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Budgets and limits of a rollout; the horizon `max_rounds` comes from the schedule."""
+
+    max_rounds: int
+    max_tokens_per_turn: int
+    max_trajectory_tokens: int  # the prompt included
+    temperature: float = 1.0
+    seed: int = 0
+    env_workers: int = 64  # environment calls in flight at a time
+    max_env_failures: float = 0.2  # share of lost trajectories above which the run stops
+    record_state: bool = False
+
+
+@dataclass
+class RolloutStats:
+    """Where the time of one `collect` went."""
+
+    seconds: float = 0.0
+    engine_idle_s: float = 0.0  # the engine had no request while episodes were open
+    generated_tokens: int = 0
+
+
+class TooManyEnvFailures(RuntimeError):
+    """More trajectories were lost to the environment servers than a run may ignore."""
+
+
+def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
+    """A 63-bit seed that depends on what is sampled and never on rank, thread or order of arrival."""
+    key = f"{seed}/{step}/{task_id}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def collect(
+    engine: Engine,
+    pool: EnvPool,
+    chat: ChatTemplate,
+    requests: Sequence[RolloutRequest],
+    settings: RolloutSettings,
+    progress: Callable[[RolloutHandler], None] | None = None,
+    weight_version: int = 0,
+    stats: RolloutStats | None = None,
+    finished: list[RolloutHandler] | None = None,
+) -> list[RolloutHandler]:
+    """Roll all requests to their end; one trajectory per request, in the order of the requests.
+
+    Args:
+        progress: called with each trajectory as it ends, from this thread.
+        stats: filled in with where the time went.
+        finished: receives each trajectory as it ends, so that a caller has them after an exception or Ctrl-C.
+    Raises:
+        EngineError: the sampler failed; running requests were dropped.
+        TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
+    """
+    stats = stats if stats is not None else RolloutStats()
+    finished = finished if finished is not None else []
+    episodes = [_Episode(pool, chat, request, settings, weight_version) for request in requests]
+    generating: dict[str, _Episode] = {}
+    answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()  # episodes whose environment has answered
+    threads = ThreadPoolExecutor(min(settings.env_workers, len(episodes) or 1), thread_name_prefix="env")
+    num_open = len(episodes)
+    began = time.perf_counter()
+
+    def call_env(episode: _Episode, call: Callable[[], None]) -> None:
+        def work() -> None:
+            try:
+                call()
+            except BaseException as error:  # a bug in a thread must surface in the loop, not hang it
+                episode.crash = error
+            answers.put(episode)
+
+        threads.submit(work)
+
+    try:
+        for episode in episodes:
+            call_env(episode, episode.reset)
+        while num_open:
+            # 1. Environments that have answered: submit the next prompt, or close the episode.
+            for episode in _drain(answers, block=not generating, stats=stats):
+                if episode.crash:
+                    raise episode.crash
+                sampling = episode.next_request()
+                if sampling is None:
+                    num_open -= 1
+                    finished.append(episode.handler)
+                    if progress:
+                        progress(episode.handler)
+                    continue
+                generating[episode.handler.trajectory_id] = episode
+                engine.submit(episode.handler.trajectory_id, episode.handler.next_prompt(), sampling)
+            # 2. A piece of decoding; every finished turn goes to its environment at once.
+            for generation in engine.poll():
+                episode = generating.pop(generation.request_id)
+                stats.generated_tokens += len(generation.token_ids)
+                episode.take(generation)
+                call_env(episode, episode.act)
+    except BaseException:
+        engine.abort()
+        raise
+    finally:
+        stats.seconds += time.perf_counter() - began
+        threads.shutdown(wait=False, cancel_futures=True)
+        if num_open:
+            for episode in episodes:
+                episode.close()
+    handlers = [episode.handler for episode in episodes]
+    _check_failures(handlers, settings.max_env_failures)
+    return handlers
+
+
+def _drain(answers: queue.SimpleQueue, block: bool, stats: RolloutStats) -> list[_Episode]:
+    """All episodes whose environment has answered; with `block`, wait until there is one."""
+    ready: list[_Episode] = []
+    if block:
+        began = time.perf_counter()
+        while not ready:  # short waits, so that Ctrl-C is noticed
+            try:
+                ready.append(answers.get(timeout=IDLE_WAIT_S))
+            except queue.Empty:
+                continue
+        stats.engine_idle_s += time.perf_counter() - began
+    while not answers.empty():
+        ready.append(answers.get())
+    return ready
+
+
+def _check_failures(handlers: list[RolloutHandler], limit: float) -> None:
+    lost = [h for h in handlers if h.stop_reason == "env_error"]
+    if len(lost) > limit * len(handlers):
+        raise TooManyEnvFailures(
+            f"{len(lost)} of {len(handlers)} trajectories were lost to the environment, "
+            f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
+        )
+
+
+class _Episode:
+    """One trajectory in the making: its handler, its environment session, and what may be done next.
+
+    `reset` and `act` run in a thread and touch nothing shared; `next_request` and `take` run in the loop.
+    """
+
+    def __init__(
+        self,
+        pool: EnvPool,
+        chat: ChatTemplate,
+        request: RolloutRequest,
+        settings: RolloutSettings,
+        weight_version: int,
+    ) -> None:
+        self.pool, self.chat, self.request, self.settings = pool, chat, request, settings
+        self.weight_version = weight_version
+        self.client: EnvClient | None = None
+        self.crash: BaseException | None = None
+        self.restarts_left = 1
+        self.submitted_at = 0.0
+        self.handler = self._new_handler()
+
+    def _new_handler(self) -> RolloutHandler:
+        r = self.request
+        return RolloutHandler(
+            trajectory_id=f"s{r.step:06d}-t{r.group_id:04d}-k{r.sample:02d}",
+            step=r.step,
+            env=self.pool.env,
+            task_id=r.task.task_id,
+            subtask=r.task.subtask,
+            group_id=r.group_id,
+            seed=r.seed,
+            max_rounds=self.settings.max_rounds,
+            weight_version=self.weight_version,
+        )
+
+    def reset(self) -> None:
+        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried."""
+        self.close()
+        self.handler = self._new_handler()
+        for left in reversed(range(NUM_TRIES)):
+            try:
+                self.client = self.pool.client()
+                observation = self.client.reset(self.request.task.task_index, seed=self.request.seed)
+                self.handler.start(self.chat, self.client.prompt, observation)
+                return
+            except EnvError as error:
+                self.close()
+                if not left:
+                    self._fail(error)
+
+    def act(self) -> None:
+        """Play the turn that was just sampled and append the environment's answer."""
+        handler, turn = self.handler, self.handler.turns[-1]
+        if handler.stop_reason:  # the token budget ended inside this turn: it is not played
+            self.close()
+            return
+        assert self.client is not None  # reset succeeded, or there would be no turn
+        began = time.perf_counter()
+        try:
+            result = self.client.step(turn.action_text)
+            turn.env_s = time.perf_counter() - began
+            if self.settings.record_state:
+                turn.state = self.client.state()
+        except EnvError as error:
+            if self.restarts_left:
+                self.restarts_left -= 1
+                self.reset()
+            else:
+                self._fail(error)
+            return
+        turn.observation_text, turn.reward = result.observation, float(result.reward)
+        turn.parse_error = result.info.get("parse_error")
+        self._after_step(result)
+
+    def _after_step(self, result: StepResult) -> None:
+        handler, success = self.handler, bool(result.info.get("success"))
+        if result.terminated:
+            handler.stop("success" if success else "failure", success)
+        elif result.truncated:
+            handler.stop("env_limit", success)
+        elif len(handler.turns) >= self.settings.max_rounds:
+            handler.stop("max_rounds", success)
+        else:
+            ids = self.chat.observation(result.observation)
+            if len(handler.input_ids) + len(ids) + 2 > self.settings.max_trajectory_tokens:
+                handler.stop("length", success)  # no room for the observation and one token of an answer
+            else:
+                handler.add_observation(self.chat, result.observation)
+        if handler.stop_reason:
+            self.close()
+
+    def next_request(self) -> SamplingSettings | None:
+        """How to sample the next turn, or None when the trajectory has ended."""
+        handler, s = self.handler, self.settings
+        # One id is kept back for the end-of-turn that a cut turn gets.
+        room = s.max_trajectory_tokens - len(handler.input_ids) - 1
+        if not handler.stop_reason and room < 1:  # the first observation alone is over the budget
+            handler.stop("length")
+            self.close()
+        if handler.stop_reason:
+            return None
+        self.submitted_at = time.perf_counter()
+        r = self.request
+        return SamplingSettings(
+            max_tokens=min(s.max_tokens_per_turn, room),
+            temperature=s.temperature,
+            seed=sampling_seed(s.seed, r.step, r.task.task_id, r.sample, len(handler.turns)),
+            stop_token_ids=self.chat.stop_token_ids,
+        )
+
+    def take(self, generation: Generation) -> None:
+        """Append a finished generation; decide whether the budget, not the policy, ended it."""
+        handler, s = self.handler, self.settings
+        turn = handler.add_action(self.chat, generation.token_ids, generation.log_probs)
+        turn.generate_s = time.perf_counter() - self.submitted_at
+        out_of_budget = len(generation.token_ids) < s.max_tokens_per_turn
+        if generation.finish_reason == "length" and out_of_budget:
+            handler.stop("length")
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+    def _fail(self, error: EnvError) -> None:
+        self.close()
+        self.handler.error = str(error)
+        self.handler.stop("env_error")
+
+
+__all__ = [
+    "EngineError",
+    "RolloutHandler",
+    "RolloutRequest",
+    "RolloutSettings",
+    "RolloutStats",
+    "TooManyEnvFailures",
+    "Turn",
+    "collect",
+    "sampling_seed",
+]

@@ -1,0 +1,198 @@
+"""The horizon: how many turns the agent may take at training step t, and how ScalingInter-RL widens it.
+
+An agent that plays for many turns before any reward arrives explores badly at first: most of its
+long trajectories fail, every failure looks alike, and what little signal there is gets spread over
+thousands of tokens. An agent that never gets more than a few turns learns quickly and then stops:
+the harder tasks do not fit. ScalingInter-RL (arXiv 2509.08755) begins with few turns and allows
+more of them as training goes on:
+
+    τ_t ~ π_θ(τ | K_t ≤ h_t)              a trajectory of step t takes K_t turns, at most h_t
+    h_t = rounds[min(⌊(t − 1) / Δ⌋, n − 1)]       t = 1, 2, 3, …
+
+with rounds = (h¹ ≤ h² ≤ … ≤ hⁿ) and Δ = steps_scaling_inter. The paper writes the same thing as a
+recursion, h ← h + δ_h every Δ steps. For rounds 10 20 30 and Δ = 100:
+
+    step      1 ……… 100   101 ……… 200   201 ………
+    rounds        10            20           30          and 30 for ever after
+
+The cap is a curriculum and a pressure at once. A trajectory cut by it keeps the reward it has so far
+(for a task that pays at its end: nothing), so within one group of samples the ones that finish early
+are the good ones, and wandering is unlearned while episodes are cheap. Cost follows the cap too: a
+step with 10 rounds generates about a third of the tokens of a step with 30.
+
+What the released scripts use (all with GRPO), and what changing it does, from the paper:
+
+    environment   fixed horizon    rounds @ Δ             deep search (7B), % success
+    TextCraft          30          10 20 30 @ 100             5  8 10 @ 100   38.3
+    BabyAI             20           6 13 20 @ 100             5  8 10 @  75   37.8
+    SciWorld           20          10 20 30 @ 100             5  8 10 @ 125   38.5
+    SearchQA            5           5  8 10 @ 100             3  8 13 @ 100   36.8
+    WebArena           15           8 12 15 @  80             8 10 12 @ 100   37.6
+                                                              5 10 15 @ 100   39.1
+                                                              5  7  9 @ 100   37.8
+
+Against the fixed horizon the paper reports, at 7B, 89 -> 91 % on TextCraft, 92.2 -> 96.7 on BabyAI,
+50.5 -> 57.0 on SciWorld. The right half of the table says that the exact numbers matter little: one
+run each, 400 questions, so differences of two points are within noise.
+
+Where the reference does it, and how ours differs: AgentGym-RL keeps a counter inside the trainer and
+moves an index when the counter reaches Δ. Resumed from a checkpoint at step 100 of 10 20 30 @ 100 it
+uses 30 rounds for 99 of the next 100 steps, where the uninterrupted run uses 20. Here the horizon is
+a pure function of the step (`rounds_at`); the only state is how many steps are done, and a resumed
+run cannot differ from an uninterrupted one.
+
+Shapes: none; steps and rounds are plain ints, both counted from 1. A *turn* is one exchange of action
+and observation, *max_rounds* the cap on turns, a *step* one batch of trajectories and its update.
+
+Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
+           --rounds 10 20 30 --steps-scaling-inter 100
+       python -m doctest schedulers.py
+Read next: advantages.py (what the rewards of those turns become). Lesson: tutorials/01_horizon.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+
+class RoundsScheduler:
+    """Counts finished steps; a subclass says how many rounds a given step has.
+
+    The loop that `train.py` runs:
+
+    >>> scheduler = StepRoundsScheduler(steps_scaling_inter=2, rounds=[10, 20, 30])
+    >>> horizons = []
+    >>> for _ in range(6):
+    ...     horizons.append(scheduler.get_rounds())  # the cap for the step about to be done
+    ...     scheduler.step()                         # that step is done
+    >>> horizons
+    [10, 10, 20, 20, 30, 30]
+    """
+
+    def __init__(self) -> None:
+        self.global_steps = 0  # steps done; the next one is number global_steps + 1
+
+    def rounds_at(self, step: int) -> int:
+        """The cap on turns in training step `step` (1, 2, ...). ValueError below 1."""
+        raise NotImplementedError(f"{type(self).__name__} does not define rounds_at(step)")
+
+    def get_rounds(self) -> int:
+        """The cap on turns in the step about to be done."""
+        return self.rounds_at(self.global_steps + 1)
+
+    def step(self) -> None:
+        """One more training step is done."""
+        self.global_steps += 1
+
+    def set_global_steps(self, num_steps: int) -> None:
+        """`num_steps` steps are done: what a resumed run says. ValueError below 0."""
+        if not _is_int(num_steps) or num_steps < 0:
+            raise ValueError(f"set_global_steps({num_steps!r}): steps done are an integer >= 0")
+        self.global_steps = num_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to save: the count. The rounds themselves are options of the run."""
+        return {"global_steps": self.global_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which `state_dict()` was taken."""
+        if "global_steps" not in state:
+            raise ValueError(f"scheduler state has no 'global_steps', only {sorted(state)}; "
+                             "it was not written by state_dict()")
+        self.set_global_steps(state["global_steps"])
+
+
+class FixedRoundsScheduler(RoundsScheduler):
+    """The same cap at every step.
+
+    >>> FixedRoundsScheduler(30).rounds_at(1), FixedRoundsScheduler(30).rounds_at(10_000)
+    (30, 30)
+    """
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = _checked_rounds([rounds])[0]
+
+    def rounds_at(self, step: int) -> int:
+        _check_step(step)
+        return self.rounds
+
+
+class StepRoundsScheduler(RoundsScheduler):
+    """ScalingInter-RL: every `steps_scaling_inter` steps the next entry of `rounds`, then the last one.
+
+    >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
+    >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
+    [10, 10, 20, 20, 30, 30]
+
+    Resuming needs nothing but the number of steps done:
+
+    >>> scheduler.set_global_steps(100)
+    >>> scheduler.get_rounds()
+    20
+
+    ValueError: `rounds` is empty, decreases or has an entry below 1; `steps_scaling_inter` is below 1.
+
+    >>> StepRoundsScheduler(100, [10, 8, 20])
+    Traceback (most recent call last):
+    ValueError: --rounds 10 8 20 must not decrease; ScalingInter-RL only widens the horizon
+    """
+
+    def __init__(self, steps_scaling_inter: int, rounds: Sequence[int]) -> None:
+        super().__init__()
+        if not _is_int(steps_scaling_inter) or steps_scaling_inter < 1:
+            raise ValueError(f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
+                             "the number of training steps between two horizons")
+        self.steps_scaling_inter = steps_scaling_inter  # Δ
+        self.rounds = _checked_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
+
+    def rounds_at(self, step: int) -> int:
+        _check_step(step)
+        phase = (step - 1) // self.steps_scaling_inter  # ⌊(t − 1) / Δ⌋
+        return self.rounds[min(phase, len(self.rounds) - 1)]
+
+
+def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -> RoundsScheduler:
+    """The scheduler behind `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`.
+
+    >>> make_scheduler("fixed", [30], 100).get_rounds()
+    30
+    >>> make_scheduler("scaling_inter_stepwise", [10, 20, 30], 100).get_rounds()
+    10
+    """
+    if kind == "scaling_inter_stepwise":
+        return StepRoundsScheduler(steps_scaling_inter, rounds)
+    if kind != "fixed":
+        raise ValueError(f"--rounds-scheduler {kind} is not known; "
+                         "choose fixed or scaling_inter_stepwise")
+    if len(rounds) > 1:
+        raise ValueError(f"--rounds {_spaced(rounds)} with --rounds-scheduler fixed: give one number, "
+                         "or choose scaling_inter_stepwise")
+    return FixedRoundsScheduler(_checked_rounds(rounds)[0])
+
+
+def _checked_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
+    if len(rounds) == 0:
+        raise ValueError("--rounds is empty; give at least one number of turns")
+    if not all(_is_int(r) and r >= 1 for r in rounds):
+        raise ValueError(f"--rounds {_spaced(rounds)} must be integers >= 1: "
+                         "an agent without a turn does nothing")
+    if any(later < earlier for earlier, later in pairwise(rounds)):
+        raise ValueError(f"--rounds {_spaced(rounds)} must not decrease; "
+                         "ScalingInter-RL only widens the horizon")
+    return tuple(rounds)
+
+
+def _check_step(step: int) -> None:
+    if not _is_int(step) or step < 1:
+        raise ValueError(f"rounds_at({step!r}): training steps are integers counted from 1")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _spaced(values: Sequence[object]) -> str:
+    return " ".join(str(value) for value in values)

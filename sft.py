@@ -1,0 +1,277 @@
+"""Warm start: supervised fine-tuning on demonstrations, so that reinforcement learning has something to reinforce.
+
+RL makes likely what already happens sometimes. A model that never writes a valid action earns 0 in every sample,
+every group has zero variance, and nothing is learned: SmolLM2-135M, asked cold, wrote no valid TextCraft action in
+240 tries. A few minutes of imitation change that.
+
+    L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
+
+loss_mask is 1 on the demonstrated actions, their end-of-turn included, and 0 on prompt and observations. A
+demonstration is encoded by the same `RolloutHandler` that sampling uses, so that the policy is warmed up on exactly
+the token sequences it will see; there is no second path to drift away from it.
+
+Demonstrations are AgentTraj conversations, the format of AgentGym's data sets:
+
+    {"item_id": "textcraft_31", "conversations": [{"from": "human", "loss": null, "value": ...},
+                                                  {"from": "gpt", "loss": true, "value": ...}, ...]}
+
+`train.py` calls `warm_start` for models that need it and keeps the result under a key of model, data and settings:
+
+    python sft.py --env textcraft --model smollm2-135m --out runs/warm          # the same by hand
+    python sft.py --env textcraft --model X --data my_agenttraj.json --out Y    # your own demonstrations
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batching import Batch, make_batch, micro_batches
+from chat import ChatTemplate
+from envs import Task, get_env, load_tasks
+from losses import masked_mean
+from models import build_aside, cache_dir, load_policy, load_tokenizer, resolve_model, save_policy
+from rollout import RolloutHandler
+
+Conversation = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """How the warm start is trained; part of its cache key."""
+
+    num_demonstrations: int = 128
+    epochs: int = 2
+    learning_rate: float = 1e-4
+    batch_size: int = 8  # demonstrations per optimizer step
+    max_tokens: int = 4096  # padded tokens per micro-batch
+    max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
+    seed: int = 0
+
+
+def demonstrate(env: str, task: Task, seed: int, max_turns: int = 50) -> Conversation | None:
+    """The oracle solves one task: an AgentTraj conversation, or None if it did not get there in `max_turns`."""
+    world = get_env(env)()
+    observation = world.reset(task.task_index, seed)
+    turns: list[dict[str, Any]] = [
+        {"from": "gpt" if m["role"] == "assistant" else m["role"].replace("user", "human"), "loss": None}
+        | {"value": m["content"]}
+        for m in world.PROMPT
+    ]
+    for _ in range(max_turns):
+        thought, action = world.oracle()
+        turns.append({"from": "human", "loss": None, "value": observation})
+        turns.append({"from": "gpt", "loss": True, "value": f"Thought: {thought}\nAction: {action}"})
+        observation, _, terminated, truncated, info = world.step(action)
+        if terminated or truncated:
+            return {"item_id": task.task_id, "conversations": turns} if info["success"] else None
+    return None
+
+
+def demonstrations(env: str, tasks: list[Task], count: int, seed: int) -> list[Conversation]:
+    """`count` oracle demonstrations: sub-tasks in equal parts, each task again with another seed once all are used."""
+    rng = random.Random(seed)
+    by_subtask: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_subtask.setdefault(task.subtask, []).append(task)
+    queues = []
+    for group in by_subtask.values():
+        rng.shuffle(group)
+        queues.append(group)
+    chosen: list[Conversation] = []
+    for n in range(4 * count):
+        if len(chosen) == count:
+            break
+        group = queues[n % len(queues)]
+        turn = n // len(queues)
+        demo = demonstrate(env, group[turn % len(group)], seed=seed + turn // len(group))
+        if demo is not None:
+            chosen.append(demo)
+    return chosen
+
+
+def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
+    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user turn get loss."""
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = []
+    for i, message in enumerate(messages):
+        loss = True if message["role"] == "assistant" and i > 1 else None
+        turns.append({"from": names[message["role"]], "loss": loss, "value": message["content"]})
+    return {"item_id": item_id, "conversations": turns}
+
+
+def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
+    """An AgentTraj conversation as a trajectory, encoded like a sampled one.
+
+    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them, less the
+    observation right before it, is the prompt.
+    Raises:
+        ValueError: no turn has loss, or roles do not alternate.
+    """
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    turns = record["conversations"]
+    item_id = str(record.get("item_id"))
+    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn["loss"]]
+    if not actions:
+        raise ValueError(f"conversation {item_id} has no gpt turn with loss: nothing to learn from")
+    first = actions[0]
+    prompt = [{"role": roles[t["from"]], "content": t["value"]} for t in turns[: first - 1]]
+    handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
+    handler.start(chat, prompt, turns[first - 1]["value"])
+    for i in range(first, len(turns)):
+        expected = "gpt" if (i - first) % 2 == 0 else "human"
+        if turns[i]["from"] != expected:
+            raise ValueError(f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}")
+        if expected == "human":
+            if i + 1 < len(turns):
+                handler.add_observation(chat, turns[i]["value"])
+            continue
+        handler.next_prompt()
+        ids = chat.action(turns[i]["value"])
+        handler.add_action(chat, ids, [0.0] * len(ids))
+        if not turns[i]["loss"]:
+            start = handler.turns[-1].action_span[0]
+            handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
+    handler.stop("success", success=True)
+    return handler
+
+
+def finetune(
+    policy: Any, batch: Batch, settings: SftSettings, progress: bool = True, steps: int | None = None
+) -> list[float]:
+    """Minimise the action loss; returns the loss of every optimizer step (nats per action token).
+
+    The learning rate falls linearly to a tenth over the run. `steps` overrides epochs x batches.
+    """
+    from tqdm import tqdm
+
+    device = next(policy.parameters()).device
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(settings.seed)
+    per_epoch = math.ceil(len(batch) / settings.batch_size)
+    total = steps or settings.epochs * per_epoch
+    losses: list[float] = []
+    policy.train()
+    bar = tqdm(total=total, desc="supervised fine-tuning", unit="step", disable=not progress)
+    while len(losses) < total:
+        order = torch.randperm(len(batch), generator=generator).tolist()
+        for start in range(0, len(batch), settings.batch_size):
+            if len(losses) == total:
+                break
+            rows = order[start : start + settings.batch_size]
+            denominator = float(batch.loss_mask[rows].sum())
+            loss_sum = 0.0
+            for micro in micro_batches(batch.lengths[rows].tolist(), settings.max_tokens):
+                part = batch.rows([rows[i] for i in micro])
+                mask = part.loss_mask.to(device)
+                with torch.autocast(device.type, dtype=torch.bfloat16):
+                    log_probs, _ = policy(part.input_ids.to(device), mask)
+                loss = -masked_mean(log_probs, mask, denominator)
+                loss.backward()
+                loss_sum += float(loss.detach())
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * (1 - 0.9 * len(losses) / total)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss_sum)
+            bar.set_postfix(loss=f"{loss_sum:.3f}")
+            bar.update()
+    bar.close()
+    return losses
+
+
+def encode(chat: ChatTemplate, records: list[Conversation], settings: SftSettings, pad_id: int) -> Batch:
+    """Conversations -> tensors; those over the token limit are left out, with a line that says how many."""
+    handlers = [from_agenttraj(chat, record) for record in records]
+    kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
+    if len(kept) < len(handlers):
+        print(f"{len(handlers) - len(kept)} demonstrations over {settings.max_trajectory_tokens} tokens left out")
+    return make_batch(kept, pad_id)
+
+
+def train_to(folder: Path, model: str, records: list[Conversation], settings: SftSettings) -> None:
+    """Fine-tune `model` on conversations and save a checkpoint with its data and losses beside it."""
+    path = resolve_model(model)
+    tokenizer, policy = load_tokenizer(path), load_policy(path)
+    if torch.cuda.is_available():
+        policy.to("cuda")
+    batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
+    losses = finetune(policy, batch, settings)
+    save_policy(policy, tokenizer, folder)
+    (folder / "sft.json").write_text(json.dumps({"model": model, "settings": asdict(settings), "losses": losses}))
+    (folder / "sft_data.json").write_text(json.dumps(records, indent=1))
+    print(f"action loss {losses[0]:.3f} -> {sum(losses[-8:]) / len(losses[-8:]):.3f} nats a token")
+
+
+def warm_start(model: str, env: str, tasks: list[Task], settings: SftSettings) -> str:
+    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then taken from the cache."""
+    records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed)
+    key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode()).hexdigest()[:16]
+    folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"
+    if not folder.exists():
+        print(f"warm start: {len(records)} oracle demonstrations, {settings.epochs} epochs, then cached", flush=True)
+        build_aside(folder, lambda tmp: train_to(tmp, model, records, settings))
+    return str(folder)
+
+
+@dataclass
+class Config:
+    """Supervised fine-tuning on demonstrations."""
+
+    env: str = "textcraft"
+    """environment whose oracle demonstrates"""
+    model: str = "smollm2-135m"
+    """what to start from: smollm2-135m, tiny, a path or a hub id"""
+    out: str = "runs/sft"
+    """folder of the checkpoint; must not exist"""
+    data: str | None = None
+    """AgentTraj JSON file; without it the oracle demonstrates training tasks"""
+    tasks: str | None = None
+    """id list for the oracle; default: the environment's training split"""
+    subtasks: tuple[str, ...] = ()
+    """only these sub-tasks, e.g. "depth 1" "depth 2" """
+    num_demonstrations: int = 128
+    epochs: int = 2
+    learning_rate: float = 1e-4
+    batch_size: int = 8
+    """demonstrations per optimizer step"""
+    max_trajectory_tokens: int = 2048
+    seed: int = 0
+
+
+def main(config: Config) -> int:
+    out = Path(config.out)
+    if out.exists():
+        raise ValueError(f"--out {out} exists; choose another folder")
+    names = SftSettings.__dataclass_fields__
+    settings = SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
+    if config.data:
+        records = json.loads(Path(config.data).read_text())
+    else:
+        split = None if config.tasks else "train"
+        tasks = load_tasks(config.env, split=split, file=config.tasks, subtasks=config.subtasks)
+        records = demonstrations(config.env, tasks, config.num_demonstrations, config.seed)
+    build_aside(out, lambda tmp: train_to(tmp, config.model, records, settings))
+    print(f"saved {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    import tyro
+
+    try:
+        sys.exit(main(tyro.cli(Config)))
+    except (ValueError, OSError) as error:
+        print(f"sft.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,449 @@
+"""What advantages.py promises, from numbers worked by hand to properties over random batches."""
+
+import doctest
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import advantages
+from advantages import gae, grpo, reinforce_plus_plus, rloo, token_rewards_of, whiten
+
+# The batch of trap 1: two trajectories of two turns, each turn an action of two tokens and an
+# observation of two. The first wins and is paid on its last action's last token.
+LOSS_MASK = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 0]] * 2)
+WON = torch.zeros(2, 8)
+WON[0, 5] = 1.0
+SAME_TASK = torch.tensor([7, 7])
+NO_VALUES = torch.zeros(2, 8)
+
+
+def estimates(token_rewards, values, loss_mask, group_ids, gamma=1.0):
+    """Every estimator on one batch: name -> (advantages, returns)."""
+    return {
+        "gae": gae(token_rewards, values, loss_mask, gamma=gamma, lam=0.9, whiten=False),
+        "gae, whitened": gae(token_rewards, values, loss_mask, gamma=gamma, lam=0.9),
+        "grpo": grpo(token_rewards, loss_mask, group_ids),
+        "grpo, not scaled": grpo(token_rewards, loss_mask, group_ids, scale_by_std=False),
+        "rloo": rloo(token_rewards, loss_mask, group_ids),
+        "reinforce_plus_plus": reinforce_plus_plus(token_rewards, loss_mask, gamma=gamma),
+    }
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+# ------------------------------------------------------------------------------- worked by hand
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("gae", 0.9354), ("reinforce_plus_plus", 0.9354), ("grpo", 0.7071), ("rloo", 1.0)],
+)
+def test_trap_1_a_win_reaches_every_policy_token_of_both_turns(name, expected):
+    """Trap 1: paid on the last attended token, an observation, the win vanished without a trace."""
+    got, _ = {
+        "gae": lambda: gae(WON, NO_VALUES, LOSS_MASK),
+        "reinforce_plus_plus": lambda: reinforce_plus_plus(WON, LOSS_MASK),
+        "grpo": lambda: grpo(WON, LOSS_MASK, SAME_TASK),
+        "rloo": lambda: rloo(WON, LOSS_MASK, SAME_TASK),
+    }[name]()
+    want = torch.tensor([[expected], [-expected]]) * LOSS_MASK
+    close(got, want, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
+def test_trap_1_reward_on_an_observation_token_is_refused_by_every_estimator(name):
+    on_observation = torch.zeros(2, 8)
+    on_observation[0, 7] = 1.0
+    with pytest.raises(ValueError, match=r"token_rewards\[0, 7\] is 1.0; but loss_mask is 0 there"):
+        call(name, on_observation, LOSS_MASK)
+
+
+def test_gae_by_hand_steps_over_the_observation():
+    """Three policy tokens around an observation whose value (99) must not be read.
+
+    γ = 0.5, λ = 0.5, V = 1, 2, 4, r = 0, 0, 8. From the end:
+    δ₃ = 8 − 4 = 4                Â₃ = 4
+    δ₂ = 0.5·4 − 2 = 0            Â₂ = 0 + 0.25·4 = 1
+    δ₁ = 0.5·2 − 1 = 0            Â₁ = 0 + 0.25·1 = 0.25
+    """
+    loss_mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0]])
+    token_rewards = torch.tensor([[0, 0, 0, 0, 0, 8.0, 0]])
+    values = torch.tensor([[99, 1.0, 2, 99, 99, 4, 99]])
+    got, returns = gae(token_rewards, values, loss_mask, gamma=0.5, lam=0.5, whiten=False)
+    assert got.tolist() == [[0, 0.25, 1, 0, 0, 4, 0]]
+    assert returns.tolist() == [[0, 1.25, 3, 0, 0, 8, 0]]
+
+
+def test_reinforce_plus_plus_by_hand_discounts_policy_tokens_only():
+    loss_mask = torch.tensor([[1, 1, 0, 0, 0, 1, 0]])
+    token_rewards = torch.tensor([[0, 4.0, 0, 0, 0, 8, 0]])
+    _, returns = reinforce_plus_plus(token_rewards, loss_mask, gamma=0.5)
+    assert returns.tolist() == [[4, 8, 0, 0, 0, 8, 0]]  # 0.5·8 = 4; 4 + 0.5·8 = 8; 8
+
+
+def test_grpo_and_rloo_by_hand_on_groups_of_three_and_two():
+    """Returns 0, 0, 3 | 1, 5: means 1 and 3, unbiased std √3 and √8."""
+    loss_mask = torch.ones(5, 1)
+    token_rewards = torch.tensor([[0.0], [1.0], [0.0], [5.0], [3.0]])
+    group_ids = torch.tensor([4, 9, 4, 9, 4])
+    got, returns = grpo(token_rewards, loss_mask, group_ids, epsilon=0.0)
+    close(got[:, 0], torch.tensor([-1 / 3**0.5, -(0.5**0.5), -1 / 3**0.5, 0.5**0.5, 2 / 3**0.5]))
+    assert returns.tolist() == token_rewards.tolist()
+    got, _ = grpo(token_rewards, loss_mask, group_ids, scale_by_std=False)
+    assert got[:, 0].tolist() == [-1, -2, -1, 2, 2]
+    got, _ = rloo(token_rewards, loss_mask, group_ids)  # 0 − 3/2, 1 − 5, 0 − 3/2, 5 − 1, 3 − 0
+    assert got[:, 0].tolist() == [-1.5, -4, -1.5, 4, 3]
+
+
+def test_grpo_epsilon_is_added_to_the_standard_deviation():
+    got, _ = grpo(WON, LOSS_MASK, SAME_TASK, epsilon=0.5)
+    close(got[0, 0], torch.tensor(0.5 / (0.5**0.5 + 0.5)))
+
+
+def test_a_critic_that_knows_the_return_leaves_no_advantage():
+    values = torch.full((2, 8), 123.0)
+    values[0, LOSS_MASK[0] == 1], values[1, LOSS_MASK[1] == 1] = 1.0, 0.0
+    got, returns = gae(WON, values, LOSS_MASK)
+    assert (got == 0).all()
+    assert returns.tolist() == [LOSS_MASK[0].tolist(), [0] * 8]
+
+
+# ------------------------------------------------------------------- slow loops from the papers
+@st.composite
+def batches(draw):
+    """(token_rewards, values, loss_mask, group_ids): unequal groups, rows without policy tokens."""
+    sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
+    group_ids = [10 * g for g, size in enumerate(sizes) for _ in range(size)]
+    length = draw(st.integers(1, 9))
+    number = st.sampled_from([-1.0, 0.0, 0.0, 0.25, 1.0])
+    rows, rewards, values = [], [], []
+    for _ in group_ids:
+        mask = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        mask[draw(st.integers(0, length - 1))] = 1
+        rows.append(mask)
+        rewards.append([draw(number) if m else 0.0 for m in mask])
+        # What the critic says on a masked token is arbitrary and must not matter.
+        values.append([draw(st.floats(-2, 2, width=32)) if m else math.nan for m in mask])
+    for _ in range(draw(st.integers(0, 2))):  # episodes that never began
+        group_ids.append(draw(st.sampled_from([0, 999])))
+        rows.append([0] * length)
+        rewards.append([0.0] * length)
+        values.append([math.nan] * length)
+    order = draw(st.permutations(range(len(rows))))
+    pick = lambda x: torch.tensor([x[i] for i in order])  # noqa: E731
+    return pick(rewards), pick(values), pick(rows), pick(group_ids)
+
+
+def slow_estimates(token_rewards, values, loss_mask, group_ids, gamma):
+    """Definitions as sums over one trajectory's policy tokens, without any recursion."""
+    policy = [[t for t, m in enumerate(row) if m] for row in loss_mask.tolist()]
+    rewards, values = token_rewards.tolist(), values.tolist()
+    zeros = [[0.0] * loss_mask.shape[1] for _ in policy]
+    copy = lambda: [row[:] for row in zeros]  # noqa: E731
+    gae_a, gae_r, to_go, grpo_a, dr_grpo_a, rloo_a, total = (copy() for _ in range(7))
+    row_return = [sum(row) for row in rewards]
+    for b, tokens in enumerate(policy):
+        r = [rewards[b][t] for t in tokens]
+        v = [values[b][t] for t in tokens] + [0.0]
+        delta = [r[k] + gamma * v[k + 1] - v[k] for k in range(len(r))]
+        siblings = [
+            row_return[j]
+            for j in range(len(policy))
+            if policy[j] and group_ids[j] == group_ids[b] and j != b
+        ]
+        for k, t in enumerate(tokens):
+            gae_a[b][t] = sum((gamma * 0.9) ** (j - k) * delta[j] for j in range(k, len(r)))
+            gae_r[b][t] = gae_a[b][t] + v[k]
+            to_go[b][t] = sum(gamma ** (j - k) * r[j] for j in range(k, len(r)))
+            group = [row_return[b], *siblings]
+            dr_grpo_a[b][t] = row_return[b] - statistics.mean(group)
+            grpo_a[b][t] = dr_grpo_a[b][t] / (statistics.stdev(group) + 1e-6)
+            rloo_a[b][t] = row_return[b] - statistics.mean(siblings)
+            total[b][t] = row_return[b]
+
+    def slow_whiten(x):
+        flat = [x[b][t] for b, tokens in enumerate(policy) for t in tokens]
+        if len(flat) < 2:
+            return copy()
+        mean, scale = statistics.mean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
+        return [
+            [(u - mean) / scale if m else 0.0 for u, m in zip(row, mask, strict=True)]
+            for row, mask in zip(x, loss_mask.tolist(), strict=True)
+        ]
+
+    pairs = {
+        "gae": (gae_a, gae_r),
+        "gae, whitened": (slow_whiten(gae_a), gae_r),
+        "grpo": (grpo_a, total),
+        "grpo, not scaled": (dr_grpo_a, total),
+        "rloo": (rloo_a, total),
+        "reinforce_plus_plus": (slow_whiten(to_go), to_go),
+    }
+    return {name: tuple(torch.tensor(x) for x in pair) for name, pair in pairs.items()}
+
+
+@settings(deadline=None, max_examples=80)
+@given(batches(), st.sampled_from([1.0, 0.9, 0.0]))
+def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
+    slow = slow_estimates(*batch, gamma)
+    for name, (got, returns) in estimates(*batch, gamma).items():
+        close(got, slow[name][0], tolerance=2e-4)
+        close(returns, slow[name][1])
+
+
+# ------------------------------------------------------------------------------------ properties
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_outputs_are_finite_float32_and_zero_where_the_policy_did_not_write(batch):
+    loss_mask = batch[2]
+    for got in estimates(*batch).values():
+        for x in got:
+            assert x.dtype == torch.float32 and x.shape == loss_mask.shape
+            assert x.isfinite().all() and (x[loss_mask == 0] == 0).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_padding_and_longer_observations_change_nothing(batch, left, right, data):
+    """Trap 15: how much the environment prints must not move a single policy token's credit."""
+    token_rewards, values, loss_mask, group_ids = batch
+    at = data.draw(st.integers(0, loss_mask.shape[1]), label="insert an observation at")
+
+    def stretched(x, fill):
+        filler = [torch.full((len(x), n), fill, dtype=x.dtype) for n in (left, 2, right)]
+        return torch.cat([filler[0], x[:, :at], filler[1], x[:, at:], filler[2]], dim=1)
+
+    mask = stretched(loss_mask, 0)
+    plain = estimates(*batch, gamma=0.9)
+    wide = estimates(
+        stretched(token_rewards, 0.0), stretched(values, math.nan), mask, group_ids, gamma=0.9
+    )
+    for name in plain:
+        for got, want in zip(wide[name], plain[name], strict=True):
+            close(got[mask == 1], want[loss_mask == 1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.randoms(use_true_random=False))
+def test_trap_22_the_order_of_rows_does_not_mix_groups(batch, random):
+    order = list(range(len(batch[0])))
+    random.shuffle(order)
+    plain, shuffled = estimates(*batch), estimates(*(x[order] for x in batch))
+    for name in plain:
+        for got, want in zip(shuffled[name], plain[name], strict=True):
+            close(got, want[order])
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches())
+def test_rows_without_policy_tokens_are_no_members_of_anything(batch):
+    """Trap 4: an episode that failed in reset divided 0 by 0 and poisoned the whole batch."""
+    began = batch[2].any(1)
+    with_empty, without = estimates(*batch), estimates(*(x[began] for x in batch))
+    for name in without:
+        for got, want in zip(with_empty[name], without[name], strict=True):
+            close(got[began], want)
+            assert (got[~began] == 0).all()
+
+
+def test_a_batch_in_which_nothing_was_written_yields_zeros():
+    nothing = torch.zeros(2, 3)
+    for got in estimates(nothing, nothing, nothing, SAME_TASK).values():
+        assert all((x == 0).all() for x in got)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -7.3])
+def test_a_group_that_always_returns_the_same_gets_exactly_zero(reward):
+    token_rewards, loss_mask = torch.full((3, 1), reward), torch.ones(3, 1)
+    group_ids = torch.zeros(3).long()
+    for scale_by_std in (True, False):
+        assert (grpo(token_rewards, loss_mask, group_ids, 1e-6, scale_by_std)[0] == 0).all()
+    assert (rloo(token_rewards, loss_mask, group_ids)[0] == 0).all()
+    assert (reinforce_plus_plus(token_rewards, loss_mask)[0] == 0).all()
+    assert (gae(token_rewards, torch.zeros(3, 1), loss_mask)[0] == 0).all()
+
+
+def test_float32_rounding_of_equal_returns_is_not_a_signal():
+    """0.1 + 0.2 and 0.3 earn the same; their last bit over ε = 1e-6 would be trained on."""
+    token_rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
+    assert token_rewards[0].double().sum() != token_rewards[1].double().sum()
+    assert (grpo(token_rewards, torch.ones(2, 2), SAME_TASK)[0] == 0).all()
+    assert (rloo(token_rewards, torch.ones(2, 2), SAME_TASK)[0] == 0).all()
+    got, _ = grpo(token_rewards + torch.tensor([[1e-3, 0.0]]).T, torch.ones(2, 2), SAME_TASK)
+    assert got.abs().min() > 0.7  # a small difference that is one stays one
+
+
+def test_rloo_is_n_over_n_minus_1_times_the_unscaled_grpo():
+    torch.manual_seed(0)
+    token_rewards, loss_mask = torch.randn(8, 1), torch.ones(8, 1)
+    group_ids = torch.arange(8) // 4
+    unscaled, _ = grpo(token_rewards, loss_mask, group_ids, scale_by_std=False)
+    close(rloo(token_rewards, loss_mask, group_ids)[0], unscaled * 4 / 3)
+
+
+def test_statistics_are_of_the_whole_batch_so_estimating_by_shard_is_not_the_same():
+    """Why rows are gathered over processes: the two halves of this batch whiten differently."""
+    token_rewards, loss_mask = torch.tensor([[0.0], [1.0], [5.0], [9.0]]), torch.ones(4, 1)
+    whole, _ = reinforce_plus_plus(token_rewards, loss_mask)
+    halves = torch.cat(
+        [reinforce_plus_plus(token_rewards[i : i + 2], loss_mask[i : i + 2])[0] for i in (0, 2)]
+    )
+    assert whole[1] < 0 < halves[1]
+
+
+def test_the_same_batch_gives_the_same_bits():
+    torch.manual_seed(0)
+    loss_mask = (torch.rand(6, 40) < 0.5).long()
+    token_rewards = torch.randn(6, 40) * loss_mask
+    batch = (token_rewards, torch.randn(6, 40), loss_mask, torch.arange(6) // 3)
+    first, second = estimates(*batch, gamma=0.99), estimates(*batch, gamma=0.99)
+    for name in first:
+        assert all(torch.equal(x, y) for x, y in zip(first[name], second[name], strict=True))
+
+
+def test_inputs_stay_as_they_were_and_no_gradient_flows():
+    values = torch.randn(2, 8, requires_grad=True)
+    batch = (WON, values, LOSS_MASK, SAME_TASK)
+    before = [x.detach().clone() for x in batch]
+    for pair in estimates(*batch).values():
+        assert not any(x.requires_grad for x in pair)
+    assert all(torch.equal(x, y) for x, y in zip(before, batch, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
+def test_any_dtype_of_mask_and_half_precision_values_are_taken(dtype):
+    plain = estimates(WON, NO_VALUES, LOSS_MASK, SAME_TASK)
+    for name, pair in estimates(
+        WON.bfloat16(), NO_VALUES.bfloat16(), LOSS_MASK.to(dtype), SAME_TASK.int()
+    ).items():
+        assert all(torch.equal(x, y) for x, y in zip(pair, plain[name], strict=True))
+
+
+# -------------------------------------------------------------------------------------- whiten
+def test_whitened_policy_tokens_have_mean_0_and_unbiased_std_1():
+    torch.manual_seed(0)
+    x, loss_mask = torch.randn(5, 30) * 3 + 7, (torch.rand(5, 30) < 0.4).long()
+    x[loss_mask == 0] = math.nan
+    got = whiten(x, loss_mask)
+    assert got[loss_mask == 1].mean().abs() < 1e-6
+    assert abs(got[loss_mask == 1].std() - 1) < 1e-6
+    assert (got[loss_mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("loss_mask", [[1, 1, 1], [0, 1, 0], [0, 0, 0]])
+def test_without_variance_whitening_gives_zeros(loss_mask):
+    got = whiten(torch.full((1, 3), 0.1), torch.tensor([loss_mask]))
+    assert got.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_whitening_does_not_blow_noise_up_to_a_signal():
+    """1e-8 under the root: differences of 1e-7 stay small instead of becoming ±1."""
+    got = whiten(torch.tensor([[0.0, 1e-7]]), torch.ones(1, 2))
+    assert got.abs().max() < 1e-2
+
+
+# ---------------------------------------------------------------------------- token_rewards_of
+def test_each_turns_reward_sits_on_its_last_policy_token():
+    #            prompt | action 1 | observation | action 2 | observation
+    loss_mask = [0, 0] + [1, 1, 1] + [0, 0, 0] + [1, 1] + [0, 0]
+    got = token_rewards_of([0.25, 0.75], [(2, 5), (8, 10)], loss_mask)
+    assert got == [0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0, 0]
+
+
+def test_trap_7_a_forced_end_of_turn_never_gets_the_reward():
+    """An action cut at its length limit ends in a token the policy did not sample: mask 0."""
+    assert token_rewards_of([1.0], [(0, 3)], [1, 1, 0, 0]) == [0, 1.0, 0, 0]  # inside the span
+    assert token_rewards_of([1.0], [(0, 2)], [1, 1, 0, 0]) == [0, 1.0, 0, 0]  # after it
+
+
+def test_a_turn_without_policy_tokens_may_only_have_no_reward():
+    assert token_rewards_of([0.0, 1.0], [(1, 1), (2, 3)], [0, 0, 1]) == [0, 0, 1.0]
+    with pytest.raises(ValueError, match=r"turn 1 has reward 1.0 but no policy token in its act"):
+        token_rewards_of([0.0, 1.0], [(0, 1), (1, 3)], [1, 0, 0])
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (2, 1), (0, 4)])
+def test_a_span_outside_the_trajectory_is_refused(span):
+    with pytest.raises(ValueError, match=r"turn 0 has action span .* in a trajectory of 3 tokens"):
+        token_rewards_of([1.0], [span], [1, 1, 1])
+
+
+def test_rewards_and_spans_must_pair_up():
+    with pytest.raises(ValueError, match="got 2 turn rewards and 1 action spans"):
+        token_rewards_of([1.0, 0.0], [(0, 1)], [1, 0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.floats(-1, 1)), max_size=6))
+def test_token_rewards_sum_to_the_return_and_pass_every_estimators_check(turns):
+    loss_mask, spans = [0], []
+    for num_action, num_observation, _ in turns:
+        spans.append((len(loss_mask), len(loss_mask) + num_action))
+        loss_mask += [1] * num_action + [0] * num_observation
+    token_rewards = token_rewards_of([reward for *_, reward in turns], spans, loss_mask)
+    assert sum(token_rewards) == pytest.approx(sum(reward for *_, reward in turns))
+    reinforce_plus_plus(torch.tensor([token_rewards]), torch.tensor([loss_mask]))
+
+
+# -------------------------------------------------------------------------------- what is refused
+def call(name, token_rewards, loss_mask, group_ids=SAME_TASK):
+    if name == "gae":
+        return gae(token_rewards, torch.zeros_like(token_rewards), loss_mask)
+    if name == "reinforce_plus_plus":
+        return reinforce_plus_plus(token_rewards, loss_mask)
+    return {"grpo": grpo, "rloo": rloo}[name](token_rewards, loss_mask, group_ids)
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    ("token_rewards", "loss_mask", "message"),
+    [
+        (torch.zeros(2, 8), torch.ones(2, 7), r"token_rewards is \(2, 8\) and loss_mask is \(2, 7"),
+        (torch.zeros(2), torch.ones(2), r"token_rewards is \(2,\) and loss_mask is \(2,\)"),
+        (torch.zeros(2, 1), torch.full((2, 1), 0.5), "loss_mask must hold only 0 and 1"),
+        (torch.tensor([[0.0], [math.nan]]), torch.ones(2, 1), r"\[1, 0\] is nan; it must be finit"),
+        (torch.tensor([[math.inf], [0.0]]), torch.ones(2, 1), r"\[0, 0\] is inf; it must be finit"),
+        (torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 0]]), r"\[0, 1\] is nan; it must be"),
+        (torch.tensor([[0.5, -0.5]]), torch.tensor([[1, 0]]), r"\[0, 1\] is -0.5; but loss_mask"),
+    ],
+)  # fmt: skip
+def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_mask, message):
+    with pytest.raises(ValueError, match=message):
+        call(name, token_rewards, loss_mask)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize(
+    ("group_ids", "message"),
+    [
+        ([3, 8], r"groups \[3, 8\] have one trajectory each; a group baseline needs at least two"),
+        ([1], r"group_ids must hold one integer per row, shape \(2,\); got \(1,\)"),
+        ([0.0, 0.0], "one integer per row.*of torch.float32"),
+    ],
+)
+def test_groups_without_a_baseline_and_ids_that_do_not_fit_are_refused(name, group_ids, message):
+    with pytest.raises(ValueError, match=message):
+        call(name, WON, LOSS_MASK, torch.tensor(group_ids))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_of_two_of_which_one_never_began_is_a_group_of_one(name):
+    loss_mask = torch.tensor([[1], [0]])
+    with pytest.raises(ValueError, match=r"groups \[7\] have one trajectory each"):
+        call(name, torch.tensor([[1.0], [0.0]]), loss_mask)
+
+
+def test_gae_refuses_values_of_another_shape_or_not_finite_on_a_policy_token():
+    with pytest.raises(ValueError, match=r"token_rewards is \(2, 8\) and values is \(2, 9\)"):
+        gae(WON, torch.zeros(2, 9), LOSS_MASK)
+    values = torch.zeros(2, 8)
+    values[1, 4] = math.nan
+    with pytest.raises(ValueError, match=r"values\[1, 4\] is nan; the critic must be finite"):
+        gae(WON, values, LOSS_MASK)
+
+
+def test_the_examples_in_the_docstrings_are_what_the_code_prints():
+    assert doctest.testmod(advantages).failed == 0

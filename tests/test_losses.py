@@ -1,0 +1,479 @@
+"""What losses.py promises: formulas by hand and by loop, masks, splits, gradients, refusals."""
+
+import doctest
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import losses
+from losses import (
+    AdaptiveKLController,
+    FixedKLController,
+    entropy_from_logits,
+    kl_estimate,
+    kl_penalized_rewards,
+    masked_mean,
+    masked_sum,
+    policy_loss,
+    sampler_is_weights,
+    value_loss,
+)
+
+
+def log(*numbers):
+    """One row of log-probs, so that tests can speak of ratios."""
+    return torch.tensor([numbers], dtype=torch.float64).log()
+
+
+def ones(num_tokens):
+    return torch.ones(1, num_tokens, dtype=torch.float64)
+
+
+def random_batch(seed=0, rows=6, length=10, dtype=torch.float64):
+    """(log_probs, old_log_probs, advantages, loss_mask); ratios reach well beyond the clip."""
+    g = torch.Generator().manual_seed(seed)
+    old = -torch.rand(rows, length, generator=g, dtype=dtype) - 0.1
+    new = old + 0.5 * torch.randn(rows, length, generator=g, dtype=dtype)
+    advantages = torch.randn(rows, length, generator=g, dtype=dtype)
+    return new, old, advantages, (torch.rand(rows, length, generator=g) < 0.6).long()
+
+
+# ------------------------------------------------------------------------ policy loss, by hand
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "why"),
+    [
+        (1.0, 2.0, -2.0, -2.0, "at the old policy the loss is -A and so is its slope in log π"),
+        (1.1, 2.0, -2.2, -2.2, "within the clip nothing is cut"),
+        (1.5, 2.0, -2.4, 0.0, "a good token is not pushed above 1.2"),
+        (0.5, 2.0, -1.0, -1.0, "a good token that fell is pulled back up"),
+        (0.5, -2.0, 1.6, 0.0, "a bad token is not pushed below 0.8"),
+        (1.5, -2.0, 3.0, 3.0, "a bad token that rose is pushed back down, unclipped"),
+        (3.0, 0.0, 0.0, 0.0, "without advantage nothing moves"),
+    ],
+)
+def test_the_ppo_clip_is_one_sided_for_either_sign(ratio, advantage, loss, gradient, why):
+    log_probs = log(ratio).requires_grad_()
+    got = policy_loss(log_probs, log(1.0), torch.full((1, 1), advantage).double(), ones(1))
+    (slope,) = torch.autograd.grad(got.loss, log_probs)
+    assert got.loss.item() == pytest.approx(loss), why
+    assert slope.item() == pytest.approx(gradient), why
+    assert got.clip_frac.item() == (1.0 if gradient == 0 and advantage else 0.0), why
+
+
+def test_policy_metrics_by_hand():
+    """Ratios 1, 1.5, 0.5 with A = 1, 1, 1: one is clipped; the fourth token is not the policy's."""
+    got = policy_loss(
+        log(1.0, 1.5, 0.5, 9.0), log(1.0, 1, 1, 1), ones(4), torch.tensor([[1, 1, 1, 0]])
+    )
+    assert got.loss.item() == pytest.approx(-(1 + 1.2 + 0.5) / 3)
+    assert got.clip_frac.item() == pytest.approx(1 / 3)
+    assert got.ratio_mean.item() == pytest.approx(1.0)
+    k3 = [0.0, 0.5 - math.log(1.5), -0.5 - math.log(0.5)]
+    assert got.approx_kl.item() == pytest.approx(sum(k3) / 3)
+    assert not any(x.requires_grad for x in got)
+
+
+def test_importance_weights_multiply_each_tokens_term_and_not_the_denominator():
+    args = (log(1.0, 1.0), log(1.0, 1.0), torch.tensor([[2.0, -4.0]]).double(), ones(2))
+    got = policy_loss(*args, is_weights=torch.tensor([[0.5, 2.0]]).double())
+    assert got.loss.item() == pytest.approx(-(0.5 * 2 - 2.0 * 4) / 2)
+
+
+def test_before_the_first_update_the_gradient_is_the_policy_gradient():
+    """ρ = 1: ∇L = −1/N Σ A ∇log π, so the metric of the first optimizer step is exact."""
+    _, old, advantages, loss_mask = random_batch()
+    log_probs = old.clone().requires_grad_()
+    got = policy_loss(log_probs, old, advantages, loss_mask)
+    (gradient,) = torch.autograd.grad(got.loss, log_probs)
+    torch.testing.assert_close(gradient, -advantages * loss_mask / loss_mask.sum())
+    assert (got.ratio_mean.item(), got.clip_frac.item(), got.approx_kl.item()) == (1, 0, 0)
+
+
+# ----------------------------------------------------------------- slow loops from the papers
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([0.1, 0.2, 0.5]), st.booleans())
+def test_policy_loss_equals_equation_7_written_as_a_loop(seed, clip_ratio, weighted):
+    new, old, advantages, loss_mask = random_batch(seed)
+    weights = torch.rand_like(new) * 2 if weighted else torch.ones_like(new)
+    total, clipped, tokens = 0.0, 0, 0
+    for b, t in loss_mask.nonzero().tolist():
+        ratio, a = math.exp(new[b, t] - old[b, t]), advantages[b, t].item()
+        within = min(max(ratio, 1 - clip_ratio), 1 + clip_ratio)
+        total -= weights[b, t].item() * min(ratio * a, within * a)
+        clipped += within * a < ratio * a
+        tokens += 1
+    got = policy_loss(
+        new, old, advantages, loss_mask, clip_ratio, is_weights=weights if weighted else None
+    )
+    assert got.loss.item() == pytest.approx(total / tokens)
+    assert got.clip_frac.item() == pytest.approx(clipped / tokens)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([0.2, 0.5, math.inf]))
+def test_value_loss_equals_its_definition_written_as_a_loop(seed, value_clip):
+    values, old_values, returns, loss_mask = random_batch(seed)
+    total, clipped, tokens = 0.0, 0, 0
+    for b, t in loss_mask.nonzero().tolist():
+        v, v_old, r = values[b, t].item(), old_values[b, t].item(), returns[b, t].item()
+        v_clip = min(max(v, v_old - value_clip), v_old + value_clip)
+        total += 0.5 * max((v - r) ** 2, (v_clip - r) ** 2)
+        clipped += (v_clip - r) ** 2 > (v - r) ** 2
+        tokens += 1
+    got = value_loss(values, old_values, returns, loss_mask, value_clip)
+    assert got.loss.item() == pytest.approx(total / tokens)
+    assert got.clip_frac.item() == pytest.approx(clipped / tokens)
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "gradient", "why"),
+    [
+        (0.25, 0.5 * 0.75**2, -0.75, "near the old value: the plain squared error"),
+        (0.75, 0.5 * 0.5**2, 0.0, "towards the target beyond the clip: the clipped error counts"),
+        (-0.75, 0.5 * 1.75**2, -1.75, "away from the target: the larger, plain error counts"),
+    ],
+)
+def test_the_value_clip_stops_only_steps_towards_the_target(value, loss, gradient, why):
+    """Old value 0, target 1, clip 0.5: v_clip = 0.5 for v = 0.75."""
+    values = torch.full((1, 1), value, dtype=torch.float64, requires_grad=True)
+    got = value_loss(values, torch.zeros_like(values), torch.ones_like(values), ones(1))
+    (slope,) = torch.autograd.grad(got.loss, values)
+    assert got.loss.item() == pytest.approx(loss), why
+    assert slope.item() == pytest.approx(gradient), why
+    assert got.clip_frac.item() == (gradient == 0.0), why
+
+
+# ------------------------------------------------------------- one denominator for any split
+def split_losses(batch, slices, denominator, dtype):
+    """Loss, gradient and metrics accumulated over micro-batches of rows."""
+    new, old, advantages, loss_mask = batch
+    log_probs = new.clone().requires_grad_()
+    values = advantages.clone().requires_grad_()
+    sums = torch.zeros(8, dtype=dtype)
+    for s in slices:
+        policy = policy_loss(
+            log_probs[s], old[s], advantages[s], loss_mask[s], denominator=denominator
+        )
+        value = value_loss(values[s], old[s], new[s], loss_mask[s], denominator=denominator)
+        kl = masked_mean(kl_estimate(log_probs[s], old[s], "k3"), loss_mask[s], denominator)
+        count = masked_mean(torch.ones_like(new[s]), loss_mask[s], denominator)
+        (policy.loss + value.loss + kl).backward()
+        sums += torch.stack([*policy, *value, kl, count]).detach()
+    return sums, torch.cat([log_probs.grad, values.grad])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 5), max_size=4, unique=True))
+def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cuts):
+    """Trap 14: a mean per micro-batch makes the memory setting a hyper-parameter."""
+    batch = random_batch(seed, dtype=torch.float32)
+    loss_mask = batch[3]
+    loss_mask[0] = 0  # a row, perhaps a whole micro-batch, without policy tokens
+    loss_mask[1, 0] = 1
+    tokens = float(loss_mask.sum())
+    bounds = [0, *sorted(cuts), 6]
+    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    whole, whole_gradient = split_losses(batch, [slice(0, 6)], tokens, torch.float32)
+    split, split_gradient = split_losses(batch, slices, tokens, torch.float32)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(split_gradient, whole_gradient, atol=1e-6, rtol=1e-6)
+    assert split[-1].item() == pytest.approx(1.0)
+
+
+def test_without_a_denominator_the_mean_is_over_this_calls_policy_tokens():
+    *batch, loss_mask = random_batch()
+    tokens = float(loss_mask.sum())
+    alone, shared = policy_loss(*batch, loss_mask), policy_loss(*batch, loss_mask, 0.2, tokens)
+    assert all(torch.allclose(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+def test_a_micro_batch_without_policy_tokens_adds_nothing():
+    new, old, advantages, _ = random_batch()
+    log_probs, nothing = new.clone().requires_grad_(), torch.zeros(6, 10)
+    got = policy_loss(log_probs, old, advantages, nothing)
+    got.loss.backward()
+    assert all(x.item() == 0 for x in got) and (log_probs.grad == 0).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+def test_the_order_of_rows_and_more_padding_change_nothing(seed, random):
+    batch = random_batch(seed)
+    order = random.sample(range(6), 6)
+    moved = [torch.cat([torch.zeros_like(x[:, :2]), x, x[:, :3] * 0], 1)[order] for x in batch]
+    for loss in (policy_loss, value_loss):
+        for x, y in zip(loss(*batch), loss(*moved), strict=True):
+            torch.testing.assert_close(x, y)
+
+
+# --------------------------------------------------------------- garbage on masked tokens
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("name", ["policy", "value", "k1", "k2", "k3"])
+def test_trap_4_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(name, garbage):
+    """Trap 4: multiplying by the mask keeps NaN (NaN · 0 = NaN) and so poisons the whole batch."""
+
+    def run(batch):
+        current = batch[0].clone().requires_grad_()
+        if name == "policy":
+            out = policy_loss(current, *batch[1:], is_weights=batch[1].exp())
+        elif name == "value":
+            out = value_loss(current, *batch[1:])
+        else:
+            out = (masked_mean(kl_estimate(current, batch[1], name, batch[3]), batch[3]),)
+        out[0].backward()
+        return torch.stack([*out]).detach(), current.grad
+
+    clean = random_batch()
+    masked = clean[3] == 0
+    dirty = [x.masked_fill(masked, garbage) for x in clean[:3]] + [clean[3]]
+    want, want_gradient = run(clean)
+    got, got_gradient = run(dirty)
+    assert torch.equal(got, want) and torch.equal(got_gradient, want_gradient)
+    assert (got_gradient[masked] == 0).all()
+
+
+def test_masked_garbage_reaches_no_weight_and_no_reward():
+    new, old, rewards, loss_mask = random_batch()
+    masked = loss_mask == 0
+    weights = sampler_is_weights(new.masked_fill(masked, math.nan), old, loss_mask, cap=2.0)
+    assert weights.isfinite().all() and (weights[masked] == 0).all()
+    got = kl_penalized_rewards(rewards, new.masked_fill(masked, math.inf), old, loss_mask, 0.1)
+    assert got.isfinite().all()
+    assert masked_sum(new.masked_fill(masked, math.nan), loss_mask).isfinite()
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_nan_on_a_policy_token_shows_in_the_loss_without_an_error(position):
+    """The training loop looks for it and skips the step; hiding it here would train on garbage."""
+    *inputs, loss_mask = random_batch()
+    b, t = loss_mask.nonzero()[0].tolist()
+    inputs[position][b, t] = math.nan
+    assert policy_loss(*inputs, loss_mask).loss.isnan()
+    assert value_loss(*inputs, loss_mask).loss.isnan()
+
+
+# ------------------------------------------------------------------------------ gradients
+def test_gradients_match_finite_differences():
+    new, old, advantages, loss_mask = random_batch(seed=1, rows=2, length=5)
+    new.requires_grad_()
+    weights = torch.rand_like(old)
+    check = torch.autograd.gradcheck
+    assert check(lambda x: policy_loss(x, old, advantages, loss_mask, 0.2, 7, weights).loss, new)
+    assert check(lambda x: value_loss(x, old, advantages, loss_mask, 0.3, 7).loss, new)
+    for estimator in ("k1", "k2", "k3"):
+        assert check(lambda x, e=estimator: kl_estimate(x, old, e, loss_mask), new)
+    assert check(entropy_from_logits, torch.randn(3, 7, dtype=torch.float64, requires_grad=True))
+
+
+def test_gradient_flows_through_the_current_policy_and_critic_only():
+    batch = random_batch()
+    current, old, other = (x.clone().requires_grad_() for x in batch[:3])
+    weights = torch.ones_like(old, requires_grad=True)
+    policy_loss(current, old, other, batch[3], is_weights=weights).loss.backward()
+    value_loss(current, old, other, batch[3]).loss.backward()
+    kl_estimate(current, old, "k3").sum().backward()
+    assert current.grad is not None
+    assert old.grad is None and other.grad is None and weights.grad is None
+    assert not sampler_is_weights(current, old, batch[3], 2.0).requires_grad
+    assert not kl_penalized_rewards(other, current, old, batch[3], 0.1).requires_grad
+
+
+def test_the_same_inputs_give_the_same_bits():
+    batch = random_batch(dtype=torch.float32)
+    for loss in (policy_loss, value_loss):
+        assert all(torch.equal(x, y) for x, y in zip(loss(*batch), loss(*batch), strict=True))
+
+
+# ------------------------------------------------------------------------------------- KL
+def test_kl_estimators_by_hand():
+    """π = 0.5, π_ref = 0.25: log r = −log 2."""
+    got = {k: kl_estimate(log(0.5), log(0.25), k).item() for k in ("k1", "k2", "k3")}
+    want = {"k1": math.log(2), "k2": 0.5 * math.log(2) ** 2, "k3": -0.5 + math.log(2)}
+    assert got == pytest.approx(want)
+
+
+def categorical(seed=0):
+    """All V outcomes of one token at once: logits with gradient, log π and log π_ref, (1, V)."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 6, generator=g, dtype=torch.float64).requires_grad_()
+    ref = torch.randn(1, 6, generator=g, dtype=torch.float64).log_softmax(-1)
+    return logits, logits.log_softmax(-1), ref
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator):
+    _, log_p, ref = categorical()
+    p = log_p.exp()
+    true_kl = (p * (log_p - ref)).sum()
+    torch.testing.assert_close((p * kl_estimate(log_p, ref, estimator)).sum(), true_kl)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [
+        ("k1", lambda log_p, ref: 0.0 * log_p.sum()),
+        ("k2", lambda log_p, ref: (log_p.exp() * (log_p - ref)).sum()),
+        ("k3", lambda log_p, ref: (ref.exp() * (ref - log_p)).sum()),
+    ],
+)
+def test_as_a_loss_k1_does_nothing_k2_is_reverse_and_k3_forward_kl(estimator, divergence):
+    """The trap: an unbiased estimate of KL is not an unbiased estimate of its gradient."""
+    logits, log_p, ref = categorical()
+    sampled = (log_p.exp().detach() * kl_estimate(log_p, ref, estimator)).sum()  # E over samples
+    (got,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    (want,) = torch.autograd.grad(divergence(log_p, ref), logits)
+    torch.testing.assert_close(got, want)
+
+
+@given(st.floats(-20, 0, width=32), st.floats(-20, 0, width=32))
+def test_k2_and_k3_are_never_negative(log_prob, ref_log_prob):
+    a, b = torch.tensor([[log_prob]]), torch.tensor([[ref_log_prob]])
+    assert kl_estimate(a, b, "k2").item() >= 0
+    assert kl_estimate(a, b, "k3").item() >= 0
+    assert (kl_estimate(a, a, "k3").item(), kl_estimate(b, b, "k1").item()) == (0, 0)
+
+
+def test_kl_in_the_reward_is_charged_on_policy_tokens_only():
+    token_rewards = torch.tensor([[0.0, 0.0, 1.0]]).double()
+    loss_mask = torch.tensor([[1, 0, 1]])
+    got = kl_penalized_rewards(
+        token_rewards, log(0.5, 0.9, 0.5), log(0.25, 0.1, 0.5), loss_mask, 0.1
+    )
+    assert got[0].tolist() == pytest.approx([-0.1 * math.log(2), 0.0, 1.0])
+
+
+def test_a_misplaced_reward_survives_the_kl_penalty_so_that_estimators_refuse_it():
+    """Trap 1: hidden here, the reward would be lost in silence after all."""
+    token_rewards = torch.tensor([[0.0, 1.0]]).double()
+    loss_mask = torch.tensor([[1, 0]])
+    got = kl_penalized_rewards(token_rewards, log(0.5, 0.5), log(0.5, 0.5), loss_mask, 0.1)
+    assert got.tolist() == [[0.0, 1.0]]
+
+
+# -------------------------------------------------------------------------------- entropy
+def test_entropy_by_hand():
+    assert entropy_from_logits(torch.zeros(2, 3, 8)).flatten().tolist() == pytest.approx(
+        [math.log(8)] * 6
+    )
+    assert entropy_from_logits(log(0.5, 0.25, 0.25)).item() == pytest.approx(1.5 * math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_entropy_is_stable_at_large_logits_and_over_a_large_vocabulary(dtype):
+    """Summed in bf16, 50,000 equal terms stop adding up long before the end."""
+    uniform = entropy_from_logits(torch.full((1, 50_000), 300.0, dtype=dtype))
+    assert uniform.dtype == torch.float32
+    assert uniform.item() == pytest.approx(math.log(50_000), rel=1e-5)
+    certain = torch.full((1, 50_000), -3e4, dtype=dtype)
+    certain[0, 7] = 3e4
+    assert entropy_from_logits(certain).item() == 0.0
+
+
+def test_forbidden_tokens_have_no_entropy_and_no_gradient():
+    logits = torch.tensor([[0.0, -math.inf, 0.0]], dtype=torch.float64, requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert logits.grad.isfinite().all()
+
+
+# ------------------------------------------------------------------- sampler correction
+def test_sampler_weights_are_truncated_from_above_only():
+    got = sampler_is_weights(
+        log(0.5, 0.5, 0.1, 0.5), log(0.4, 0.01, 0.5, 0.1), torch.tensor([[1, 1, 1, 0]]), 2
+    )
+    assert got[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
+
+
+def test_weights_make_the_samplers_tokens_estimate_the_trainers_gradient():
+    """Below the cap, E_sampler[w A ∇log π] = E_trainer[A ∇log π]."""
+    logits, log_p, sampler = categorical()
+    advantages = torch.tensor([[1.0, -2.0, 0.5, 0.0, 3.0, -1.0]]).double()
+    weights = sampler_is_weights(log_p, sampler, ones(6), cap=1e9)
+    for expected, w in ((sampler.exp(), weights), (log_p.exp().detach(), None)):
+        loss = policy_loss(
+            log_p, log_p, expected * advantages, ones(6), denominator=1, is_weights=w
+        )
+        (gradient,) = torch.autograd.grad(loss.loss, logits, retain_graph=True)
+        if w is not None:
+            corrected = gradient
+    torch.testing.assert_close(corrected, gradient)
+
+
+# ---------------------------------------------------------------------------- controllers
+def test_the_adaptive_controller_by_hand():
+    """β 0.1, target 6, horizon 10000, 256 trajectories: the error is clipped to ±0.2."""
+    for observed, error in ((600.0, 0.2), (0.0, -0.2), (6.6, 0.1), (6.0, 0.0)):
+        controller = AdaptiveKLController(0.1, target=6.0, horizon=10_000)
+        controller.update(observed, 256)
+        assert controller.value == pytest.approx(0.1 * (1 + error * 256 / 10_000))
+
+
+def test_the_adaptive_controller_finds_the_coefficient_that_meets_its_target():
+    """A policy whose KL is 1/β: target 5 is met at β = 0.2, from either side."""
+    for start in (0.01, 2.0):
+        controller = AdaptiveKLController(start, target=5.0, horizon=1000)
+        for _ in range(400):
+            controller.update(1 / controller.value, 100)
+        assert controller.value == pytest.approx(0.2, rel=1e-3)
+
+
+def test_the_fixed_controller_stays():
+    controller = FixedKLController(0.05)
+    controller.update(1e9, 1000)
+    assert controller.value == 0.05
+
+
+@pytest.mark.parametrize("make", [FixedKLController, AdaptiveKLController])
+def test_a_controller_resumes_where_it_was_saved(make):
+    args = (0.1,) if make is FixedKLController else (0.1, 1.0, 100)
+    saved, resumed = make(*args), make(*args)
+    saved.update(3.0, 10)
+    resumed.load_state_dict(saved.state_dict())
+    for controller in (saved, resumed):
+        controller.update(0.5, 10)
+    assert resumed.value == saved.value
+
+
+# ------------------------------------------------------------------------ what is refused
+x = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: policy_loss(x, x, x[:, :1], x), r"advantages is \(2, 1\), expected \(2, 3\)"),
+        (lambda: policy_loss(x, x[0], x, x), r"old_log_probs is \(3,\), expected \(2, 3\)"),
+        (lambda: policy_loss(x, x, x, x[:1]), r"loss_mask is \(1, 3\), expected \(2, 3\)"),
+        (lambda: policy_loss(x, x, x, x, is_weights=x[0]), r"is_weights is \(3,\), expected"),
+        (lambda: policy_loss(x, x, x, x, clip_ratio=0.0), r"clip_ratio is 0.0; it must be positi"),
+        (lambda: policy_loss(x, x, x, x, denominator=0), r"denominator is 0; it must be the numb"),
+        (lambda: policy_loss(x, x, x, x, denominator=math.nan), r"denominator is nan; it must be"),
+        (lambda: value_loss(x, x, x[:, :1], x), r"returns is \(2, 1\), expected \(2, 3\)"),
+        (lambda: value_loss(x, x, x, x, value_clip=-1), r"value_clip is -1; it must be positive"),
+        (lambda: masked_mean(x, x, denominator=-1), r"denominator is -1; .* skip a mini-batch"),
+        (lambda: kl_estimate(x, x, "k4"), r"KL estimator is 'k4'; it must be one of k1, k2, k3"),
+        (lambda: kl_estimate(x, x[0], "k1"), r"ref_log_probs is \(3,\), expected \(2, 3\)"),
+        (lambda: sampler_is_weights(x, x, x, cap=0.5), r"cap is 0.5; below 1 it would scale down"),
+        (lambda: sampler_is_weights(x, x[0], x, cap=2), r"rollout_log_probs is \(3,\), expected"),
+        (lambda: kl_penalized_rewards(x, x[0], x, x, 0.1), r"log_probs is \(3,\), expected"),
+        (lambda: AdaptiveKLController(0.0, 1, 1), r"kl_coef is 0.0; the adaptive controller need"),
+        (lambda: AdaptiveKLController(0.1, -1, 1), r"target is -1; the adaptive controller needs"),
+        (lambda: AdaptiveKLController(0.1, 1, 0), r"horizon is 0; the adaptive controller needs"),
+        (lambda: AdaptiveKLController(0.1, 1, 9).update(math.nan, 1), r"observed KL is nan; the c"),
+        (
+            lambda: AdaptiveKLController(0.1, 1, 9).update(0, 45),
+            r"45 trajectories in one update ar",
+        ),
+    ],
+)
+def test_misuse_is_refused_with_what_was_got_and_what_to_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_examples_in_the_docstrings_are_what_the_code_prints():
+    assert doctest.testmod(losses).failed == 0

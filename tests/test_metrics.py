@@ -1,0 +1,354 @@
+"""What metrics.py promises: defined names, files that resume exactly, means of policy tokens."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import metrics
+from metrics import (
+    GLOSSARY,
+    METRICS,
+    STOP_REASONS,
+    TIMINGS,
+    MetricsLogger,
+    console_header,
+    console_row,
+    plot,
+    read_log,
+    running_mean,
+    summarize_trajectories,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Turn:
+    parse_error: str | None = None
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The fields of RolloutHandler that the summary reads."""
+
+    group_id: int
+    total_return: float
+    stop_reason: str = "failure"
+    loss_mask: tuple[int, ...] = (
+        0,
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+        1,
+    )  # prompt, action, observation, action
+    turns: tuple[Turn, ...] = (Turn(), Turn())
+    used_in_loss: bool = True
+    is_valid: bool = True
+    input_ids: tuple[int, ...] = field(default=tuple(range(10)))
+
+    @property
+    def success(self) -> bool:
+        return self.stop_reason == "success"
+
+
+LOST = Trajectory(
+    group_id=0,
+    total_return=0.0,
+    stop_reason="env_error",
+    loss_mask=(0,) * 500,
+    turns=(Turn("x"),) * 9,
+    used_in_loss=False,
+    is_valid=False,
+    input_ids=tuple(range(500)),
+)
+
+
+# ------------------------------------------------------------- summarize_trajectories
+
+
+def test_the_summary_of_a_hand_worked_step():
+    trajectories = [
+        Trajectory(0, 1.0, "success"),
+        Trajectory(0, 0.5, "max_rounds", turns=(Turn(), Turn("no Action: line"), Turn(), Turn())),
+        Trajectory(1, 0.0, "failure"),
+        Trajectory(1, 0.0, "length", loss_mask=(0, 1, 0, 0, 0, 0, 0, 0, 0, 0), used_in_loss=False),
+    ]
+    summary = summarize_trajectories(trajectories)
+    assert summary["train/return_mean"] == pytest.approx(1.5 / 4)
+    assert summary["train/success_rate"] == 0.25  # a return of 0.5 is no success
+    assert summary["train/turns_mean"] == 2.5
+    assert summary["train/parse_error_rate"] == pytest.approx(1 / 10)  # of turns, not trajectories
+    assert summary["train/groups"] == 2
+    assert summary["train/groups_zero_variance"] == 1
+    assert summary["train/trajectories_used"] == 3
+    assert summary["train/env_failures"] == 0
+    assert summary["train/stop/success"] == 0.25
+    assert summary["train/stop/env_error"] == 0.0
+
+
+def test_action_tokens_are_the_sampled_ones_and_not_prompt_or_observation():
+    """Trap 15: a length that counts observations as the policy's (or the prompt's) tokens."""
+    summary = summarize_trajectories([Trajectory(0, 1.0)])
+    assert summary["train/action_tokens_mean"] == 5
+    assert summary["train/trajectory_tokens_mean"] == 10
+
+
+def test_a_trajectory_lost_to_infrastructure_moves_no_mean_and_is_counted():
+    """Trap 5: a dead server must not look like a weak policy."""
+    healthy = [Trajectory(0, 1.0, "success"), Trajectory(0, 0.0)]
+    without, with_lost = (
+        summarize_trajectories(healthy),
+        summarize_trajectories([*healthy, LOST, LOST]),
+    )
+    for name in without:
+        if not name.startswith("train/stop/") and name != "train/env_failures":
+            assert with_lost[name] == without[name], name
+    assert with_lost["train/env_failures"] == 2
+    assert with_lost["train/stop/env_error"] == 0.5
+
+
+def test_a_group_left_with_only_lost_members_is_not_counted_as_without_variance():
+    summary = summarize_trajectories([LOST, replace(LOST, group_id=1)])
+    assert summary["train/groups"] == 0
+    assert summary["train/groups_zero_variance"] == 0
+    assert summary["train/return_mean"] is None  # a mean over nothing is not 0
+
+
+def test_the_summary_is_loggable_and_covers_every_train_metric(tmp_path):
+    summary = summarize_trajectories([Trajectory(0, 1.0, "success"), LOST])
+    assert set(summary) == {name for name in METRICS if name.startswith("train/")}
+    MetricsLogger(tmp_path).log(1, summary)
+
+
+def test_the_stop_shares_add_up_to_one():
+    trajectories = [Trajectory(0, 0.0, reason) for reason in STOP_REASONS]
+    summary = summarize_trajectories(trajectories)
+    assert sum(summary[f"train/stop/{reason}"] for reason in STOP_REASONS) == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------- the glossary
+
+
+def test_every_definition_ends_with_a_unit_and_no_name_is_in_both_files():
+    for name, meaning in GLOSSARY.items():
+        assert re.search(r"\([^()]+\)$", meaning), f"{name}: {meaning}"
+    assert not set(METRICS) & set(TIMINGS)
+    assert set(GLOSSARY) == set(METRICS) | set(TIMINGS)
+
+
+def test_deterministic_metrics_hold_no_time_rate_or_size():
+    assert not [
+        name for name in METRICS if name.startswith("time/") or name.endswith(("_s", "bytes"))
+    ]
+
+
+def test_the_console_table_shows_only_names_of_the_glossary():
+    assert {name for _, name, _ in metrics.COLUMNS} - {"signal"} <= set(GLOSSARY)
+
+
+# ------------------------------------------------------------- MetricsLogger
+
+
+def test_an_undefined_name_is_refused_and_nothing_is_written(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    with pytest.raises(ValueError, match="'train/reward' is not in the glossary"):
+        logger.log(1, {"train/return_mean": 0.5, "train/reward": 0.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_time_cannot_enter_the_deterministic_file_nor_a_metric_the_other(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    with pytest.raises(ValueError, match="times go to timings"):
+        logger.log(1, {"time/rollout_s": 3.0})
+    with pytest.raises(ValueError, match="not for timings.jsonl"):
+        logger.timings(1, {"policy/loss": 3.0})
+
+
+def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_path):
+    torch = pytest.importorskip("torch")
+    MetricsLogger(tmp_path).log(
+        3,
+        {
+            "policy/loss": torch.tensor(float("inf")),
+            "policy/kl": torch.tensor(0.5),
+            "policy/entropy": None,
+            "train/groups": 4,
+        },
+    )
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == (
+        '{"step": 3, "policy/loss": null, "policy/kl": 0.5, "policy/entropy": null, '
+        '"train/groups": 4}\n'
+    )
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    for step in (1, 2):
+        logger.log(step, {"train/return_mean": 0.1 * step})
+        logger.timings(step, {"time/step_s": 1.5})
+        assert [row["step"] for row in read_log(tmp_path / "metrics.jsonl")][-1] == step
+        assert [row["step"] for row in read_log(tmp_path / "timings.jsonl")][-1] == step
+
+
+def write_steps(run_dir, steps, resume_step=None):
+    logger = MetricsLogger(run_dir, resume_step)
+    for step in steps:
+        logger.log(step, {"train/return_mean": step / 7, "policy/loss": 1e-9 / step})
+        logger.timings(step, {"time/step_s": 1.0})
+    logger.close()
+
+
+@pytest.mark.parametrize("half_line", ["", '{"step": 6, "train/retu', '{"step": 6}'])
+def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, half_line):
+    write_steps(tmp_path / "whole", range(1, 9))
+    write_steps(tmp_path / "resumed", range(1, 6))
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
+        file.write(half_line)  # the crash
+    write_steps(tmp_path / "resumed", range(4, 9), resume_step=3)
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        assert (tmp_path / "whole" / name).read_bytes() == (
+            tmp_path / "resumed" / name
+        ).read_bytes()
+
+
+def test_a_checkpoint_at_the_last_line_keeps_it_even_without_its_newline(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    MetricsLogger(tmp_path, resume_step=2).log(3, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 2 is not a JSON object with a step"):
+        MetricsLogger(tmp_path, resume_step=3)
+
+
+def test_a_new_run_refuses_a_directory_that_holds_a_log(tmp_path):
+    write_steps(tmp_path, [1])
+    with pytest.raises(FileExistsError, match="--resume"):
+        MetricsLogger(tmp_path)
+
+
+# ------------------------------------------------------------- the console
+
+
+def test_every_row_of_the_table_is_as_wide_as_its_heading():
+    rows = [
+        console_row(1, {}),
+        console_row(99999, {"train/return_mean": 0.5, "policy/loss": -123.4567, "eval/avg": 1.0}),
+        console_row(
+            7, {"train/groups": 64, "train/groups_zero_variance": 3, "policy/kl": float("nan")}
+        ),
+    ]
+    assert {len(row) for row in rows} == {len(console_header())}
+    assert rows[0].split() == ["1"] + ["-"] * len(metrics.COLUMNS)
+    assert "61/64" in rows[2]
+
+
+def test_the_heading_returns_every_twenty_steps(tmp_path, capsys):
+    logger = MetricsLogger(tmp_path)
+    for step in range(1, 42):
+        logger.print_row(step, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [i for i, line in enumerate(lines) if line == console_header()] == [0, 21, 42]
+    assert len(lines) == 41 + 3
+
+
+# ------------------------------------------------------------- the plot
+
+
+def estimate(value):
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def test_the_plot_draws_what_was_logged(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    logger = MetricsLogger(tmp_path)
+    for step in range(1, 13):
+        logger.log(
+            step,
+            {
+                "train/return_mean": step / 12,
+                "train/success_rate": None if step == 4 else step / 12,
+                "train/turns_mean": 3.0,
+                "horizon/max_rounds": 6 if step <= 6 else 10,
+                "policy/entropy": 0.5,
+                "policy/kl": 0.01 * step,
+            },
+        )
+    (tmp_path / "eval").mkdir()
+    for step in (6, 12, 18):  # step 18 was evaluated by a run that was cut back to step 12
+        overall = {"avg": estimate(step / 20), "pass": estimate(0.8)}
+        (tmp_path / "eval" / f"step_{step:06d}.json").write_text(
+            json.dumps({"step": step, "samples": 4, "overall": overall})
+        )
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "env": "textcraft",
+                "algorithm": "grpo",
+                "rounds": [6, 10],
+                "rounds_scheduler": "fixed",
+            }
+        )
+    )
+    drawn = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k))
+    )
+    assert plot(tmp_path) == tmp_path / "reward.png"
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*tmp*"))
+
+    figure = drawn[0]
+    assert figure.get_suptitle() == "textcraft · grpo · fixed 6 10   (12 steps)"
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
+    assert list(lines["avg@4, 95 % interval over tasks"].get_xdata()) == [6, 12]
+    assert list(lines["horizon (max_rounds)"].get_ydata()) == [6] * 6 + [10] * 6
+    assert list(lines["success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
+
+
+def test_a_run_without_any_step_still_draws(tmp_path):
+    MetricsLogger(tmp_path)
+    assert plot(tmp_path).stat().st_size > 1000
+
+
+def test_the_running_mean_never_looks_ahead():
+    assert running_mean([0.0] * 5 + [1.0] * 5, window=3)[:6] == [0.0] * 5 + [pytest.approx(1 / 3)]
+
+
+def test_importing_metrics_loads_neither_torch_nor_matplotlib():
+    heavy = "{'torch', 'matplotlib', 'transformers'}"
+    code = f"import sys, metrics; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_line_draws_and_refuses_misuse_in_one_line(tmp_path):
+    write_steps(tmp_path, [1, 2])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "metrics.py", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+
+    assert run(str(tmp_path)).stdout.strip() == str(tmp_path / "reward.png")
+    assert run().returncode == 2
+    missing = run(str(tmp_path / "nowhere"))
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)

@@ -1,0 +1,321 @@
+"""What scoring.py promises: unbiased pass@k, intervals that cover, the env's own success."""
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scoring import (
+    bootstrap,
+    compare,
+    format_table,
+    paired_bootstrap,
+    pass_at_k,
+    plot_curves,
+    summarize,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Turn:
+    reward: float = 0.0
+
+
+@dataclass
+class Episode:
+    """The fields of a trajectory that scores are made of."""
+
+    task_id: str
+    success: bool = False
+    turns: list[Turn] = field(default_factory=lambda: [Turn(), Turn()])
+    stop_reason: str | None = None
+    subtask: str = "depth 1"
+    error: str | None = None
+
+    def __post_init__(self):
+        self.stop_reason = self.stop_reason or ("success" if self.success else "failure")
+
+
+def episode_of(task_id, num_turns, success, **fields):
+    turns = [Turn() for _ in range(num_turns - 1)] + [Turn(1.0 if success else 0.0)]
+    return Episode(task_id, success, turns, **fields)
+
+
+# ----------------------------------------------------------------------------- pass@k
+
+
+@given(st.integers(1, 9), st.data())
+def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_solved_sample(num_samples, data):
+    solved = data.draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))
+    k = data.draw(st.integers(1, num_samples))
+    subsets = list(itertools.combinations(solved, k))
+    share = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(num_samples, sum(solved), k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_1_is_the_share_of_solved_samples_and_pass_at_n_asks_for_any():
+    assert pass_at_k(8, 3, 1) == pytest.approx(3 / 8)
+    assert pass_at_k(8, 1, 8) == 1.0
+    assert pass_at_k(8, 0, 8) == 0.0
+
+
+def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not():
+    """E over 6 draws of an agent that solves with p: the estimator hits 1 - (1 - p)^3 exactly."""
+    p, n, k = 0.3, 6, 3
+    weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    mean = sum(w * pass_at_k(n, c, k) for c, w in enumerate(weights))
+    plug_in = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(weights))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+    assert abs(plug_in - (1 - (1 - p) ** k)) > 0.01
+
+
+@pytest.mark.parametrize("counts", [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
+def test_pass_at_k_of_impossible_counts_is_an_error(counts):
+    with pytest.raises(ValueError, match="is not defined"):
+        pass_at_k(*counts)
+
+
+# -------------------------------------------------------------------------- intervals
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.8])
+def test_the_interval_covers_the_truth_about_95_times_in_100(p):
+    """300 evaluations of an agent that solves each of 80 tasks with probability p."""
+    generator = random.Random(7)
+    covered = 0
+    for _ in range(300):
+        e = bootstrap([float(generator.random() < p) for _ in range(80)], num_resamples=1000)
+        covered += e["low"] <= p <= e["high"]
+    assert 0.91 <= covered / 300 <= 0.98
+
+
+def test_the_interval_is_that_of_the_normal_approximation_for_many_tasks():
+    values = [1.0] * 120 + [0.0] * 280
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
+    estimate = bootstrap(values)
+    assert estimate["value"] == pytest.approx(0.3)
+    assert estimate["low"] == pytest.approx(0.3 - half, abs=0.005)
+    assert estimate["high"] == pytest.approx(0.3 + half, abs=0.005)
+
+
+def test_more_samples_of_the_same_tasks_do_not_fake_more_tasks():
+    """Resampling episodes instead of tasks would make the interval half as wide here."""
+    once = [episode_of(f"t_{i}", 2, i % 2 == 0) for i in range(20)]
+    four_times = [e for e in once for _ in range(4)]
+    narrow, wide = summarize(once, 1), summarize(four_times, 4)
+    assert wide["overall"]["avg"] == narrow["overall"]["avg"]
+
+
+@pytest.mark.parametrize("num_items", [1, 3, 31])
+def test_tasks_that_all_agree_do_not_give_certainty_but_the_exact_binomial_bound(num_items):
+    none, all_ = bootstrap([0.0] * num_items), bootstrap([1.0] * num_items)
+    # Clopper-Pearson for 0 of m: the p at which (1 - p)^m = 0.025.
+    assert none["low"] == 0.0
+    assert (1 - none["high"]) ** num_items == pytest.approx(0.025)
+    assert all_["low"] == pytest.approx(1 - none["high"])
+    assert all_["high"] == 1.0
+    half = bootstrap([0.5] * num_items)
+    assert half["low"] < 0.5 < half["high"]
+
+
+def test_the_bootstrap_is_a_function_of_its_seed():
+    values = [0.0, 0.25, 1.0, 1.0, 0.5]
+    assert bootstrap(values, seed=3) == bootstrap(values, seed=3)
+    assert bootstrap([]) == {"value": None, "low": None, "high": None, "items": 0}
+
+
+# ------------------------------------------------------------------- paired comparison
+
+
+def test_pairing_sees_a_difference_that_two_overlapping_intervals_hide():
+    generator = random.Random(0)
+    before = {f"t_{i}": generator.random() for i in range(60)}  # tasks differ a lot
+    after = {task: min(1.0, share + 0.05) for task, share in before.items()}
+    alone = bootstrap(list(before.values())), bootstrap(list(after.values()))
+    assert alone[0]["high"] > alone[1]["low"]
+    difference = paired_bootstrap(before, after)
+    assert 0.0 < difference["low"] < difference["value"] < difference["high"] < 0.06
+    assert difference["items"] == 60
+
+
+def test_swapping_before_and_after_flips_the_sign():
+    before = {"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25}
+    after = {"a": 0.5, "b": 0.5, "c": 0.75, "d": 1.0}
+    forward, back = paired_bootstrap(before, after), paired_bootstrap(after, before)
+    assert forward["value"] == pytest.approx(-back["value"])
+    assert forward["low"] == pytest.approx(-back["high"])
+
+
+def test_the_order_of_the_tasks_does_not_matter():
+    before, after = {"a": 0.0, "b": 1.0, "c": 0.5}, {"a": 1.0, "b": 1.0, "c": 0.0}
+    assert paired_bootstrap(before, after) == paired_bootstrap(
+        dict(reversed(before.items())), after
+    )
+
+
+def test_two_equal_agents_are_not_said_to_be_equal_for_certain():
+    share = {f"t_{i}": float(i % 2) for i in range(30)}
+    difference = paired_bootstrap(share, share)
+    assert difference["value"] == 0.0
+    assert difference["low"] < 0.0 < difference["high"]
+
+
+def test_tasks_of_one_side_only_are_an_error_that_names_one():
+    with pytest.raises(ValueError, match="first t_9"):
+        paired_bootstrap({"t_1": 0.0}, {"t_1": 1.0, "t_9": 1.0})
+
+
+def write_result(path, shares):
+    path.write_text(json.dumps({"items": {t: {"avg": share} for t, share in shares.items()}}))
+    return path
+
+
+def test_compare_says_the_difference_in_one_line_and_what_it_left_out(tmp_path):
+    before = write_result(tmp_path / "a.json", {"t_1": 0.0, "t_2": 0.5, "t_3": 1.0})
+    after = write_result(tmp_path / "b.json", {"t_1": 1.0, "t_2": 1.0})
+    line = compare(before, after)
+    assert line.startswith("25.0 % -> 100.0 %: +75.0 points [")
+    assert "paired over 2 tasks" in line
+    assert "(1 tasks in one file only, left out)" in line
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"items": 3}', '{"items": {"t": {}}}'])
+def test_compare_refuses_what_is_no_result(tmp_path, content):
+    good = write_result(tmp_path / "a.json", {"t_1": 0.0})
+    (tmp_path / "b.json").write_text(content)
+    with pytest.raises(ValueError, match="b.json is not a result of evaluate.py"):
+        compare(good, tmp_path / "b.json")
+
+
+# --------------------------------------------------------------------------- summarize
+
+
+def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
+    trajectories = [
+        episode_of("t_0", 3, True),
+        episode_of("t_0", 5, False),
+        episode_of("t_1", 2, True, subtask="depth 2"),
+        episode_of("t_1", 2, True, subtask="depth 2"),
+        episode_of("t_1", 4, False, subtask="depth 2"),
+        episode_of("t_2", 1, False),
+        episode_of("t_2", 9, False, stop_reason="env_error", error="boom"),
+    ]
+    summary = summarize(trajectories, samples=2)
+    # a mean over tasks (1/2, 2/3, 0), not over the 6 episodes
+    assert summary["overall"]["avg"]["value"] == pytest.approx((1 / 2 + 2 / 3 + 0) / 3)
+    # pass@2: t_0 surely, t_1 surely (two of three solved), t_2 has one valid sample: not asked
+    assert summary["overall"]["pass"]["value"] == pytest.approx(1.0)
+    assert summary["overall"]["pass"]["items"] == 2
+    assert [point["items"] for point in summary["pass_curve"]] == [3, 2]
+    assert summary["pass_curve"][0]["value"] == pytest.approx(summary["overall"]["avg"]["value"])
+    assert summary["overall"]["turns_mean"] == pytest.approx((3 + 5 + 2 + 2 + 4 + 1) / 6)
+    assert summary["items"]["t_1"] == {
+        "subtask": "depth 2",
+        "samples": 3,
+        "solved": 2,
+        "avg": pytest.approx(2 / 3),
+        "return_mean": pytest.approx(2 / 3),
+        "turns_mean": pytest.approx(8 / 3),
+    }
+    assert list(summary["subtasks"]) == ["depth 1", "depth 2"]
+    assert summary["subtasks"]["depth 1"]["items"] == 2
+    assert summary["subtasks"]["depth 1"]["avg"]["value"] == pytest.approx(0.25)
+
+
+def test_a_score_above_0_is_not_success():
+    """Trap 17: a base 7B scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
+    scored = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
+    overall = summarize([scored], 1)["overall"]
+    assert overall["return_mean"] == pytest.approx(0.7)
+    assert overall["avg"]["value"] == 0.0
+    assert overall["pass"]["value"] == 0.0
+
+
+def test_lost_trajectories_change_no_number_and_are_reported():
+    """Trap 5, in evaluation: a dead server is no failure of the agent."""
+    healthy = [episode_of("t_0", 2, True), episode_of("t_1", 2, False)]
+    lost = [
+        episode_of("t_0", 1, False, stop_reason="env_error"),
+        episode_of("t_2", 1, False, stop_reason="engine_error", error="http://x: HTTP 500"),
+    ]
+    summary, without = summarize([*healthy, *lost], 1), summarize(healthy, 1)
+    assert summary["overall"] == without["overall"]
+    assert summary["lost"] == {
+        "trajectories": 2,
+        "of": 4,
+        "items_without_sample": ["t_2"],
+        "last_error": "http://x: HTTP 500",
+    }
+    table = format_table(summary)
+    assert "lost to infrastructure: 2 of 4 trajectories" in table
+    assert "tasks without any sample: t_2" in table
+
+
+def test_an_episode_that_ran_out_of_tokens_is_a_failure_and_not_a_loss():
+    summary = summarize([Episode("t_0", turns=[], stop_reason="length")], 1)
+    assert summary["overall"]["avg"]["value"] == 0.0
+    assert summary["lost"]["trajectories"] == 0
+
+
+def test_the_curve_over_turns_is_the_same_episodes_cut_at_each_horizon():
+    trajectories = [
+        episode_of("t_0", 2, True),
+        episode_of("t_1", 5, True),
+        episode_of("t_2", 8, False, stop_reason="max_rounds"),
+        episode_of("t_3", 3, False),
+    ]
+    summary = summarize(trajectories, 1, max_rounds=[8, 2, 4, 5])
+    curve = summary["rounds_curve"]
+    assert [row["max_rounds"] for row in curve] == [2, 4, 5, 8]
+    assert [row["avg"]["value"] for row in curve] == [0.25, 0.25, 0.5, 0.5]
+    assert curve[0]["turns_mean"] == 2.0
+    assert curve[1]["turns_mean"] == pytest.approx((2 + 4 + 4 + 3) / 4)
+    assert curve[1]["return_mean"] == pytest.approx(
+        0.25
+    )  # t_1's reward of turn 5 is not yet earned
+    assert curve[-1]["avg"] == summary["overall"]["avg"]
+
+
+def test_a_summary_is_strict_json_also_with_nothing_in_it():
+    for trajectories in ([], [episode_of("t_0", 1, False, stop_reason="env_error")]):
+        summary = summarize(trajectories, 2, max_rounds=[3])
+        json.dumps(summary, allow_nan=False)
+        assert "all" in format_table(summary)
+
+
+def test_the_table_has_one_aligned_row_per_subtask_and_one_for_all():
+    trajectories = [
+        episode_of(f"t_{i}", 2 + i % 3, i % 2 == 0, subtask=f"depth {1 + i % 4}") for i in range(40)
+    ]
+    table = format_table(summarize(trajectories, 1)).splitlines()
+    assert [line.split("  ")[0] for line in table[1:]] == [
+        "depth 1", "depth 2", "depth 3", "depth 4", "all",
+    ]  # fmt: skip
+    assert len({len(line) for line in table}) == 1
+    assert " 50.0 % [" in table[-1]
+    assert table[-1].split()[1] == "40"
+
+
+def test_the_curves_are_drawn(tmp_path):
+    trajectories = [episode_of(f"t_{i % 10}", 1 + i % 5, i % 3 == 0) for i in range(30)]
+    summary = summarize(trajectories, 3, max_rounds=[1, 3, 5])
+    plot_curves(summary, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    plot_curves(summarize([], 1), tmp_path / "empty.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "empty.png"]
+
+
+def test_scores_need_no_torch():
+    code = "import sys, scoring; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,558 @@
+"""The environment server: AgentGym's wire, isolation, limits, and errors that say what to do."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from fastapi.testclient import TestClient
+
+from envs import VERSION, EpisodeEndedError, NotResetError, TaskIndexError, Wire
+from envs.server import create_app
+from envs.textcraft import TextCraft
+
+ROOT = Path(__file__).parent.parent
+JSON = {"content-type": "application/json"}
+
+
+@contextlib.contextmanager
+def textcraft(**options):
+    with TestClient(create_app("textcraft", **options)) as client:
+        yield client
+
+
+@pytest.fixture
+def client():
+    with textcraft() as client:
+        yield client
+
+
+def assert_error(response, status, error, hint=""):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error", "hint"}
+    assert error in body["error"] and hint in body["hint"] and body["hint"]
+
+
+class SlowWorld:
+    """A world whose actions sleep or break, to be served from threads."""
+
+    WIRE = type("SlowWire", (Wire,), {"title": "Slow", "shows_task_at_create": False})()
+    IS_FAST = False
+    live = 0
+
+    def __init__(self):
+        self.log: list[str] | None = None
+        self.busy = threading.Lock()
+        type(self).live += 1
+
+    @staticmethod
+    def num_tasks():
+        return 3
+
+    @staticmethod
+    def subtask(task_index):
+        return "any"
+
+    def reset(self, task_index, seed=0):
+        if not 0 <= task_index < 3:
+            raise TaskIndexError(f"no task {task_index}")
+        self.log = []
+        return f"task {task_index} seed {seed}"
+
+    def step(self, action):
+        if self.log is None:
+            raise NotResetError("not reset")
+        assert self.busy.acquire(blocking=False), "two requests inside one session"
+        try:
+            if action == "break":
+                raise RuntimeError("the world fell over")
+            if action.startswith("sleep "):
+                time.sleep(float(action.removeprefix("sleep ")))
+            self.log.append(action)
+            return str(len(self.log)), 0.25, False, action == "limit", {"success": False}
+        finally:
+            self.busy.release()
+
+    def available_actions(self):
+        return ["sleep 1"]
+
+    def state_for_people(self):
+        return {"log": self.log}
+
+    def oracle(self):
+        raise EpisodeEndedError("nothing left to do")
+
+    def close(self):
+        type(self).live -= 1
+
+
+@contextlib.contextmanager
+def slow_world(**options):
+    SlowWorld.live = 0
+    with TestClient(create_app("slow", env_class=SlowWorld, **options)) as client:
+        yield client
+
+
+def start(client, task_index=0):
+    session_id = client.post("/create", json={}).json()["id"]
+    assert client.post("/reset", json={"id": session_id, "data_idx": task_index}).status_code == 200
+    return session_id
+
+
+# ---- the wire
+
+
+def test_agentgyms_client_sequence_gets_the_paths_fields_and_types_it_expects(client):
+    assert client.get("/").json() == "This is environment TextCraft."
+    for expected_id in (0, 1):
+        created = client.post("/create", json={"minecraft_dir": "agentenv_textcraft/"}).json()
+        assert set(created) == {"id", "observation", "done", "reward"}
+        assert created["id"] == expected_id and type(created["id"]) is int
+        assert created["observation"] == TextCraft().reset(expected_id)
+        assert created["done"] is False and created["reward"] == 0
+    reset = client.post("/reset", json={"id": 0, "data_idx": 31}).json()
+    assert reset["id"] == 0 and reset["done"] is False and reset["reward"] == 0
+    assert reset["observation"] == TextCraft().reset(31)
+    assert client.get("/observation?id=0").json() == reset["observation"]
+    step = client.post("/step", json={"id": 0, "action": "get 4 crimson stem"}).json()
+    assert step["observation"] == "Got 4 crimson stem" == client.get("/observation?id=0").json()
+    assert type(step["reward"]) is int and step["reward"] == 0 and step["done"] is False
+    action = "craft 3 crimson hyphae using 4 crimson stem"
+    last = client.post("/step", json={"id": 0, "action": action}).json()
+    assert type(last["reward"]) is int and last["reward"] == 1 and last["done"] is True
+    assert client.get("/detail?id=0").json() == {
+        "observation": "Crafted 3 minecraft:crimson_hyphae",
+        "done": True,
+        "reward": 1,
+        "deleted": False,
+    }
+    assert client.post("/close", json={"id": 0}).json() is True
+    assert client.post("/close", json={"id": 0}).json() is False
+    assert client.post("/create").json()["id"] == 2  # numbers are never used twice
+
+
+def test_answers_also_carry_what_our_client_reads(client):
+    session_id = start(client, 31)
+    reset = client.post("/reset", json={"id": session_id, "data_idx": 31, "seed": 5}).json()
+    assert reset["observation"] == TextCraft().reset(31, seed=5)
+    extras = {"terminated": False, "truncated": False, "subtask": "depth 1"}
+    assert extras.items() <= reset.items()
+    assert client.get(f"/available_actions?id={session_id}").json() == [
+        "get 4 crimson stem",
+        "inventory",
+    ]
+    oracle = client.get(f"/oracle?id={session_id}").json()
+    assert set(oracle) == {"thought", "action"} and oracle["action"] == "get 4 crimson stem"
+    step = client.post("/step", json={"id": session_id, "action": oracle["action"]}).json()
+    assert step["info"] == {"success": False, "score": 0} and extras.items() <= step.items()
+    state = client.get(f"/state?id={session_id}").json()
+    assert state["inventory"] == {"crimson stem": 4} and state["num_turns"] == 1
+
+
+def test_reset_without_a_task_index_plays_task_0_as_agentgym_does(client):
+    assert client.post("/create", json={}).json()["id"] == 0
+    reset = client.post("/reset", json={"id": 0}).json()
+    assert reset["observation"] == TextCraft().reset(0)
+
+
+def test_a_world_with_other_field_names_needs_only_its_wire():
+    class SearchWire(Wire):
+        session_field, index_field, index_default = "env_idx", "id", None
+        shows_task_at_create = False
+
+        def root(self):
+            return "ok"
+
+        def create(self, session_id, turn):
+            return session_id
+
+        def reset(self, session_id, turn):
+            return turn["observation"]
+
+    world = type("Search", (SlowWorld,), {"WIRE": SearchWire()})
+    with TestClient(create_app("search", env_class=world)) as client:
+        assert client.get("/").json() == "ok"
+        assert client.post("/create", json={"id": 2}).json() == 0
+        assert client.post("/reset", json={"env_idx": 0, "id": 2}).json() == "task 2 seed 0"
+        assert client.get("/observation?env_idx=0").json() == "task 2 seed 0"
+        step = client.post("/step", json={"env_idx": 0, "action": "x"}).json()
+        assert step["observation"] == "1" and step["reward"] == 0.25
+        assert_error(client.post("/reset", json={"env_idx": 0}), 422, "body.id: Field required")
+        assert client.post("/close", json={"env_idx": 0}).json() is True
+
+
+def test_the_end_by_the_worlds_own_limit_is_done_and_truncated_but_not_terminated():
+    with slow_world() as client:
+        session_id = start(client)
+        step = client.post("/step", json={"id": session_id, "action": "limit"}).json()
+        assert (step["done"], step["truncated"], step["terminated"]) == (True, True, False)
+        again = client.post("/step", json={"id": session_id, "action": "x"})
+        assert_error(again, 409, "is over", "/reset")
+
+
+def test_health_counts_sessions(client):
+    start(client)
+    health = client.get("/health").json()
+    assert health.pop("uptime_s") >= 0
+    assert health == {
+        "env": "textcraft",
+        "version": VERSION,
+        "live_sessions": 1,
+        "max_sessions": 1024,
+    }
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("path", ["reset", "step"])
+def test_an_unknown_session_is_404(client, path):
+    for session_id in (0, -1, 10**30):
+        response = client.post("/" + path, json={"id": session_id, "action": "inventory"})
+        assert_error(response, 404, f"session {session_id} does not exist", "/create")
+    for page in ("observation", "detail", "available_actions", "state", "oracle"):
+        assert_error(client.get(f"/{page}?id=7"), 404, "session 7 does not exist")
+
+
+def test_a_task_index_out_of_range_is_404_and_leaves_the_episode_as_it_was(client):
+    session_id = start(client, 31)
+    client.post("/step", json={"id": session_id, "action": "get 4 crimson stem"})
+    for index in (-1, 544, 10**30):
+        response = client.post("/reset", json={"id": session_id, "data_idx": index})
+        assert_error(response, 404, f"task index {index} does not exist")
+    state = client.get(f"/state?id={session_id}").json()
+    assert state["inventory"] == {"crimson stem": 4}
+
+
+def test_step_before_reset_and_after_the_end_are_409(client):
+    client.post("/create", json={})
+    early = client.post("/step", json={"id": 0, "action": "inventory"})
+    assert_error(early, 409, "has no episode", "/reset")
+    for page in ("available_actions", "state", "oracle"):
+        assert_error(client.get(f"/{page}?id=0"), 409, "has no episode", "/reset")
+    client.post("/reset", json={"id": 0, "data_idx": 31})
+    for action in ("get 4 crimson stem", "craft 3 crimson hyphae using 4 crimson stem"):
+        assert client.post("/step", json={"id": 0, "action": action}).status_code == 200
+    late = client.post("/step", json={"id": 0, "action": "inventory"})
+    assert_error(late, 409, "is over", "/reset")
+    assert client.post("/reset", json={"id": 0, "data_idx": 31}).status_code == 200
+    assert client.post("/step", json={"id": 0, "action": "inventory"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"", "Field required"),
+        (b"{", "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b"[]", "body"),
+        (b"{}", "body.id: Field required"),
+        (b'{"id": 0}', "body.action: Field required"),
+        (b'{"id": "0", "action": "inventory"}', "body.id"),
+        (b'{"id": true, "action": "inventory"}', "body.id"),
+        (b'{"id": 0, "action": 1}', "body.action"),
+        (b'{"id": 0, "action": null}', "body.action"),
+        (b'{"id": ' + b"1" * 5000 + b', "action": "x"}', "JSON"),
+    ],
+)
+def test_a_malformed_body_is_422_and_says_which_field(client, body, error):
+    assert_error(client.post("/step", content=body, headers=JSON), 422, error)
+
+
+def test_a_malformed_query_path_or_method_has_the_same_error_format(client):
+    assert_error(client.get("/observation"), 422, "query.id: Field required")
+    assert_error(client.get("/observation?id=x"), 422, "query.id")
+    assert_error(client.get("/commands?id=0"), 404, "GET /commands: Not Found")
+    assert_error(client.get("/step"), 405, "GET /step")
+
+
+def test_half_a_surrogate_pair_in_an_action_comes_back_instead_of_breaking_the_answer(client):
+    start(client)
+    body = b'{"id": 0, "action": "\\ud800"}'
+    response = client.post("/step", content=body, headers=JSON)
+    assert response.status_code == 200
+    assert response.json()["observation"] == "Could not execute \ud800"
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_body_over_the_limit_is_413_with_and_without_content_length(has_length):
+    with textcraft(max_body_bytes=1000) as client:
+        start(client)
+        head, tail = b'{"id": 0, "action": "', b'"}'
+        for size, status in ((1000, 200), (1001, 413), (100_000, 413)):
+            body = head + b"x" * (size - len(head) - len(tail)) + tail
+            pieces = body if has_length else (body[i : i + 100] for i in range(0, size, 100))
+            response = client.post("/step", content=pieces, headers=JSON)
+            assert response.status_code == status
+        assert_error(response, 413, "larger than 1000 bytes", "shorter")
+
+
+def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
+    with slow_world() as client:
+        first, second = start(client), start(client)
+        response = client.post("/step", json={"id": first, "action": "break"})
+        assert_error(response, 500, "RuntimeError: the world fell over", "reset")
+        # What state it is in is unknown, so only a reset helps; the other session goes on.
+        after = client.post("/step", json={"id": first, "action": "x"})
+        assert_error(after, 409, "has no episode")
+        assert client.post("/step", json={"id": second, "action": "x"}).status_code == 200
+        assert client.post("/reset", json={"id": first, "data_idx": 1}).status_code == 200
+        assert client.post("/step", json={"id": first, "action": "x"}).status_code == 200
+
+
+def test_a_world_that_cannot_be_made_is_500_and_takes_no_place():
+    class Broken(SlowWorld):
+        def __init__(self):
+            raise OSError("no display")
+
+    with TestClient(create_app("broken", env_class=Broken, max_sessions=1)) as client:
+        for _ in range(3):
+            assert_error(client.post("/create"), 500, "OSError: no display")
+        assert client.get("/health").json()["live_sessions"] == 0
+
+
+# ---- limits
+
+
+def test_one_session_too_many_is_429_until_one_is_closed():
+    with textcraft(max_sessions=2) as client:
+        start(client), start(client)
+        response = client.post("/create", json={})
+        assert_error(response, 429, "2 sessions are open", "--max-sessions")
+        assert response.headers["retry-after"] == "1"
+        client.post("/close", json={"id": 0})
+        assert client.post("/create", json={}).status_code == 200
+
+
+def test_the_limit_holds_while_sessions_are_still_starting():
+    class SlowStart(SlowWorld):
+        def __init__(self):
+            time.sleep(0.2)
+            super().__init__()
+
+    with TestClient(create_app("slow", env_class=SlowStart, max_sessions=3)) as client:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: client.post("/create").status_code, range(8)))
+        assert sorted(answers) == [200] * 3 + [429] * 5
+
+
+def test_idle_sessions_are_closed_and_used_ones_are_not():
+    with slow_world(idle_timeout_s=0.4) as client:
+        idle, used = start(client), start(client)
+        deadline = time.monotonic() + 1.2
+        while time.monotonic() < deadline:
+            assert client.get(f"/observation?id={used}").status_code == 200
+            time.sleep(0.05)
+        assert_error(client.get(f"/observation?id={idle}"), 404, "does not exist", "0.4 s")
+        assert client.get("/health").json()["live_sessions"] == SlowWorld.live == 1
+
+
+def test_a_session_is_not_idle_while_its_step_runs():
+    with slow_world(idle_timeout_s=0.3) as client:
+        session_id = start(client)
+        step = client.post("/step", json={"id": session_id, "action": "sleep 1.0"})
+        assert step.status_code == 200
+        assert client.get(f"/observation?id={session_id}").json() == "1"
+
+
+def test_stopping_the_app_closes_every_world():
+    with slow_world() as client:
+        for _ in range(3):
+            start(client)
+        assert SlowWorld.live == 3
+    assert SlowWorld.live == 0
+
+
+# ---- concurrency
+
+
+def test_64_concurrent_sessions_do_not_mix(server_url):
+    """64 clients at once; each plays its own task twice and sees exactly its own texts."""
+
+    def play(task_index: int) -> int:
+        with requests.Session() as http:
+            created = http.post(f"{server_url}/create", json={}, timeout=30).json()
+            for seed in (0, 1):
+                env = TextCraft()
+                where = {"id": created["id"], "data_idx": task_index, "seed": seed}
+                reset = http.post(f"{server_url}/reset", json=where, timeout=30).json()
+                assert reset["observation"] == env.reset(task_index, seed)
+                done = False
+                while not done:
+                    action = env.oracle()[1]
+                    where = {"id": created["id"], "action": action}
+                    step = http.post(f"{server_url}/step", json=where, timeout=30).json()
+                    observation, reward, done, _, _ = env.step(action)
+                    assert (step["observation"], step["reward"]) == (observation, reward)
+            assert http.post(f"{server_url}/close", json={"id": created["id"]}, timeout=30).json()
+            return created["id"]
+
+    with ThreadPoolExecutor(64) as pool:
+        ids = list(pool.map(play, range(140, 140 + 64)))
+    assert len(set(ids)) == 64
+    assert requests.get(f"{server_url}/health", timeout=30).json()["live_sessions"] == 0
+
+
+def test_100_concurrent_requests_to_one_session_happen_one_after_the_other():
+    with slow_world() as client:
+        session_id = start(client)
+
+        def step(_):
+            return client.post("/step", json={"id": session_id, "action": "sleep 0.002"}).json()
+
+        with ThreadPoolExecutor(100) as pool:
+            answers = list(pool.map(step, range(100)))
+        assert sorted(int(answer["observation"]) for answer in answers) == list(range(1, 101))
+
+
+def test_100_concurrent_gets_to_one_textcraft_session_all_count(server_url):
+    created = requests.post(f"{server_url}/create", json={}, timeout=30).json()["id"]
+    requests.post(f"{server_url}/reset", json={"id": created, "data_idx": 31}, timeout=30)
+
+    def step(_):
+        body = {"id": created, "action": "get 1 crimson stem"}
+        return requests.post(f"{server_url}/step", json=body, timeout=30).status_code
+
+    with ThreadPoolExecutor(100) as pool:
+        assert set(pool.map(step, range(100))) == {200}
+    state = requests.get(f"{server_url}/state?id={created}", timeout=30).json()
+    assert state["inventory"] == {"crimson stem": 100}
+
+
+def test_slow_steps_and_those_who_wait_for_them_delay_no_other_session():
+    """200 requests queue behind one slow session, more than there are threads."""
+    app = create_app("slow", env_class=SlowWorld)
+
+    async def scenario() -> float:
+        import httpx
+
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            slow = (await http.post("/create")).json()["id"]
+            quick = (await http.post("/create")).json()["id"]
+            for session_id in (slow, quick):
+                await http.post("/reset", json={"id": session_id, "data_idx": 0})
+            body = {"id": slow, "action": "sleep 0.01"}
+            queue = [asyncio.create_task(http.post("/step", json=body)) for _ in range(200)]
+            await asyncio.sleep(0.05)
+            started = time.monotonic()
+            for _ in range(5):
+                answer = await http.post("/step", json={"id": quick, "action": "x"})
+                assert answer.status_code == 200
+            waited = time.monotonic() - started
+            assert not all(task.done() for task in queue)
+            await asyncio.gather(*queue)
+            return waited
+
+    assert asyncio.run(scenario()) < 1.0  # the queue itself takes more than 2 s
+
+
+def test_closing_a_session_comes_after_the_steps_that_were_sent_before_it():
+    with slow_world() as client, ThreadPoolExecutor(3) as pool:
+        session_id = start(client)
+        slow = {"id": session_id, "action": "sleep 0.5"}
+        running = pool.submit(client.post, "/step", json=slow)
+        time.sleep(0.15)
+        waiting = pool.submit(client.post, "/step", json=slow)
+        time.sleep(0.15)
+        assert client.post("/close", json={"id": session_id}).json() is True
+        assert running.result().json()["observation"] == "1"
+        assert waiting.result().json()["observation"] == "2"
+        assert_error(client.post("/step", json=slow), 404, "does not exist")
+        assert SlowWorld.live == 0
+
+
+# ---- the command
+
+
+@contextlib.contextmanager
+def server_process(*flags):
+    command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", "0", *flags]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("listening on http://"), line + process.stderr.read()
+        yield process, line
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server_url():
+    with server_process() as (_, line):
+        yield line.split()[2]
+
+
+def test_the_server_says_where_it_listens_once_it_does_and_stops_on_sigterm():
+    with server_process() as (process, line):
+        url = line.split()[2]
+        assert line == f"listening on {url} (env textcraft, version {VERSION})\n"
+        assert url.startswith("http://127.0.0.1:")
+        with requests.Session() as http:  # an open keep-alive connection must not hold it up
+            assert http.get(f"{url}/health", timeout=10).json()["env"] == "textcraft"
+            http.post(f"{url}/create", json={}, timeout=10)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=10)
+        assert process.returncode == 0 and out == "" and err == ""
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback():
+    with server_process() as (process, _):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 130 and err == ""
+
+
+def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
+    big = b'{"id": 0, "action": "' + b"x" * 3_000_000 + b'"}'
+    for body in (big, (big[i : i + 65536] for i in range(0, len(big), 65536))):
+        response = requests.post(f"{server_url}/step", data=body, headers=JSON, timeout=30)
+        assert_error(response, 413, "larger than 1000000 bytes")
+
+
+def test_binding_beyond_this_machine_warns_in_one_line():
+    with server_process("--host", "0.0.0.0") as (process, line):
+        assert "http://0.0.0.0:" in line
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=10)
+        assert err.count("\n") == 1 and "warning: 0.0.0.0 can be reached" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env", "minecraft"], "invalid choice: 'minecraft' (choose from 'textcraft')"),
+        ([], "required: --env"),
+        (["--env", "textcraft", "--port", "70000"], "--port 70000"),
+        (["--env", "textcraft", "--max-sessions", "0"], "--max-sessions"),
+        (["--env", "textcraft", "--idle-timeout-s", "nan"], "--idle-timeout-s"),
+        (["--env", "textcraft", "--colour", "red"], "--colour"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(flags, message):
+    command = [sys.executable, "-m", "envs.server", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", port]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"127.0.0.1:{port}" in done.stderr

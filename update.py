@@ -1,0 +1,228 @@
+"""The passes of one training step: score tokens, and take optimizer steps on the clipped objective.
+
+    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H H(π_θ)
+    ρ = π_θ(token) / π_old(token)         w = min( π_old / μ, cap )         N = policy tokens of the mini-batch
+
+π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler computed it.
+The two have the same weights and differ by rounding (0.004 nats a token in bfloat16); w corrects for that.
+
+    step's batch ──shuffle──> mini-batches (one optimizer step each) ──cut──> micro-batches (one backward each)
+
+`--ppo-epochs` E over a batch of M mini-batches takes E·M optimizer steps; the reference reads the setting and
+takes one pass whatever it says. When E·M = 1 the policy has not moved before its only step, so ρ = 1 and π_old is
+the current policy, detached: the pass that would recompute it is left out, exactly.
+
+A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and counted.
+
+Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes stand in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batching import Batch, cut_rows, micro_batches
+from losses import kl_estimate, masked_mean, masked_sum, policy_loss, sampler_is_weights, value_loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The coefficients of J(θ), and how it is optimised."""
+
+    clip_ratio: float = 0.2
+    value_clip: float = 0.5
+    entropy_coef: float = 0.0
+    kl_loss_coef: float = 0.0
+    kl_estimator: str = "k3"
+    sampler_is_cap: float = 2.0  # 0 switches the correction off
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+    mini_batch_size: int = 64  # trajectories per optimizer step
+    ppo_epochs: int = 1
+    max_tokens: int = 4096  # padded tokens per micro-batch
+
+    def num_optimizer_steps(self, num_rows: int) -> int:
+        """Optimizer steps that a batch of `num_rows` trajectories gets."""
+        return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
+
+
+def score(model: Any, batch: Batch, max_tokens: int, device: Any, temperature: float | None = None) -> torch.Tensor:
+    """One number per policy token without gradient: log-probs of a policy, or values of a critic.
+
+    Args:
+        model: a `PolicyModel` (with `temperature`) or a `CriticModel` (temperature None).
+        max_tokens: padded tokens per forward pass.
+    Returns:
+        (B, T) float32 on the CPU, 0 where loss_mask is 0.
+    """
+    out = torch.zeros(batch.loss_mask.shape)  # (B, T)
+    with torch.no_grad():
+        for rows in micro_batches(batch.lengths.tolist(), max_tokens):
+            part = batch.rows(rows)
+            ids, mask = part.input_ids.to(device), part.loss_mask.to(device)
+            scores = model(ids, mask) if temperature is None else model(ids, mask, temperature)[0]
+            out[rows, : ids.shape[1]] = scores.float().cpu()
+    return out
+
+
+def update_policy(
+    accelerator: Any,
+    policy: Any,
+    optimizer: Any,
+    batch: Batch,
+    advantages: torch.Tensor,
+    objective: Objective,
+    old_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None,
+    shuffle_seed: int = 0,
+) -> dict[str, float]:
+    """All optimizer steps of one training step on the policy.
+
+    Args:
+        advantages: (B, T) float32.
+        old_log_probs: (B, T), or None when there is exactly one optimizer step (then π_old = π_θ).
+        ref_log_probs: (B, T) of the frozen reference, needed when kl_loss_coef > 0.
+    Returns:
+        `policy/*` and `sampler/*` metrics, means over policy tokens.
+    Raises:
+        ValueError: old_log_probs is None although the policy moves before the last mini-batch.
+    """
+    if old_log_probs is None and objective.num_optimizer_steps(len(batch)) > 1:
+        raise ValueError("several optimizer steps need old_log_probs, computed before the first of them")
+
+    def loss_of(rows: list[int], denominator: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        part, device = batch.rows(rows), accelerator.device
+        ids, mask, sampled = (x.to(device) for x in (part.input_ids, part.loss_mask, part.rollout_log_probs))
+        pick = _picker(batch, rows, device)
+        log_probs, entropy = policy(ids, mask, objective.temperature)  # (B, T) each
+        old = pick(old_log_probs) if old_log_probs is not None else log_probs.detach()
+        cap = objective.sampler_is_cap
+        weights = sampler_is_weights(old, sampled, mask, cap) if cap else None
+        surrogate = policy_loss(
+            log_probs, old, pick(advantages), mask, objective.clip_ratio, denominator, is_weights=weights
+        )
+        loss, sums = surrogate.loss, {}
+        mean_entropy = masked_mean(entropy, mask, denominator)
+        if objective.entropy_coef:
+            loss = loss - objective.entropy_coef * mean_entropy
+        if ref_log_probs is not None:
+            kl = masked_mean(kl_estimate(log_probs, pick(ref_log_probs), objective.kl_estimator), mask, denominator)
+            loss = loss + objective.kl_loss_coef * kl
+            sums["policy/kl"] = kl
+        gap = (old - sampled).abs() * mask
+        sums |= {
+            "policy/loss": loss,
+            "policy/entropy": mean_entropy,
+            "policy/clip_frac": surrogate.clip_frac,
+            "policy/approx_kl": surrogate.approx_kl,
+            "sampler/log_prob_diff_mean": masked_mean(gap, mask, denominator),
+            "max:sampler/log_prob_diff_max": gap.max(),
+        }
+        if weights is not None:
+            sums["sampler/is_weight_mean"] = masked_mean(weights, mask, denominator)
+        return loss, sums
+
+    metrics = _optimize(accelerator, policy, optimizer, batch, objective, shuffle_seed, loss_of)
+    named = {"grad_norm": "policy/grad_norm", "steps": "policy/optimizer_steps", "skipped": "policy/skipped_steps"}
+    metrics = {named.get(name, name): value for name, value in metrics.items()}
+    return metrics | {"policy/learning_rate": optimizer.param_groups[0]["lr"]}
+
+
+def update_critic(
+    accelerator: Any,
+    critic: Any,
+    optimizer: Any,
+    batch: Batch,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    objective: Objective,
+    shuffle_seed: int = 0,
+) -> dict[str, float]:
+    """All optimizer steps of one training step on PPO's critic; `critic/*` metrics, means over policy tokens.
+
+    Args:
+        old_values: (B, T) the critic's values before the step.
+        returns: (B, T) targets from `advantages.gae`.
+    """
+
+    def loss_of(rows: list[int], denominator: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        part, device = batch.rows(rows), accelerator.device
+        pick = _picker(batch, rows, device)
+        mask = part.loss_mask.to(device)
+        values = critic(part.input_ids.to(device), mask)  # (B, T)
+        result = value_loss(values, pick(old_values), pick(returns), mask, objective.value_clip, denominator)
+        return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
+
+    metrics = _optimize(accelerator, critic, optimizer, batch, objective, shuffle_seed, loss_of)
+    kept = {"critic/loss", "critic/clip_frac"}
+    shown = {name: value for name, value in metrics.items() if name in kept}
+    variance = _variance(returns, batch.loss_mask)
+    explained = 1 - _variance(returns - old_values, batch.loss_mask) / variance if variance > 0 else 0.0
+    return shown | {"critic/grad_norm": metrics["grad_norm"], "critic/explained_variance": explained}
+
+
+def _optimize(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Batch,
+    objective: Objective,
+    shuffle_seed: int,
+    loss_of: Callable[[list[int], float], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+) -> dict[str, float]:
+    """Mini-batches, micro-batches, backward, clip, step: shared by the policy and the critic."""
+    totals: dict[str, float] = {}
+    norms: list[float] = []
+    skipped = 0
+    mini_batches = list(_mini_batches(len(batch), objective, shuffle_seed))
+    for rows in mini_batches:
+        denominator = float(batch.loss_mask[rows].sum())
+        finite = True
+        for micro in micro_batches(batch.lengths[rows].tolist(), objective.max_tokens):
+            loss, sums = loss_of([rows[i] for i in micro], denominator)
+            if not torch.isfinite(loss):
+                finite = False
+                break
+            accelerator.backward(loss)
+            for name, value in sums.items():
+                number = float(value.detach())
+                if name.startswith("max:"):
+                    totals[name] = max(totals.get(name, 0.0), number)
+                else:
+                    totals[name] = totals.get(name, 0.0) + number / len(mini_batches)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), objective.max_grad_norm)) if finite else math.nan
+        if math.isfinite(norm):
+            optimizer.step()
+            norms.append(norm)
+        else:
+            skipped += 1
+        optimizer.zero_grad()
+    totals = {name.removeprefix("max:"): value for name, value in totals.items()}
+    grad_norm = sum(norms) / len(norms) if norms else 0.0
+    return totals | {"grad_norm": grad_norm, "steps": len(norms), "skipped": skipped}
+
+
+def _mini_batches(num_rows: int, objective: Objective, seed: int) -> Iterator[list[int]]:
+    """Row indices of each optimizer step: every row once per epoch, freshly shuffled from a seed of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(objective.ppo_epochs):
+        order = torch.randperm(num_rows, generator=generator).tolist()
+        for start in range(0, num_rows, objective.mini_batch_size):
+            yield order[start : start + objective.mini_batch_size]
+
+
+def _picker(batch: Batch, rows: list[int], device: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Takes a (B, T) tensor of the batch to the shape and device of a micro-batch."""
+    index = torch.tensor(rows)
+    return lambda x: cut_rows(x, index, batch.lengths).to(device)
+
+
+def _variance(x: torch.Tensor, loss_mask: torch.Tensor) -> float:
+    """Variance over policy tokens."""
+    mean = masked_mean(x, loss_mask)
+    return float(masked_sum((x - mean).square(), loss_mask) / loss_mask.sum().clamp(min=1))
