@@ -264,7 +264,7 @@ def run_api_episode(
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
         turn = Turn(
-            action_span=None,  # type: ignore[arg-type] - there are no token ids to point into
+            action_span=None,  # type: ignore[arg-type]  # no token ids to point into
             action_text=text,
             observation_text=result.observation,
             reward=float(result.reward),

@@ -83,6 +83,10 @@ class Engine(Protocol):
 class VLLMEngine:
     """vLLM in this process: continuous batching and a prefix cache, so that a turn only pays for its new tokens.
 
+    `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it the last bits
+    of the logits, so that no seed makes a vLLM run repeatable (and on a CPU vLLM 0.32 refuses one). The engine's
+    own `seed` makes runs differ from each other; `--deterministic` is the mode that repeats.
+
     Args:
         model_path: Hugging Face checkpoint; its weights are the first ones served.
         max_model_len: longest trajectory in tokens, the prompt included.
@@ -105,7 +109,7 @@ class VLLMEngine:
         on_gpu = torch.cuda.is_available()
         # Read by vLLM when it is imported: the engine core in this process, no chatter, no usage reports.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if not on_gpu:  # thread pinning would leave the trainer, which shares this process, on vLLM's cores
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -146,7 +150,6 @@ class VLLMEngine:
         params = self._params(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,  # of the sampled token alone
             detokenize=False,

@@ -147,7 +147,7 @@ class EvalConfig:
     max_env_failures: float = 0.2
     """share of trajectories lost to servers above which the run fails (0..1)"""
     deterministic: bool = False
-    """sample every sequence alone from its own seed; needs --engine transformers"""
+    """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
     out: str | None = None
     """new folder for the results (without it: runs/eval-<env>-<date-time>/)"""
     compare: tuple[str, ...] = ()
@@ -180,10 +180,6 @@ class EvalConfig:
             (
                 0 <= self.max_env_failures <= 1,
                 f"--max-env-failures {self.max_env_failures} must be a share, 0 to 1",
-            ),
-            (
-                not self.deterministic or self.engine == "transformers",
-                "--deterministic needs --engine transformers: vLLM's batches depend on timing",
             ),
             (
                 not (self.tasks and self.split),
@@ -297,9 +293,8 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> tuple[Play, str]
     model = config.model or default
     path = resolve_model(model)
     chat = ChatTemplate(load_tokenizer(path))
-    engine = make_engine(
-        config.engine, path, config.max_trajectory_tokens, deterministic=config.deterministic
-    )
+    kind = "transformers" if config.deterministic else config.engine
+    engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
     stack.callback(engine.close)
     pool = _pool(config, stack)
     return lambda r, s, p: collect(engine, pool, chat, r, s, p), model

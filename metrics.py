@@ -352,7 +352,7 @@ def plot(run_dir: str | Path) -> Path:
 
     run_dir = Path(run_dir)
     rows = read_log(run_dir / "metrics.jsonl")
-    style = {
+    style: Any = {
         "font.size": 9.5,
         "axes.spines.top": False,
         "axes.spines.right": False,

@@ -1,4 +1,4 @@
-"""The horizon: how many turns the agent may take at training step t, and how ScalingInter-RL widens it.
+"""The horizon: how many turns the agent may take, and how ScalingInter-RL widens it step by step.
 
 An agent that plays for many turns before any reward arrives explores badly at first: most of its
 long trajectories fail, every failure looks alike, and what little signal there is gets spread over
@@ -15,10 +15,10 @@ recursion, h ← h + δ_h every Δ steps. For rounds 10 20 30 and Δ = 100:
     step      1 ……… 100   101 ……… 200   201 ………
     rounds        10            20           30          and 30 for ever after
 
-The cap is a curriculum and a pressure at once. A trajectory cut by it keeps the reward it has so far
-(for a task that pays at its end: nothing), so within one group of samples the ones that finish early
-are the good ones, and wandering is unlearned while episodes are cheap. Cost follows the cap too: a
-step with 10 rounds generates about a third of the tokens of a step with 30.
+The cap is a curriculum and a pressure at once. A trajectory cut by it keeps the reward it has so
+far (for a task that pays at its end: nothing), so within a group of samples the ones that finish
+early are the good ones, and wandering is unlearned while episodes are cheap. Cost follows the cap:
+a trajectory that never finishes costs three times the turns at 30 rounds that it costs at 10.
 
 What the released scripts use (all with GRPO), and what changing it does, from the paper:
 
@@ -35,14 +35,14 @@ Against the fixed horizon the paper reports, at 7B, 89 -> 91 % on TextCraft, 92.
 50.5 -> 57.0 on SciWorld. The right half of the table says that the exact numbers matter little: one
 run each, 400 questions, so differences of two points are within noise.
 
-Where the reference does it, and how ours differs: AgentGym-RL keeps a counter inside the trainer and
-moves an index when the counter reaches Δ. Resumed from a checkpoint at step 100 of 10 20 30 @ 100 it
-uses 30 rounds for 99 of the next 100 steps, where the uninterrupted run uses 20. Here the horizon is
-a pure function of the step (`rounds_at`); the only state is how many steps are done, and a resumed
-run cannot differ from an uninterrupted one.
+Where the reference does it, and how ours differs: AgentGym-RL's released scheduler, resumed at step
+100 of 10 20 30 @ 100, uses 30 rounds for 99 of the next 100 steps, where the uninterrupted run uses
+20. Here the horizon is a pure function of the step (`rounds_at`); the only state is how many steps
+are done, and a resumed run cannot differ from an uninterrupted one.
 
-Shapes: none; steps and rounds are plain ints, both counted from 1. A *turn* is one exchange of action
-and observation, *max_rounds* the cap on turns, a *step* one batch of trajectories and its update.
+Shapes: none; steps and rounds are plain ints, both counted from 1. A *turn* is one exchange of
+action and observation, *max_rounds* the cap on turns, a *step* one batch of trajectories and its
+update.
 
 Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
            --rounds 10 20 30 --steps-scaling-inter 100
@@ -99,8 +99,10 @@ class RoundsScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the step at which `state_dict()` was taken."""
         if "global_steps" not in state:
-            raise ValueError(f"scheduler state has no 'global_steps', only {sorted(state)}; "
-                             "it was not written by state_dict()")
+            raise ValueError(
+                f"scheduler state has no 'global_steps', only {sorted(state)}; "
+                "it was not written by state_dict()"
+            )
         self.set_global_steps(state["global_steps"])
 
 
@@ -121,7 +123,7 @@ class FixedRoundsScheduler(RoundsScheduler):
 
 
 class StepRoundsScheduler(RoundsScheduler):
-    """ScalingInter-RL: every `steps_scaling_inter` steps the next entry of `rounds`, then the last one.
+    """ScalingInter-RL: every `steps_scaling_inter` steps the next entry of `rounds`, then the last.
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
@@ -143,8 +145,10 @@ class StepRoundsScheduler(RoundsScheduler):
     def __init__(self, steps_scaling_inter: int, rounds: Sequence[int]) -> None:
         super().__init__()
         if not _is_int(steps_scaling_inter) or steps_scaling_inter < 1:
-            raise ValueError(f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
-                             "the number of training steps between two horizons")
+            raise ValueError(
+                f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
+                "the number of training steps between two horizons"
+            )
         self.steps_scaling_inter = steps_scaling_inter  # Δ
         self.rounds = _checked_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
 
@@ -165,11 +169,14 @@ def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -
     if kind == "scaling_inter_stepwise":
         return StepRoundsScheduler(steps_scaling_inter, rounds)
     if kind != "fixed":
-        raise ValueError(f"--rounds-scheduler {kind} is not known; "
-                         "choose fixed or scaling_inter_stepwise")
+        raise ValueError(
+            f"--rounds-scheduler {kind} is not known; choose fixed or scaling_inter_stepwise"
+        )
     if len(rounds) > 1:
-        raise ValueError(f"--rounds {_spaced(rounds)} with --rounds-scheduler fixed: give one number, "
-                         "or choose scaling_inter_stepwise")
+        raise ValueError(
+            f"--rounds {_spaced(rounds)} with --rounds-scheduler fixed: give one number, "
+            "or choose scaling_inter_stepwise"
+        )
     return FixedRoundsScheduler(_checked_rounds(rounds)[0])
 
 
@@ -177,11 +184,14 @@ def _checked_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
     if len(rounds) == 0:
         raise ValueError("--rounds is empty; give at least one number of turns")
     if not all(_is_int(r) and r >= 1 for r in rounds):
-        raise ValueError(f"--rounds {_spaced(rounds)} must be integers >= 1: "
-                         "an agent without a turn does nothing")
+        raise ValueError(
+            f"--rounds {_spaced(rounds)} must be integers >= 1: "
+            "an agent without a turn does nothing"
+        )
     if any(later < earlier for earlier, later in pairwise(rounds)):
-        raise ValueError(f"--rounds {_spaced(rounds)} must not decrease; "
-                         "ScalingInter-RL only widens the horizon")
+        raise ValueError(
+            f"--rounds {_spaced(rounds)} must not decrease; ScalingInter-RL only widens the horizon"
+        )
     return tuple(rounds)
 
 

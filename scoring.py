@@ -349,7 +349,7 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
     if not both:
         raise ValueError(f"{before_path} and {after_path} have no task in common")
     pick = [{task: share[task] for task in both} for share in shares]
-    d = paired_bootstrap(*pick)
+    d = paired_bootstrap(pick[0], pick[1])
     left_out = len(before.keys() | after.keys()) - len(both)
     means = [100 * sum(share.values()) / len(share) for share in pick]
     return (

@@ -111,10 +111,11 @@ def update_policy(
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * mean_entropy
         if ref_log_probs is not None:
-            kl = masked_mean(kl_estimate(log_probs, pick(ref_log_probs), objective.kl_estimator), mask, denominator)
+            kl = kl_estimate(log_probs, pick(ref_log_probs), objective.kl_estimator, mask)
+            kl = masked_mean(kl, mask, denominator)
             loss = loss + objective.kl_loss_coef * kl
             sums["policy/kl"] = kl
-        gap = (old - sampled).abs() * mask
+        gap = torch.where(mask.bool(), (old - sampled).abs(), 0.0)
         sums |= {
             "policy/loss": loss,
             "policy/entropy": mean_entropy,

@@ -81,7 +81,7 @@ def test_a_run_resumed_at_step_100_uses_20_rounds_for_the_next_100_steps():
     assert play(resumed, 101) == [20] * 100 + [30]
 
 
-@pytest.mark.parametrize("stopped_after", range(0, 26))
+@pytest.mark.parametrize("stopped_after", range(26))
 def test_resuming_at_any_step_equals_the_uninterrupted_run(stopped_after):
     uninterrupted = play(StepRoundsScheduler(7, [2, 4, 8]), 26)
     first = StepRoundsScheduler(7, [2, 4, 8])
@@ -137,11 +137,11 @@ SCALING = "scaling_inter_stepwise"
         ("fixed", [-3], 100,
          "--rounds -3 must be integers >= 1: an agent without a turn does nothing"),
         ("fixed", [10, 20, 30], 100,
-         "--rounds 10 20 30 with --rounds-scheduler fixed: give one number, "
-         "or choose scaling_inter_stepwise"),
+         ("--rounds 10 20 30 with --rounds-scheduler fixed: give one number, "
+          "or choose scaling_inter_stepwise")),
         (SCALING, [10, 20], 0,
-         "--steps-scaling-inter 0 must be an integer >= 1: "
-         "the number of training steps between two horizons"),
+         ("--steps-scaling-inter 0 must be an integer >= 1: "
+          "the number of training steps between two horizons")),
         ("linear", [10], 100,
          "--rounds-scheduler linear is not known; choose fixed or scaling_inter_stepwise"),
     ],

@@ -1,0 +1,54 @@
+# The commands of this project. `make` alone lists them. Every one of them first makes .venv hold the pinned packages
+# (setup_env.py); when it already does, that takes a tenth of a second and no network.
+#
+#   ENV      the environment to train in or to serve                     make train ENV=textcraft
+#   ARGS     anything more for the command that runs                     make train ARGS="--steps 4 --seed 1"
+#   PYTHON   the Python 3.11 to 3.13 that .venv is made with             make setup PYTHON=/usr/bin/python3.11
+#   SET      cpu or cuda; auto takes cuda where nvidia-smi lists a GPU   make setup SET=cpu
+
+# NOTE: `=`, not `?=`: a shell may export ENV (POSIX: the file it starts with), which must not become the environment's name.
+ENV = textcraft
+ARGS =
+SET = auto
+PYTHON =
+
+RUN := .venv/bin/python
+FIND_PYTHON := for p in $(RUN) python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow lint format serve bench
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@sed -n 's/^#   \([A-Z][A-Z]*  .*\)/  \1/p' Makefile
+
+setup:  ## create .venv with the pinned packages (and what ENV needs beyond them)
+	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$($(FIND_PYTHON))"; \
+	if [ -z "$$python" ]; then \
+		echo "error: no Python 3.11 to 3.13 found; on Debian and Ubuntu: apt-get install python3.11 python3.11-venv (or make setup PYTHON=/path/to/it)" >&2; exit 1; fi; \
+	"$$python" setup_env.py --set $(SET) --env "$(ENV)"
+
+train: setup  ## train on ENV with defaults that fit this machine
+	$(RUN) train.py --env $(ENV) $(ARGS)
+
+test: lint  ## lint, types and the fast tests: what CI runs
+	$(RUN) -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: setup  ## the tests that take long: real training runs, real servers under load
+	$(RUN) -m pytest -q -m slow $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: setup  ## let ruff rewrite the files to the project's format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+serve: setup  ## serve ENV over HTTP
+	$(RUN) -m envs.server --env $(ENV) $(ARGS)
+
+bench: setup  ## run every benchmark in benchmarks/
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; PYTHONPATH=. $(RUN) "$$file" $(ARGS); done

@@ -1,0 +1,242 @@
+"""Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
+
+The defaults fit the machine. Without a GPU they train the 135M model on the shallow goals of TextCraft in about an
+hour on two cores; with one they are the published settings for Qwen2.5-3B. `hardware_defaults` is the difference.
+
+Options that contradict each other are refused before anything is written, each with one line that says what to do.
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from schedulers import make_scheduler
+from update import Objective
+
+Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"]
+GROUPED = ("grpo", "rloo")  # algorithms whose baseline is the other samples of the same task
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train an LLM agent with multi-turn reinforcement learning."""
+
+    # The world and its tasks
+    env: str = "textcraft"
+    """environment to act in"""
+    tasks: str | None = None
+    """id list of the training tasks (JSON file); overrides --split"""
+    split: Literal["train", "test"] | None = None
+    """id list that comes with the environment [paper: train]"""
+    subtasks: tuple[str, ...] = ()
+    """train on these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (all if empty)"""
+    env_addr: tuple[str, ...] = ()
+    """addresses of environment servers, http://host:port; none: one is started here"""
+    # The model
+    model: str = "smollm2-135m"
+    """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen/Qwen2.5-3B-Instruct]"""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """who samples: vLLM in this process, or plain transformers"""
+    warm_start: str = "auto"
+    """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached; never; or a folder"""
+    # The algorithm
+    algorithm: Algorithm = "grpo"
+    """advantage estimator and what goes with it [paper: grpo]"""
+    rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
+    """how the horizon changes during training [paper: both]"""
+    rounds: tuple[int, ...] = (6,)
+    """most turns of a trajectory; several for scaling_inter_stepwise (turns) [paper: 30, or 10 20 30]"""
+    steps_scaling_inter: int = 100
+    """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
+    steps: int = 60
+    """training steps in total, also on resume (steps) [paper: 300]"""
+    tasks_per_step: int = 8
+    """tasks drawn per step (tasks) [paper: 32]"""
+    group_size: int = 8
+    """trajectories per task (trajectories) [paper: 8]"""
+    mini_batch_size: int = 64
+    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
+    ppo_epochs: int = 1
+    """passes over each step's trajectories [paper: 1]"""
+    max_tokens_per_micro_batch: int = 4096
+    """tokens of one forward and backward pass, padding included (tokens); lower it when memory runs out"""
+    max_tokens_per_turn: int = 80
+    """sampled tokens per turn (tokens) [paper: 512]"""
+    max_trajectory_tokens: int = 1536
+    """tokens of a trajectory, the prompt included (tokens) [paper: 10752]"""
+    temperature: float = 1.0
+    """of the sampler, in training and evaluation [paper: 1.0]"""
+    learning_rate: float = 4e-5
+    """of the policy, AdamW, constant [paper: 1e-6]"""
+    critic_learning_rate: float = 1e-4
+    """of PPO's critic, AdamW, constant [paper: 1e-5]"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm [paper: 1.0]"""
+    clip_ratio: float = 0.2
+    """epsilon of the clipped objective [paper: 0.2]"""
+    value_clip: float = 0.5
+    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
+    gamma: float = 1.0
+    """discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]"""
+    lam: float = 1.0
+    """GAE lambda (ppo) [paper: 1.0]"""
+    kl_coef: float = 0.0
+    """weight of the KL to the start policy in the reward [paper: 0.0]"""
+    kl_target: float | None = None
+    """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus [paper: 1e-3]"""
+    sampler_is_cap: float = 2.0
+    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
+    skip_zero_variance: bool = True
+    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
+    shuffle_rewards: bool = False
+    """control experiment: trajectories swap rewards at random within a step; nothing should be learned"""
+    # Limits
+    max_sync_error: float = 0.1
+    """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
+    max_env_failures: float = 0.2
+    """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
+    # Evaluation, files
+    eval_every: int = 20
+    """evaluate held-out tasks every so many steps, and before the first and after the last; 0: never"""
+    eval_tasks: str | None = None
+    """id list of held-out tasks (JSON file; none: the environment's test split)"""
+    eval_subtasks: tuple[str, ...] | None = None
+    """evaluate these sub-tasks alone (none: those of --subtasks)"""
+    eval_samples: int = 4
+    """trajectories per held-out task (trajectories) [paper: 1]"""
+    eval_rounds: int | None = None
+    """most turns in evaluation (turns; none: the longest of --rounds) [paper: 30]"""
+    save_every: int = 20
+    """write a checkpoint every so many steps, and after the last (steps) [paper: 25]"""
+    keep_last: int = 2
+    """checkpoints to keep besides the best"""
+    run_dir: str | None = None
+    """where everything goes (none: runs/<env>-<algorithm>-<date-time>)"""
+    resume: bool = False
+    """go on from the newest checkpoint of --run-dir"""
+    seed: int = 0
+    """of task order, environments and sampling"""
+    deterministic: bool = False
+    """bitwise repeatable: transformers engine, float32, every sequence sampled alone; slow"""
+    record_state: bool = False
+    """keep what people look at (inventory, map) in the trajectory files"""
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(
+            clip_ratio=self.clip_ratio,
+            value_clip=self.value_clip,
+            entropy_coef=self.entropy_coef,
+            kl_loss_coef=self.kl_loss_coef,
+            kl_estimator=self.kl_estimator,
+            sampler_is_cap=self.sampler_is_cap,
+            temperature=self.temperature,
+            max_grad_norm=self.max_grad_norm,
+            mini_batch_size=self.mini_batch_size,
+            ppo_epochs=self.ppo_epochs,
+            max_tokens=self.max_tokens_per_micro_batch,
+        )
+
+    @property
+    def evaluation_rounds(self) -> int:
+        return self.eval_rounds or max(self.rounds)
+
+
+PAPER = dict(
+    model="Qwen/Qwen2.5-3B-Instruct",
+    warm_start="never",
+    split="train",
+    rounds_scheduler="scaling_inter_stepwise",
+    rounds=(10, 20, 30),
+    steps_scaling_inter=100,
+    steps=300,
+    tasks_per_step=32,
+    group_size=8,
+    mini_batch_size=64,
+    max_tokens_per_turn=512,
+    max_trajectory_tokens=10752,
+    max_tokens_per_micro_batch=16384,
+    learning_rate=1e-6,
+    critic_learning_rate=1e-5,
+    kl_loss_coef=1e-3,
+    entropy_coef=1e-3,
+    save_every=25,
+    eval_every=25,
+)
+LAPTOP_LISTS = {"textcraft": ("textcraft_family_train.json", "textcraft_family_test.json")}
+
+
+def hardware_defaults(gpu: bool) -> Config:
+    """The defaults of this machine: `Config()` on a CPU, the paper's with a GPU."""
+    return replace(Config(), **PAPER) if gpu else Config()  # type: ignore[arg-type]
+
+
+def complete(config: Config) -> Config:
+    """Fill in what follows from other options: the laptop's id lists, and what --deterministic implies."""
+    if config.deterministic:
+        config = replace(config, engine="transformers")
+    if config.tasks is None and config.split is None:
+        if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
+            train, test = (f"envs/ids/{name}" for name in LAPTOP_LISTS[config.env])
+            subtasks = config.subtasks or (("depth 1",) if config.env == "textcraft" else ())
+            config = replace(config, tasks=train, eval_tasks=config.eval_tasks or test, subtasks=subtasks)
+        else:
+            config = replace(config, split="train")
+    return config
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ValueError: one line, naming the flag, what it got and what to do.
+    """
+    make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+    positive = (
+        "steps tasks_per_step group_size mini_batch_size ppo_epochs max_tokens_per_micro_batch max_tokens_per_turn "
+        "max_trajectory_tokens temperature learning_rate critic_learning_rate max_grad_norm clip_ratio value_clip "
+        "max_sync_error eval_samples save_every keep_last"
+    )
+    for name in positive.split():
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0")
+    for name in "kl_coef kl_loss_coef entropy_coef sampler_is_cap eval_every".split():
+        if getattr(config, name) < 0:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
+    for name in "gamma lam max_env_failures".split():
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must lie between 0 and 1")
+    if 0 < config.sampler_is_cap < 1:
+        raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
+    if config.group_size < 2 and config.algorithm in GROUPED:
+        raise ValueError(
+            f"--group-size {config.group_size} leaves {config.algorithm} no other sample to compare with; "
+            "use 2 or more, or --algorithm ppo or reinforce_plus_plus"
+        )
+    if config.max_tokens_per_turn >= config.max_trajectory_tokens:
+        raise ValueError(
+            f"--max-tokens-per-turn {config.max_tokens_per_turn} does not fit into "
+            f"--max-trajectory-tokens {config.max_trajectory_tokens}"
+        )
+    if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
+        raise ValueError("--kl-target adapts the KL in the reward; it must be above 0 and needs --kl-coef above 0")
+    if config.kl_loss_coef and config.kl_estimator == "k1":
+        raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
+    if config.warm_start not in ("auto", "never") and not Path(config.warm_start, "config.json").exists():
+        raise ValueError(f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder")
+    if config.resume and not config.run_dir:
+        raise ValueError("--resume needs --run-dir, the run to go on with")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

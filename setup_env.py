@@ -1,0 +1,344 @@
+"""Set-up: make `.venv` hold exactly the pinned packages, once.
+
+`make` runs this before anything else. The first time it creates `.venv` and installs a requirement set into it; every
+later time it compares one hash and returns, without pip and without the network:
+
+    fingerprint = sha256(the set's requirement files without comments, the stubs)   ==   .venv/setup.json ?
+
+Two sets exist: `cpu` (requirements.txt) and, where `nvidia-smi` lists a GPU, `cuda` (requirements-cuda.txt).
+The cpu set is installed from its lock with `--no-deps`: nothing to resolve, and no package that the lock does not name,
+so no CUDA package. One pin needs more care: `torch==2.13.0+cpu`, the build without CUDA, is not on every machine's
+package index. In this order, each only if the one before found nothing:
+
+    1  pip       torch==2.13.0+cpu
+    2  uv        torch==2.13.0 with --torch-backend=cpu, which knows where the CPU builds are
+    3  pip       torch==2.13.0, the default build: it works on a CPU, but only together with its dependencies,
+                 several GB of CUDA packages; a line says so
+
+Everything that is written lies in `.venv`, the temporary files and the log `.venv/setup.log` included; only pip's own
+cache is outside. Standard library only: this file runs before there is anything else. What goes wrong ends in one line
+that says what to do, with the end of pip's log where pip is what failed.
+
+Run: `make setup`, or `python3.11 setup_env.py [--set cpu|cuda] [--env NAME]`. Read next: requirements.txt, stubs/README.md.
+"""
+
+import sys
+
+SUPPORTED = (3, 11), (3, 13)  # the first and the last minor version that the pins have wheels for
+if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
+    sys.exit(
+        "error: this is Python %d.%d, the pinned packages need 3.11 to 3.13 (3.11 is what is tested); "
+        "run `make setup PYTHON=/path/to/python3.11`" % sys.version_info[:2]
+    )
+
+import argparse  # noqa: E402 - an older Python must get the line above, not an ImportError
+import ast  # noqa: E402
+import hashlib  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import re  # noqa: E402
+import shutil  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+UV = "uv==0.13.8"  # installed only when pip does not find the CPU build of torch
+GIGABYTE = 1e9
+
+
+class SetupError(Exception):
+    """What stops the set-up, in words for the person at the terminal."""
+
+
+@dataclass(frozen=True)
+class RequirementSet:
+    """A requirement file, the lock that fixes its versions, and the free disk it needs while installing."""
+
+    name: str
+    requirements: str
+    lock: str
+    disk_gb: float
+
+    def fingerprint(self, root: Path = ROOT) -> str:
+        """Hash of what decides the installed packages: comments and blank lines do not count."""
+        files = [root / self.requirements, root / self.lock]
+        files += [root / line / "pyproject.toml" for line in requirement_lines(files[0]) if line.startswith("./")]
+        text = "\n\n".join("\n".join(requirement_lines(file)) for file in files)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+SETS = {
+    "cpu": RequirementSet("cpu", "requirements.txt", "requirements-lock-cpu.txt", disk_gb=5),
+    "cuda": RequirementSet("cuda", "requirements-cuda.txt", "requirements-lock-cuda.txt", disk_gb=20),
+}
+
+
+def requirement_lines(file: Path) -> list[str]:
+    """The lines of a requirement file that say something, without their comments."""
+    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in file.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def has_gpu() -> bool:
+    """True where `nvidia-smi -L` lists a GPU."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+@dataclass
+class Environment:
+    """A virtual environment and the record of what was installed into it."""
+
+    path: Path = ROOT / ".venv"
+    root: Path = ROOT
+    record: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            self.record = json.loads(self.stamp.read_text())
+        except (OSError, ValueError):
+            self.record = {}
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return self.path / "setup.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "setup.log"
+
+    def holds(self, chosen: RequirementSet) -> bool:
+        """True if the set was installed to the end, is unchanged since, and the interpreter is there."""
+        fingerprint = chosen.fingerprint(self.root)
+        return self.record.get(chosen.name) == fingerprint and os.access(self.python, os.X_OK)
+
+    def write_record(self, record: dict[str, object]) -> None:
+        self.record = record
+        temporary = self.stamp.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        temporary.replace(self.stamp)
+
+    def create(self) -> None:
+        """Make the directory a virtual environment with pip, or check that the one there is usable.
+
+        Raises:
+            SetupError: this Python cannot make one, or the one there is broken or of another Python.
+        """
+        if not self.path.exists():
+            if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+                raise SetupError(
+                    f"{sys.executable} has no venv or no ensurepip module; on Debian and Ubuntu: "
+                    f"apt-get install python3.{sys.version_info[1]}-venv"
+                )
+            print(f"setup: creating {self.path} with Python {platform.python_version()}", flush=True)
+            made = subprocess.run([sys.executable, "-m", "venv", self.path], capture_output=True, text=True)
+            if made.returncode != 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+                last = (made.stdout + made.stderr).strip().splitlines()[-1:] or ["no output"]
+                raise SetupError(f"{sys.executable} -m venv {self.path} failed: {last[0]}")
+        probe = "import sys, pip; print(*sys.version_info[:2])"
+        try:
+            found = subprocess.run([self.python, "-c", probe], capture_output=True, text=True)
+            version = tuple(int(part) for part in found.stdout.split())
+        except (OSError, ValueError):
+            version = ()
+        if not version:
+            raise SetupError(f"{self.path} is no working virtual environment with pip; delete it and run again")
+        if not SUPPORTED[0] <= version <= SUPPORTED[1]:
+            raise SetupError(
+                f"{self.path} is of Python {version[0]}.{version[1]}, the pinned packages need 3.11 to 3.13; "
+                "delete it and run again"
+            )
+
+    def run(self, *command: str | Path) -> str:
+        """Run a command, its output to the log; return the output.
+
+        Raises:
+            SetupError: it failed; the message ends with the last lines of its output.
+        """
+        temporary = self.path / "tmp"  # wheels are unpacked here: /tmp may be small, and is outside
+        temporary.mkdir(exist_ok=True)
+        variables = dict(os.environ, TMPDIR=str(temporary), UV_NO_CACHE="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+        variables.pop("PIP_USER", None)  # a user-wide `pip install --user` default is refused inside a venv
+        output, collected, is_terminal = [], 0, sys.stdout.isatty()
+        with self.log.open("a") as log:
+            log.write(f"\n$ {' '.join(map(str, command))}\n")
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=self.root
+            ) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    log.write(line)
+                    output.append(line)
+                    if is_terminal and line.startswith(("Collecting ", "Processing ", "Installing collected")):
+                        collected += 1
+                        print(f"\rsetup: {collected:4d}  {line.split('==')[0].strip()[:60]:60}", end="", flush=True)
+        if collected:
+            print("\r" + " " * 75 + "\r", end="", flush=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if process.returncode != 0:
+            raise SetupError(explain_failure("".join(output), process.returncode, self.log))
+        return "".join(output)
+
+    def pip_install(self, *arguments: str | Path) -> str:
+        return self.run(self.python, "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments)
+
+
+def explain_failure(output: str, code: int, log: Path) -> str:
+    """One line on why an installer failed, then the end of its output."""
+    if "No space left on device" in output:
+        reason = "the disk is full; free some space and run again, it goes on where it stopped"
+    elif "from versions: none" in output:
+        reason = "pip found no package index that answers; check the network and pip's configuration"
+    elif "No matching distribution found for" in output:
+        missing = re.findall(r"No matching distribution found for (\S+)", output)[-1]
+        reason = f"the package index of this machine has no {missing} for this Python"
+    else:
+        reason = f"the installer ended with exit code {code}"
+    last = [line[:200] for line in output.strip().splitlines() if "notice" not in line][-4:]
+    return "\n    ".join([f"{reason}; the whole log is {log}, its end:", *last])
+
+
+def check_machine(chosen: RequirementSet, path: Path) -> None:
+    """Refuse, before anything is downloaded, a machine on which the set cannot be installed."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise SetupError(
+            f"this machine is {platform.system()} {platform.machine()}, the pinned packages are built for Linux x86_64"
+        )
+    free = shutil.disk_usage(path.parent).free
+    if free < chosen.disk_gb * GIGABYTE:
+        raise SetupError(
+            f"{path.parent} has {free / GIGABYTE:.1f} GB free, the {chosen.name} packages need {chosen.disk_gb:g} GB; "
+            "free some space or move the checkout"
+        )
+
+
+def install_torch(environment: Environment, pin: str) -> str:
+    """Install torch without CUDA if any way can be found; return which one it was: pip, uv or default.
+
+    Args:
+        pin: `torch==VERSION+cpu`.
+
+    Raises:
+        SetupError: not even the default build could be installed.
+    """
+    version = pin.partition("+")[0]
+    try:
+        environment.pip_install("--no-deps", pin)
+        return "pip"
+    except SetupError as error:
+        if "has no " not in str(error):  # a full disk or a dead network: nothing below would do better
+            raise
+    print(f"setup: pip finds no {pin}; trying uv, which looks for CPU builds elsewhere", flush=True)
+    try:
+        environment.pip_install(UV)
+        uv = [environment.path / "bin" / "uv", "pip", "install", "--python", environment.python]
+        environment.run(*uv, "--no-deps", "--torch-backend=cpu", version)
+        return "uv"
+    except SetupError:
+        print(
+            f"setup: uv finds none either; installing the default build of {version}: it runs on a CPU, "
+            "but brings several GB of CUDA packages",
+            flush=True,
+        )
+    # NOTE: with its dependencies, or `import torch` fails with `libcudart.so: cannot open shared object file`.
+    environment.pip_install(version)
+    return "default"
+
+
+def install(environment: Environment, chosen: RequirementSet) -> None:
+    """Bring the environment to the set. Takes minutes the first time, seconds when little changed."""
+    environment.create()
+    environment.write_record({})  # an interrupted run must not look finished
+    stubs = [line for line in requirement_lines(environment.root / chosen.requirements) if line.startswith("./")]
+    if chosen.name == "cuda":
+        environment.pip_install("-r", chosen.requirements)
+        return
+    pins = requirement_lines(environment.root / chosen.lock)
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    others = environment.path / "setup-pins.txt"
+    others.write_text("\n".join(pin for pin in pins if pin != torch) + "\n")
+    environment.pip_install("--no-deps", "-r", others)
+    environment.pip_install("--no-deps", "--no-index", "--no-build-isolation", *stubs)
+    # NOTE: torch last: the default build replaces what it needs in another version (triton), and the lock would put it back.
+    install_torch(environment, torch)
+
+
+def known_environments(root: Path = ROOT) -> list[str]:
+    """The keys of `ENVS` in envs/__init__.py, read without importing it: nothing is installed yet."""
+    for node in ast.parse((root / "envs" / "__init__.py").read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "ENVS" for target in targets):
+            return sorted(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    raise SetupError("envs/__init__.py defines no ENVS; restore it from git")
+
+
+def install_extras(environment: Environment, chosen: RequirementSet, env: str) -> None:
+    """Install what one environment needs beyond the common packages: requirements-env-NAME.txt, where there is one."""
+    extras = environment.root / f"requirements-env-{env}.txt"
+    if not extras.exists():
+        return
+    text = "\n".join(requirement_lines(extras))
+    key, value = f"env {env}", hashlib.sha256(text.encode()).hexdigest()
+    if environment.record.get(key) != value:
+        print(f"setup: installing what the environment {env} needs beyond the common packages", flush=True)
+        environment.pip_install("-r", extras, "-c", chosen.lock)
+        environment.write_record({**environment.record, key: value})
+
+
+def setup(set_name: str, env: str, environment: Environment) -> None:
+    """Install the set and the environment's extras unless they are there already."""
+    if set_name == "auto":  # keep what is there: asking for the GPU takes a second
+        set_name = next((name for name, one in SETS.items() if environment.holds(one)), "")
+        set_name = set_name or ("cuda" if has_gpu() else "cpu")
+    chosen = SETS[set_name]
+    names = known_environments(environment.root)
+    if env not in names:
+        raise SetupError(f"there is no environment {env!r}; known: {', '.join(names)}")
+    if not environment.holds(chosen):
+        check_machine(chosen, environment.path)
+        started = time.monotonic()
+        count = len(requirement_lines(environment.root / chosen.lock))
+        print(
+            f"setup: installing {count} pinned packages ({set_name} set) into {environment.path}, "
+            f"a few minutes the first time; log: {environment.log}",
+            flush=True,
+        )
+        install(environment, chosen)
+        environment.write_record({chosen.name: chosen.fingerprint(environment.root)})
+        print(f"setup: done in {time.monotonic() - started:.0f} s", flush=True)
+    install_extras(environment, chosen, env)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Create .venv and install the pinned packages, once.")
+    parser.add_argument("--set", choices=["auto", *SETS], default="auto", help="auto: cuda where nvidia-smi lists a GPU")
+    parser.add_argument("--env", default="textcraft", help="environment whose own requirements are installed too")
+    options = parser.parse_args(arguments)
+    try:
+        setup(options.set, options.env, Environment())
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nerror: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

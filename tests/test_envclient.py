@@ -1,0 +1,816 @@
+"""The HTTP client against a scripted flaky server, a server that answers as AgentGym's, and the real one."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import envhttp
+from envclient import (
+    AllServersDown,
+    EnvConnectionError,
+    EnvError,
+    EnvPool,
+    EnvProtocolError,
+    EnvServerError,
+    EnvTimeout,
+    NotSupported,
+    SessionLost,
+    StepOutsideEpisode,
+    TooManySessions,
+    UnknownTask,
+    connect,
+    local_server,
+)
+from envs import load_tasks
+
+ROOT = Path(__file__).parents[1]
+ACTION = "Thought: look.\nAction: inventory"
+
+
+# --- A server that does what a test tells it to -----------------------------------------------------
+
+
+class FlakyServer:
+    """Answers as AgentGym's TextCraft server does, unless `script[path]` holds something else to do.
+
+    A scripted answer is (status, body), used up once: the body is text or what json.dumps takes;
+    "hang", "hang up" and "cut" name the ways of not answering. `log` holds (path, fields) as received.
+    """
+
+    def __init__(self, port=0):
+        self.script, self.log, self.num_sessions = {}, [], 0
+        self.released = threading.Event()
+        self.connections = set()
+        flaky = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def answer(self):
+                path, _, query = self.path.partition("?")
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fields = dict(p.split("=") for p in query.split("&")) if query else {}
+                flaky.log.append((path, json.loads(body) if body else fields))
+                flaky.connections.add(self.client_address)
+                scripted = flaky.script.get(path) or []
+                status, content = scripted.pop(0) if scripted else flaky.usual(path)
+                if content == "hang":
+                    flaky.released.wait(10)
+                    self.close_connection = True
+                elif content == "hang up":
+                    self.close_connection = True
+                else:
+                    text = content if isinstance(content, str) else json.dumps(content)
+                    if content == "cut":
+                        text = '{"observation": "Got 1 oa'
+                    cut = 100 if content == "cut" else 0
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text.encode()) + cut))
+                    self.end_headers()
+                    self.wfile.write(text.encode())
+                    self.close_connection = bool(cut)
+
+            do_GET = do_POST = answer
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http.daemon_threads = True
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def usual(self, path):
+        if path == "/create":
+            self.num_sessions += 1
+            answer = {
+                "id": self.num_sessions - 1,
+                "observation": "Goal",
+                "done": False,
+                "reward": 0,
+            }
+        elif path == "/reset":
+            answer = {"id": 0, "observation": "Goal: craft stick.", "done": False, "reward": 0}
+        elif path == "/step":
+            answer = {"observation": "Got 1 oak log", "reward": 0, "done": False}
+        elif path == "/observation":
+            answer = '"Got 1 oak log"'  # a JSON string
+        elif path == "/close":
+            answer = True
+        else:
+            return 404, {"detail": "Not Found"}
+        return 200, answer
+
+    def count(self, path):
+        return sum(logged == path for logged, _ in self.log)
+
+    def close(self):
+        self.released.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server():
+    flaky = FlakyServer()
+    yield flaky
+    flaky.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(envhttp, "BACK_OFF_S", 0.01)
+
+
+def client_of(server, **options):
+    return connect("textcraft", server.url, **{"timeout_s": 2.0, "busy_wait_s": 2.0, **options})
+
+
+def playing(server, **options):
+    client = client_of(server, **options)
+    client.reset(0)
+    return client
+
+
+# --- AgentGym's own wire ----------------------------------------------------------------------------
+
+
+def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
+    server.script["/step"] = [
+        (200, {"observation": "Got 1 oak log", "reward": 0, "done": False}),
+        (200, {"observation": "Crafted 4 minecraft:stick", "reward": 1, "done": True}),
+    ]
+    with client_of(server) as client:
+        assert client.reset(31) == "Goal: craft stick."
+        first = client.step("Thought: a log.\nAction: get 1 oak log")
+        assert first == ("Got 1 oak log", 0.0, False, False, {"success": False, "score": 0.0})
+        last = client.step("Thought: done.\nAction: craft 4 stick using 2 oak planks")
+        assert last[:4] == ("Crafted 4 minecraft:stick", 1.0, True, False)
+        assert last.info == {"success": True, "score": 1.0}
+        assert client.observation() == "Got 1 oak log"
+    assert server.log == [
+        ("/create", {}),
+        ("/reset", {"id": 0, "data_idx": 31, "seed": 0}),
+        ("/step", {"id": 0, "action": "get 1 oak log"}),
+        ("/step", {"id": 0, "action": "craft 4 stick using 2 oak planks"}),
+        ("/observation", {"id": "0"}),
+        ("/close", {"id": 0}),
+    ]
+
+
+@pytest.mark.parametrize("method", ["available_actions", "state", "oracle"])
+def test_what_agentgyms_servers_lack_is_not_supported(server, method):
+    with pytest.raises(NotSupported, match=f"/{method}: this server has no /{method}"):
+        getattr(playing(server), method)()
+
+
+@pytest.mark.parametrize(
+    "text", ["The id 0 is not valid.", "The task with environment 0 has been deleted."]
+)
+def test_agentgyms_words_for_a_lost_session_with_status_200_are_recognised(server, text):
+    client = playing(server)
+    server.script["/step"] = [(200, {"error": text})]
+    with pytest.raises(SessionLost) as caught:
+        client.step(ACTION)
+    assert (caught.value.status, caught.value.url) == (200, server.url + "/step")
+    assert text in caught.value.body
+
+
+def test_another_error_with_status_200_is_a_protocol_error_with_its_text(server):
+    client = playing(server)
+    server.script["/step"] = [(200, {"error": "list index out of range"})]
+    with pytest.raises(
+        EnvProtocolError, match="the server reports an error: list index out of range"
+    ):
+        client.step(ACTION)
+
+
+def test_done_is_terminated_unless_the_server_tells_the_two_apart(server):
+    base = {"observation": "o", "reward": 0}
+    cases = [
+        ({"done": True}, (True, False)),
+        ({"done": True, "truncated": True}, (False, True)),
+        ({"done": True, "terminated": False, "truncated": True}, (False, True)),
+        ({"done": True, "terminated": True, "truncated": False}, (True, False)),
+        ({"done": False, "terminated": False, "truncated": False}, (False, False)),
+    ]
+    client = client_of(server)
+    for fields, expected in cases:
+        client.reset(0)
+        server.script["/step"] = [(200, base | fields)]
+        result = client.step(ACTION)
+        assert (result.terminated, result.truncated) == expected, fields
+
+
+def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server):
+    client = playing(server)
+    part = {"observation": "o", "reward": 0.25, "done": False}
+    server.script["/step"] = [(200, part), (200, part), (200, part | {"info": {"score": 70}})]
+    scores = [client.step(ACTION).info["score"] for _ in range(3)]
+    assert scores == [0.25, 0.5, 70]
+    client.reset(1)
+    assert client.step(ACTION).info["score"] == 0.0
+
+
+# --- What the policy got wrong: reward 0, and the episode goes on ----------------------------------
+
+
+def test_text_without_an_action_is_answered_without_asking_the_server(server):
+    client = playing(server)
+    result = client.step("I think I will craft something.")
+    assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
+    assert result.observation == result.info["parse_error"] and "Action" in result.observation
+    assert server.count("/step") == 0
+    assert client.step(ACTION).observation == "Got 1 oak log", "the episode goes on"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (413, {"error": "the body has 1000001 bytes", "hint": "write less"}),
+        (422, {"error": "body.action: not valid unicode", "hint": "GET /docs"}),
+        (422, {"detail": [{"loc": ["body", "action"], "msg": "not valid unicode"}]}),
+    ],
+)
+def test_an_action_that_the_server_refuses_earns_0_and_the_reason(server, status, body):
+    client = playing(server)
+    server.script["/step"] = [(status, body)]
+    result = client.step(ACTION)
+    assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
+    assert result.info["rejected"] == result.observation
+    assert "bytes" in result.observation or "not valid unicode" in result.observation
+    assert client.step(ACTION).reward == 0.0, "the episode goes on"
+
+
+def test_a_422_about_another_field_is_not_blamed_on_the_policy(server):
+    client = playing(server)
+    missing = {"loc": ["body", "env_idx"], "msg": "Field required", "input": {"action": "x"}}
+    server.script["/step"] = [(422, {"detail": [missing]})]
+    with pytest.raises(EnvProtocolError, match="body.env_idx: Field required"):
+        client.step(ACTION)
+
+
+def test_another_action_format_can_be_given(server):
+    client = playing(server, parse=str.upper)
+    client.step("look")
+    assert server.log[-1] == ("/step", {"id": 0, "action": "LOOK"})
+
+
+# --- What the server got wrong: one named error each, with address, status and body ----------------
+
+FAILURES = [
+    (
+        (500, {"error": "KeyError: 'stick'", "hint": "see the log"}),
+        EnvServerError,
+        "KeyError: 'stick'",
+    ),
+    ((502, "<html>Bad Gateway</html>"), EnvServerError, "not JSON"),
+    ((200, "<html><body>Welcome to nginx</body></html>"), EnvProtocolError, "not JSON"),
+    ((200, ""), EnvProtocolError, "empty"),
+    ((204, ""), EnvProtocolError, "empty"),
+    ((200, {"reward": 0, "done": False}), EnvProtocolError, "'observation'"),
+    ((200, {"observation": "o", "reward": "1", "done": False}), EnvProtocolError, "'reward'"),
+    ((200, {"observation": "o", "reward": True, "done": False}), EnvProtocolError, "'reward'"),
+    (
+        (200, {"observation": "o", "reward": float("nan"), "done": False}),
+        EnvProtocolError,
+        "finite",
+    ),
+    ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
+    ((200, {"observation": None, "reward": 0, "done": False}), EnvProtocolError, "'observation'"),
+    ((200, []), EnvProtocolError, "'observation'"),
+    ((301, {"location": "elsewhere"}), EnvProtocolError, "is this the address"),
+    ((403, {"error": "no"}), EnvProtocolError, "no"),
+    ((404, {"error": "session 0 does not exist", "hint": "h"}), SessionLost, "reset"),
+    ((404, {"detail": "Not Found"}), NotSupported, "no /step"),
+    ((409, {"error": "the episode is over", "hint": "h"}), StepOutsideEpisode, "episode is over"),
+    ((0, "hang up"), EnvConnectionError, "is the server running"),
+    ((200, "cut"), EnvConnectionError, "is the server running"),
+]
+
+
+@pytest.mark.parametrize(("answer", "error", "words"), FAILURES)
+def test_a_failed_step_raises_its_own_error_once_and_is_never_repeated(
+    server, answer, error, words
+):
+    client = playing(server)
+    server.script["/step"] = [answer]
+    with pytest.raises(EnvError) as caught:
+        client.step(ACTION)
+    assert type(caught.value) is error
+    assert words in str(caught.value) and server.url + "/step" in str(caught.value)
+    assert server.count("/step") == 1
+    with pytest.raises(StepOutsideEpisode):  # what the world did is unknown: no second guess
+        client.step(ACTION)
+    assert server.count("/step") == 1
+    assert client.reset(0) == "Goal: craft stick."
+
+
+def test_an_error_carries_url_status_and_the_first_500_characters(server):
+    client = playing(server)
+    server.script["/step"] = [(500, "x" * 5000)]
+    with pytest.raises(EnvServerError) as caught:
+        client.step(ACTION)
+    error = caught.value
+    assert (error.url, error.status, error.body) == (server.url + "/step", 500, "x" * 500)
+    assert len(str(error)) < 800
+
+
+def test_a_server_that_hangs_is_a_time_out_at_step_and_at_reset_and_not_repeated(server):
+    client = playing(server, timeout_s=0.2)
+    for path, call in (("/step", lambda: client.step(ACTION)), ("/reset", lambda: client.reset(0))):
+        server.script[path] = [(0, "hang")]
+        before, started = server.count(path), time.monotonic()
+        with pytest.raises(EnvTimeout, match=r"no answer within 0.2 s"):
+            call()
+        assert time.monotonic() - started < 1.5
+        assert server.count(path) == before + 1
+
+
+def test_silence_in_the_middle_of_a_body_is_a_time_out_too(server):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def half_an_answer():
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+            server.released.wait(5)
+            connection.close()
+
+        threading.Thread(target=half_an_answer, daemon=True).start()
+        client = connect(
+            "textcraft", f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2
+        )
+        with pytest.raises(EnvTimeout):
+            client.reset(0)
+
+
+def test_nobody_listening_is_a_connection_error_that_asks_the_right_question(server):
+    server.close()
+    with pytest.raises(EnvConnectionError, match=r"/create: POST lost .* is the server running\?"):
+        client_of(server).reset(0)
+
+
+@pytest.mark.parametrize("answer", [(500, "down"), (503, ""), (0, "hang up"), (200, "cut")])
+@pytest.mark.parametrize("path", ["/create", "/reset", "/observation", "/close"])
+def test_what_can_be_done_twice_is_repeated_twice_and_no_more(server, path, answer):
+    def go():
+        client = client_of(server)
+        client.reset(0)
+        assert client.observation() == "Got 1 oak log"
+        return client.close()
+
+    server.script[path] = [answer, answer]
+    assert go() is True
+    assert server.count(path) == 3
+    server.script[path] = [answer] * 4
+    if path == "/close":  # never an error: the server evicts what it is not told to close
+        assert go() is False
+    else:
+        with pytest.raises((EnvServerError, EnvConnectionError)):
+            go()
+    assert server.count(path) == 3 + 3
+
+
+def test_429_is_waited_for_even_at_a_step_because_nothing_was_done(server):
+    full = (429, {"error": "2 sessions are open", "hint": "close some"})
+    server.script = {"/create": [full] * 3, "/step": [full]}
+    client = client_of(server)
+    client.reset(0)
+    assert client.step(ACTION).observation == "Got 1 oak log"
+    assert (server.count("/create"), server.count("/step")) == (4, 2)
+
+
+def test_429_for_longer_than_busy_wait_s_is_raised(server):
+    server.script["/create"] = [(429, {"error": "2 sessions are open", "hint": "close some"})] * 99
+    started = time.monotonic()
+    with pytest.raises(
+        TooManySessions, match="the server is full: 2 sessions are open; close some"
+    ):
+        client_of(server, busy_wait_s=0.3).reset(0)
+    assert 0.1 < time.monotonic() - started < 1.5
+
+
+# --- Sessions and misuse ----------------------------------------------------------------------------
+
+
+def test_reset_opens_a_new_session_for_one_that_the_server_has_forgotten(server):
+    client = playing(server)
+    server.script["/reset"] = [(404, {"error": "session 0 does not exist", "hint": "POST /create"})]
+    assert client.reset(5) == "Goal: craft stick."
+    assert server.log[-1] == ("/reset", {"id": 1, "data_idx": 5, "seed": 0})
+
+
+def test_a_task_that_does_not_exist_is_not_a_lost_session(server):
+    server.script["/reset"] = [(404, {"error": "task 544 is not in 0..543", "hint": "h"})]
+    with pytest.raises(UnknownTask, match=r"no such task: task 544 is not in 0\.\.543; h"):
+        client_of(server).reset(544)
+    assert server.count("/create") == 1
+
+
+def test_step_before_reset_and_after_the_end_is_stopped_here(server):
+    client = client_of(server)
+    with pytest.raises(StepOutsideEpisode, match=r"call reset\(\)"):
+        client.step("no action either")
+    client.reset(0)
+    server.script["/step"] = [(200, {"observation": "done", "reward": 1, "done": True})]
+    assert client.step(ACTION).terminated
+    with pytest.raises(StepOutsideEpisode):
+        client.step(ACTION)
+    assert server.count("/step") == 1
+
+
+def test_close_tells_the_server_once_and_a_closed_client_stays_closed(server):
+    client = playing(server)
+    assert (client.close(), client.close(), server.count("/close")) == (True, False, 1)
+    with pytest.raises(ValueError, match="this client is closed"):
+        client.reset(0)
+    unused = client_of(server)
+    assert unused.close() is False and server.count("/close") == 1
+
+
+def test_a_block_that_raises_closes_its_session(server):
+    with pytest.raises(ZeroDivisionError), client_of(server) as client:
+        client.reset(0)
+        raise ZeroDivisionError
+    assert server.count("/close") == 1
+
+
+@pytest.mark.parametrize("url", ["localhost:36005", "", "ftp://x", "http://", "http://a b"])
+def test_an_address_that_is_no_url_is_refused_at_once(url):
+    with pytest.raises(ValueError, match="expected http://HOST:PORT"):
+        connect("textcraft", url)
+
+
+def test_an_unknown_environment_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown environment 'chess'.*textcraft"):
+        connect("chess", "http://127.0.0.1:1")
+
+
+# --- Connections ------------------------------------------------------------------------------------
+
+
+def test_one_connection_serves_a_whole_episode(server):
+    client = playing(server)
+    for _ in range(20):
+        client.step(ACTION)
+    assert len(server.connections) == 1
+
+
+def test_a_connection_that_was_idle_too_long_is_not_trusted_with_a_step(server, monkeypatch):
+    client = playing(server)
+    monkeypatch.setattr(envhttp, "IDLE_CONNECTION_S", 0.0)
+    client.step(ACTION)
+    assert len(server.connections) == 2 and server.count("/step") == 1
+
+
+def test_proxy_variables_do_not_reach_the_environment(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert client_of(server).reset(0) == "Goal: craft stick."
+
+
+# --- Pool -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pool_over(*urls, **options):
+    defaults = {"timeout_s": 2.0, "dead_wait_s": 0.0, "back_off_s": 0.2, "busy_wait_s": 0.3}
+    with EnvPool("textcraft", [getattr(u, "url", u) for u in urls], **defaults | options) as pool:
+        yield pool
+
+
+@pytest.fixture
+def other():
+    flaky = FlakyServer()
+    yield flaky
+    flaky.close()
+
+
+def test_new_clients_go_where_the_fewest_are(server, other):
+    with pool_over(server, other) as pool:
+        clients = [pool.client() for _ in range(6)]
+        assert Counter(c.base_url for c in clients) == {server.url: 3, other.url: 3}
+        for client in clients:
+            if client.base_url == server.url:
+                client.close()
+        assert {pool.client().base_url for _ in range(3)} == {server.url}
+    assert server.count("/close") + other.count("/close") == 9, "pool.close() closes what is open"
+
+
+def test_traffic_leaves_a_dead_server_and_comes_back_when_it_does(server, other):
+    with pool_over(server, other) as pool:
+        assert {pool.client().base_url for _ in range(2)} == {server.url, other.url}
+        other.close()
+        assert {pool.client().base_url for _ in range(6)} == {server.url}
+        revived = FlakyServer(port=other.port)
+        try:
+            time.sleep(0.25)
+            assert other.url in {pool.client().base_url for _ in range(2)}
+            assert revived.count("/create") >= 1
+        finally:
+            revived.close()
+
+
+def test_a_server_that_dies_in_mid_episode_is_left_alone_from_then_on(server, other):
+    with pool_over(server, other, back_off_s=30.0) as pool:
+        clients = {client.base_url: client for client in (pool.client(), pool.client())}
+        clients[other.url].reset(0)
+        other.script["/step"] = [(0, "hang up")]
+        with pytest.raises(EnvConnectionError):
+            clients[other.url].step(ACTION)
+        clients[other.url].close()
+        assert {pool.client().base_url for _ in range(4)} == {server.url}
+
+
+def test_an_environment_that_fails_one_step_does_not_condemn_its_server(server, other):
+    with pool_over(server, other, back_off_s=30.0) as pool:
+        clients = {client.base_url: client for client in (pool.client(), pool.client())}
+        clients[other.url].reset(0)
+        other.script["/step"] = [(500, {"error": "KeyError"})]
+        with pytest.raises(EnvServerError):
+            clients[other.url].step(ACTION)
+        assert other.url in {pool.client().base_url for _ in range(2)}
+
+
+@pytest.mark.parametrize("answer", [(500, "no"), (200, "<html>"), (404, {"detail": "Not Found"})])
+def test_a_server_that_cannot_create_is_passed_over(server, other, answer):
+    other.script["/create"] = [answer] * 99
+    with pool_over(server, other, back_off_s=30.0) as pool:
+        assert {pool.client().base_url for _ in range(4)} == {server.url}
+
+
+def test_a_full_server_is_passed_over_but_not_taken_for_dead(server, other):
+    other.script["/create"] = [(429, {"error": "full"})]
+    with pool_over(server, other, back_off_s=30.0) as pool:
+        assert {pool.client().base_url for _ in range(2)} == {server.url}
+        time.sleep(0.25)
+        assert pool.client().base_url == other.url
+
+
+def test_when_every_server_is_full_the_pool_waits_and_then_says_so(server):
+    full = (429, {"error": "8 sessions are open"})
+    with pool_over(server, busy_wait_s=2.0) as pool:
+        server.script["/create"] = [full, full]
+        assert pool.client().base_url == server.url
+    with pool_over(server) as pool:
+        server.script["/create"] = [full] * 999
+        with pytest.raises(TooManySessions, match=r"full for 0.3 s.*8 sessions are open"):
+            pool.client()
+
+
+def test_when_all_are_dead_one_error_names_each_with_its_last_error(server, other):
+    server.close()
+    other.script["/create"] = [(500, {"error": "no recipes found"})] * 99
+    with pool_over(server, other) as pool, pytest.raises(AllServersDown) as caught:
+        pool.client()
+    text = str(caught.value)
+    assert "no textcraft server can be used" in text
+    assert f"\n  {server.url} (1 failures)" in text and "refused" in text
+    assert f"\n  {other.url} (1 failures)" in text and "no recipes found" in text
+
+
+def test_a_pool_waits_dead_wait_s_for_a_server_that_is_restarted(server):
+    server.close()
+    revived = []
+    timer = threading.Timer(0.4, lambda: revived.append(FlakyServer(port=server.port)))
+    timer.start()
+    with pool_over(server, dead_wait_s=10.0) as pool:
+        assert pool.client().reset(0) == "Goal: craft stick."
+    timer.join()
+    revived[0].close()
+
+
+def test_the_pause_doubles_up_to_its_limit_and_one_crash_counts_once(server):
+    server.close()
+    with pool_over(server, back_off_s=0.05, max_back_off_s=0.2, num_retries=0) as pool:
+        with ThreadPoolExecutor(16) as threads:
+            errors = list(threads.map(lambda _: pytest.raises(EnvError, pool.client), range(16)))
+        assert all(e.type is AllServersDown for e in errors)
+        (address,) = pool._addresses
+        assert address.num_failures == 1, "16 clients noticed one crash"
+        pauses = []
+        for _ in range(5):
+            time.sleep(max(0.0, address.retry_at - time.monotonic()))
+            with pytest.raises(AllServersDown):
+                pool.client()
+            pauses.append(round(address.retry_at - time.monotonic(), 2))
+        assert pauses == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2], abs=0.05)
+
+
+def test_a_dead_server_is_tried_by_one_client_at_a_time(server, other):
+    with pool_over(server, other, back_off_s=0.1, timeout_s=0.5) as pool:
+        other.script["/create"] = [(0, "hang")] * 99
+        while other.count("/create") == 0:
+            pool.client()
+        time.sleep(0.15)
+        before = other.count("/create")
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: pool.client(), range(8)))
+        assert other.count("/create") == before + 1
+
+
+def test_a_pool_refuses_no_address_and_the_same_twice():
+    for urls in ([], ["http://a:1", "http://a:1/"]):
+        with pytest.raises(ValueError, match="give each server's address once"):
+            EnvPool("textcraft", urls)
+
+
+def test_64_threads_share_a_pool_and_every_session_is_freed(server, other):
+    def episode(number):
+        with pool.client() as client:
+            client.reset(number)
+            return [client.step(ACTION).observation for _ in range(5)]
+
+    with pool_over(server, other) as pool, ThreadPoolExecutor(64) as threads:
+        results = list(threads.map(episode, range(192)))
+        assert results == [["Got 1 oak log"] * 5] * 192
+        assert [address.load for address in pool._addresses] == [0, 0]
+    assert server.count("/close") + other.count("/close") == 192
+
+
+# --- The real server --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def textcraft():
+    with local_server("textcraft", max_sessions=70) as url:
+        yield url
+
+
+def test_the_oracle_solves_goals_of_every_depth_through_the_wire(textcraft):
+    with connect("textcraft", textcraft) as client:
+        for task_index in (0, 31, 150, 430, 533):
+            client.reset(task_index)
+            rewards = []
+            for _ in range(60):
+                thought, action = client.oracle()
+                result = client.step(f"Thought: {thought}\nAction: {action}")
+                rewards.append(result.reward)
+                if result.terminated:
+                    break
+            assert result.terminated and not result.truncated
+            assert result.info["success"] and result.info["score"] == 1
+            assert (sum(rewards), rewards[-1]) == (1.0, 1.0)
+
+
+def test_random_play_with_the_listed_actions_is_never_refused(textcraft):
+    rng = random.Random(0)
+    with connect("textcraft", textcraft) as client:
+        client.reset(200, seed=3)
+        for _ in range(30):
+            actions = client.available_actions()
+            assert "inventory" in actions
+            result = client.step(f"Thought: any.\nAction: {rng.choice(actions)}")
+            assert not result.observation.startswith("Could not")
+            assert client.observation() == result.observation
+            assert isinstance(client.state(), dict)
+            if result.terminated:
+                break
+
+
+def test_the_same_task_and_seed_give_the_same_text_in_any_session(textcraft):
+    with connect("textcraft", textcraft) as one, connect("textcraft", textcraft) as two:
+        assert one.reset(431, seed=7) == two.reset(431, seed=7)
+        assert one.reset(431, seed=8) != two.reset(431, seed=7)
+
+
+def test_the_real_servers_errors_become_the_same_classes(textcraft):
+    with connect("textcraft", textcraft) as client:
+        with pytest.raises(UnknownTask, match="544"):
+            client.reset(544)
+        with pytest.raises(UnknownTask):
+            client.reset(-1)
+        with pytest.raises(StepOutsideEpisode):
+            client.oracle()
+        client.reset(0)
+        too_long = client.step("Thought: hm.\nAction: get " + "1" * 1_100_000)
+        assert too_long.reward == 0.0 and "rejected" in too_long.info
+        assert client.step(ACTION).info.keys() == {"success", "score"}, "the episode goes on"
+        client._session_id = 10**6
+        with pytest.raises(SessionLost):
+            client.step(ACTION)
+        assert client.reset(0).startswith("Crafting commands:")
+
+
+def test_the_prompt_is_the_environments(textcraft):
+    client = connect("textcraft", textcraft)
+    assert client.prompt[0]["role"] == "system" and "Action:" in client.prompt[0]["content"]
+
+
+def test_64_clients_play_at_once_and_leave_no_session_behind():
+    tasks = load_tasks("textcraft", "test")
+
+    def episode(task):
+        with connect("textcraft", url) as client:
+            client.reset(task.task_index)
+            for _ in range(60):
+                thought, action = client.oracle()
+                if (result := client.step(f"Thought: {thought}\nAction: {action}")).terminated:
+                    return result.reward
+
+    with local_server("textcraft", max_sessions=64) as url:
+        with ThreadPoolExecutor(64) as threads:
+            assert list(threads.map(episode, tasks)) == [1.0] * len(tasks)
+        with pool_over(url) as pool:
+            assert len({id(pool.client()) for _ in range(64)}) == 64, (
+                "all 64 sessions are free again"
+            )
+            with pytest.raises(TooManySessions):
+                pool.client()
+
+
+def test_a_pool_survives_the_death_and_return_of_a_real_server(textcraft):
+    with local_server("textcraft") as second, pool_over(textcraft, second) as pool:
+        port = int(second.rpartition(":")[2])
+        assert {pool.client().base_url for _ in range(2)} == {textcraft, second}
+    with pool_over(textcraft, second, num_retries=0) as pool:
+        assert {pool.client().base_url for _ in range(4)} == {textcraft}
+        with local_server("textcraft", port=port):
+            time.sleep(0.25)
+            assert second in {pool.client().base_url for _ in range(2)}
+
+
+# --- A server for the length of a block -------------------------------------------------------------
+
+
+def is_listening(url):
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def wait_until(condition, seconds=10.0):
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_local_server_ends_with_its_block_also_when_the_block_raises():
+    with pytest.raises(ZeroDivisionError), local_server("textcraft") as url:
+        assert is_listening(url)
+        raise ZeroDivisionError
+    assert not is_listening(url)
+
+
+def test_a_server_that_cannot_start_shows_what_it_wrote():
+    misuse = pytest.raises(EnvError, match=r"(?s)exited with 2 at start:.*--env")
+    with misuse, local_server("chess"):
+        pass
+    taken = socket.create_server(("127.0.0.1", 0))
+    failure = pytest.raises(EnvError, match=r"(?s)exited with 1 at start:.*cannot serve textcraft")
+    with taken, failure, local_server("textcraft", port=taken.getsockname()[1]):
+        pass
+
+
+def test_a_server_that_does_not_get_ready_is_stopped_and_reported():
+    failure = pytest.raises(EnvError, match="not listening after 0 s")
+    with failure, local_server("textcraft", start_timeout_s=0.0):
+        pass
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_local_server_dies_with_its_parent_however_that_ends(how):
+    code = (
+        "import time\nfrom envclient import local_server\n"
+        "with local_server('textcraft') as url:\n    print(url, flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    url = parent.stdout.readline().strip()
+    assert is_listening(url)
+    os.kill(parent.pid, how)
+    parent.wait()
+    wait_until(lambda: not is_listening(url))
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_server():
+    """A run finishes its step and saves after Ctrl-C; the terminal signals the whole group."""
+    code = (
+        "import os, signal, time\nfrom envclient import connect, local_server\n"
+        "with local_server('textcraft') as url, connect('textcraft', url) as client:\n"
+        "    try:\n        os.killpg(0, signal.SIGINT)\n        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n        print(client.reset(0)[:8])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=ROOT, start_new_session=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "Crafting", done.stderr

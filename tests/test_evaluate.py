@@ -1,0 +1,400 @@
+"""evaluate.py from the command line to the files, over a real env server and scripted models."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from chat import ChatTemplate
+from engines import Generation
+from envclient import EnvPool, EnvServerError
+from envs import load_tasks
+from envs.server import create_app
+from envs.textcraft import TextCraft
+from evaluate import EvalConfig, evaluate_policy, main, parse_command_line
+from metrics import MetricsLogger, plot, summarize_trajectories
+from models import load_tokenizer, resolve_model
+from rollout import RolloutSettings, TooManyEnvFailures
+from scoring import summarize
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = load_tasks("textcraft", "test")
+
+
+@contextlib.contextmanager
+def uvicorn_thread(app):
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def env_url():
+    with uvicorn_thread(create_app("textcraft")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return ChatTemplate(load_tokenizer(resolve_model("tiny")))
+
+
+TASK_OF_GOAL = {
+    TextCraft().reset(task.task_index).splitlines()[-1]: task.task_index for task in TASKS
+}
+assert len(TASK_OF_GOAL) == len(TASKS)
+
+
+def task_index_of(observation):
+    """The test task whose first observation this is; its last line names the goal."""
+    return TASK_OF_GOAL[observation.splitlines()[-1]]
+
+
+def oracle_text(first_observation, said):
+    """What a perfect player says after `said` perfect turns."""
+    env = TextCraft()
+    env.reset(task_index_of(first_observation))
+    for _ in range(said):
+        env.step(env.oracle()[1])
+    thought, action = env.oracle()
+    return f"Thought: {thought}\nAction: {action}"
+
+
+class ScriptedEngine:
+    """Plays perfectly where `is_good(task_index, sample)`, else looks into its inventory."""
+
+    def __init__(self, chat, is_good):
+        self.chat, self.is_good, self.waiting = chat, is_good, []
+
+    @property
+    def num_running(self):
+        return len(self.waiting)
+
+    def submit(self, request_id, prompt_ids, sampling):
+        text = self.chat.tokenizer.decode(prompt_ids)
+        users = text.split("<|im_start|>user\n")[1:]
+        observation = users[0].split("<|im_end|>")[0]
+        sample = int(request_id.rpartition("-k")[2])
+        if self.is_good(task_index_of(observation), sample):
+            answer = oracle_text(observation, len(users) - 1)
+        else:
+            answer = "Action: inventory"
+        ids = self.chat.action(answer)
+        self.waiting.append(Generation(request_id, ids, [-0.5] * len(ids), "stop"))
+
+    def poll(self):
+        done, self.waiting = self.waiting, []
+        return done
+
+    def abort(self):
+        self.waiting = []
+
+
+def settings_of(**options):
+    defaults = {"max_rounds": 12, "max_tokens_per_turn": 256, "max_trajectory_tokens": 8000}
+    return RolloutSettings(**{**defaults, **options})
+
+
+# --------------------------------------------------------------------- evaluate_policy
+
+
+def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, chat):
+    """Solves depth 1 always, depth 2 with every second sample, nothing deeper."""
+
+    def is_good(task_index, sample):
+        depth = TextCraft.subtask(task_index)
+        return depth == "depth 1" or (depth == "depth 2" and sample % 2 == 0)
+
+    chosen = [t for t in TASKS if t.subtask != "depth 4"][::6]
+    with EnvPool("textcraft", [env_url]) as pool:
+        summary, trajectories = evaluate_policy(
+            ScriptedEngine(chat, is_good), pool, chat, chosen, 4, settings_of(), step=20, seed=1
+        )
+    count = {d: sum(t.subtask == d for t in chosen) for d in ("depth 1", "depth 2", "depth 3")}
+    rows = summary["subtasks"]
+    assert {name: row["items"] for name, row in rows.items()} == count
+    assert rows["depth 1"]["avg"]["value"] == 1.0
+    assert rows["depth 2"]["avg"]["value"] == 0.5
+    assert rows["depth 2"]["pass"]["value"] == 1.0
+    assert rows["depth 3"]["pass"]["value"] == 0.0
+    assert summary["step"] == 20 and summary["samples"] == 4
+    assert len(trajectories) == 4 * len(chosen)
+    assert {t.trajectory_id for t in trajectories} >= {"s000020-t0000-k00", "s000020-t0000-k03"}
+    # pass@2 with 2 solved of 4: 1 - C(2,2) / C(4,2) = 5/6
+    expected = (count["depth 1"] + count["depth 2"] * 5 / 6) / len(chosen)
+    assert summary["pass_curve"][1]["value"] == pytest.approx(expected)
+
+
+def test_every_task_is_played_also_when_their_number_fits_no_batch(env_url, chat):
+    """Trap 17: an empty or a dropped last batch."""
+    with EnvPool("textcraft", [env_url]) as pool:
+        summary, _ = evaluate_policy(
+            ScriptedEngine(chat, lambda *_: True), pool, chat, TASKS[:7], 1, settings_of()
+        )
+    assert list(summary["items"]) == [task.task_id for task in TASKS[:7]]
+
+
+def test_cutting_a_long_run_gives_what_the_short_run_gives(env_url, chat):
+    """The claim behind --max-rounds N N N: one run holds the curve."""
+    tasks = [t for t in TASKS if t.subtask in ("depth 1", "depth 2")][::5]
+    engine = ScriptedEngine(chat, lambda task_index, sample: (task_index + sample) % 3 > 0)
+    with EnvPool("textcraft", [env_url]) as pool:
+        long, played = evaluate_policy(engine, pool, chat, tasks, 2, settings_of(max_rounds=9))
+        curve = summarize(played, 2, [2, 3, 5])["rounds_curve"]
+        for row in curve:
+            short, _ = evaluate_policy(
+                engine, pool, chat, tasks, 2, settings_of(max_rounds=row["max_rounds"])
+            )
+            assert {k: row[k] for k in short["overall"]} == short["overall"]
+    assert curve[0]["avg"]["value"] < long["overall"]["avg"]["value"]
+
+
+class BrokenFor:
+    """A pool whose environment fails whenever one of `task_indices` is reset."""
+
+    def __init__(self, pool, task_indices):
+        self.pool, self.env, self.task_indices = pool, pool.env, task_indices
+
+    def client(self):
+        client = self.pool.client()
+        reset = client.reset
+
+        def failing_reset(task_index, seed=0):
+            if task_index in self.task_indices:
+                raise EnvServerError("the environment failed", "http://env/reset", 500)
+            return reset(task_index, seed)
+
+        client.reset = failing_reset
+        return client
+
+
+def test_tasks_that_the_server_lost_are_listed_and_in_no_number(env_url, chat):
+    tasks = TASKS[:6]
+    engine = ScriptedEngine(chat, lambda *_: True)
+    with EnvPool("textcraft", [env_url]) as pool:
+        broken = BrokenFor(pool, {tasks[2].task_index})
+        summary, trajectories = evaluate_policy(engine, broken, chat, tasks, 2, settings_of())
+        assert summary["lost"]["items_without_sample"] == [tasks[2].task_id]
+        assert summary["lost"]["trajectories"] == 2
+        assert summary["overall"]["items"] == 5
+        assert summary["overall"]["avg"]["value"] == 1.0
+        assert summarize_trajectories(trajectories)["train/env_failures"] == 2
+        with pytest.raises(TooManyEnvFailures, match="2 of 12"):
+            evaluate_policy(engine, broken, chat, tasks, 2, settings_of(max_env_failures=0.1))
+
+
+def test_a_training_run_plots_the_summary_as_it_is(env_url, chat, tmp_path):
+    with EnvPool("textcraft", [env_url]) as pool:
+        summary, trajectories = evaluate_policy(
+            ScriptedEngine(chat, lambda *_: True), pool, chat, TASKS[:2], 1, settings_of(), step=1
+        )
+    MetricsLogger(tmp_path).log(1, summarize_trajectories(trajectories))
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "step_000001.json").write_text(json.dumps(summary, allow_nan=False))
+    assert plot(tmp_path).stat().st_size > 10_000
+
+
+# -------------------------------------------------------------------- the command line
+
+
+@contextlib.contextmanager
+def chat_server(answer):
+    """An OpenAI-like server: `answer(messages)` gives the text, or (status, body)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            result = answer(body["messages"])
+            status, content = result if isinstance(result, tuple) else (200, None)
+            content = content or {"choices": [{"message": {"content": result}}]}
+            self.send_response(status)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def perfect(messages):
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    return oracle_text(next(u for u in users if u.startswith("Crafting")), len(users) - 1)
+
+
+def test_a_model_behind_a_chat_server_from_the_command_line_to_the_files(env_url, tmp_path, capsys):
+    out = tmp_path / "result"
+    with chat_server(perfect) as url:
+        code = main(
+            ["--api-base", url, "--api-model", "oracle", "--env-addr", env_url]
+            + ["--subtasks", "depth 1", "depth 4", "--samples", "2"]
+            + ["--max-rounds", "2", "4", "40", "--out", str(out)]
+        )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "depth 1" in printed and "100.0 % [" in printed
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "curves.png", "eval.json", "trajectories.jsonl",
+    }  # fmt: skip
+    result = json.loads((out / "eval.json").read_text())
+    assert result["complete"] and result["model"] == "oracle" and result["env"] == "textcraft"
+    assert result["overall"]["items"] == 34 and result["overall"]["avg"]["value"] == 1.0
+    curve = {row["max_rounds"]: row["avg"]["value"] for row in result["rounds_curve"]}
+    assert curve[2] < curve[4] < curve[40] == 1.0
+    lines = (out / "trajectories.jsonl").read_text().splitlines()
+    assert len(lines) == 68
+    assert all(json.loads(line)["success"] for line in lines)
+
+
+def test_a_local_model_from_the_command_line_to_the_files(env_url, tmp_path, capsys):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_0"}, {"item_id": "textcraft_40"}]))
+    arguments = ["--model", "tiny", "--deterministic"]
+    arguments += ["--tasks", str(ids), "--env-addr", env_url, "--samples", "2", "--max-rounds", "2"]
+    arguments += ["--max-tokens-per-turn", "8", "--max-trajectory-tokens", "2048"]
+    results = []
+    for name in ("a", "b"):
+        assert main([*arguments, "--out", str(tmp_path / name)]) == 0
+        lines = (tmp_path / name / "trajectories.jsonl").read_text().splitlines()
+        rows = sorted((json.loads(line) for line in lines), key=lambda r: r["trajectory_id"])
+        results.append([(row["trajectory_id"], row["input_ids"]) for row in rows])
+    assert len(results[0]) == 4
+    assert results[0] == results[1]  # --deterministic
+    assert results[0][0][1] != results[0][1][1]  # and still two samples of a task differ
+    assert main(["--compare", str(tmp_path / "a/eval.json"), str(tmp_path / "b/eval.json")]) == 0
+    assert "+0.0 points" in capsys.readouterr().out
+
+
+def test_more_lost_than_allowed_is_exit_1_with_one_line_and_the_files(env_url, tmp_path, capsys):
+    with chat_server(lambda _: (401, {"error": "bad key"})) as url:
+        code = main(
+            ["--api-base", url, "--api-model", "m", "--env-addr", env_url]
+            + ["--out", str(tmp_path / "out")]
+        )
+    assert code == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("evaluate.py")]
+    assert "HTTP 401" in line and "bad key" in line
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["complete"] is False
+
+
+def test_ctrl_c_writes_what_has_ended_and_exits_130(env_url, tmp_path):
+    seen = threading.Semaphore(0)
+
+    def slow_after_three(messages):
+        observation = next(m["content"] for m in messages if m["content"].startswith("Crafting"))
+        if task_index_of(observation) % 10:
+            seen.release()
+            time.sleep(60)
+        return perfect(messages)
+
+    out = tmp_path / "out"
+    with chat_server(slow_after_three) as url:
+        run = subprocess.Popen(
+            [sys.executable, "evaluate.py", "--api-base", url, "--api-model", "m"]
+            + ["--env-addr", env_url, "--subtasks", "depth 1", "--out", str(out)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert seen.acquire(timeout=60)
+            log = out / "trajectories.jsonl"
+            while len(log.read_text().splitlines()) < 4 and run.poll() is None:
+                time.sleep(0.05)
+            run.send_signal(signal.SIGINT)
+            _, err = run.communicate(timeout=20)
+        finally:
+            run.kill()
+    assert run.returncode == 130, err
+    assert "stopped; 4 of 31 episodes had ended" in err and "Traceback" not in err
+    result = json.loads((out / "eval.json").read_text())
+    assert result["complete"] is False and result["overall"]["items"] == 4
+
+
+BAD_COMMANDS = {
+    "--samples 0": "--samples 0 must be at least 1",
+    "--max-rounds 10 0": "--max-rounds 10 0 must be",
+    "--max-rounds": "--max-rounds (nothing) must be",
+    "--temperature -1": "--temperature -1.0 must be 0 or more",
+    "--temperature nan": "--temperature nan must be",
+    "--temperature 0 --samples 4": "--temperature 0 plays 4 times the same",
+    "--seed -1": "--seed -1 must be 0 or more",
+    "--max-tokens-per-turn 0": "--max-tokens-per-turn 0 must be at least 1",
+    "--max-trajectory-tokens 100": "below --max-trajectory-tokens 100",
+    "--env-workers 0": "--env-workers 0 must be at least 1",
+    "--max-env-failures 1.5": "--max-env-failures 1.5 must be a share",
+    "--deterministic --api-base http://h --api-model m": "not possible with --api-base",
+    "--tasks x.json --split test": "both name tasks",
+    "--model tiny --api-base http://h --api-model m": "exclude each other",
+    "--api-base http://h": "--api-base and --api-model go together",
+    "--api-model m": "--api-base and --api-model go together",
+    "--api-key-env PATH": "--api-key-env has a use only with --api-base",
+    "--api-base http://h --api-model m --api-key-env NO_SUCH_KEY": "NO_SUCH_KEY",
+    "--api-base h:1 --api-model m": "--api-base h:1 is not a URL",
+    "--env-addr localhost": "--env-addr localhost is not a URL",
+    "--env mars": "unknown environment 'mars'",
+    "--subtasks nix": "unknown sub-task 'nix'",
+    "--tasks no-such-file.json": "cannot read the id list no-such-file.json",
+    "--compare one.json": "--compare takes two files, got 1",
+    "--compare a.json b.json": "a.json is not a result of evaluate.py",
+    "--model ./no-such-model --engine transformers": "--model ./no-such-model",
+    "--out tests": "--out tests exists and is not empty",
+    "--split dev": "invalid choice 'dev'",
+    "--engine sglang": "invalid choice 'sglang'",
+    "--max-rounds many": "['many']",
+    "--no-such-flag 3": "Unrecognized options: --no-such-flag",
+}
+
+
+@pytest.mark.parametrize("command", BAD_COMMANDS)
+def test_misuse_is_exit_2_with_one_line_and_nothing_written(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "runs") if Path("runs").exists() else ())
+    try:
+        code = main(command.split())
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("evaluate.py: ") and BAD_COMMANDS[command] in err
+    assert out == ""
+    after = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "runs") if Path("runs").exists() else ())
+    assert before == after
+
+
+def test_a_good_command_line_passes_the_checks():
+    config = parse_command_line(EvalConfig, ["--max-rounds", "10", "20"], "evaluate.py")
+    config.check()
+    assert config.max_rounds == (10, 20)
+    EvalConfig().check()
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in EvalConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in text
