@@ -13,7 +13,8 @@ SET = auto
 PYTHON =
 
 RUN := .venv/bin/python
-FIND_PYTHON := for p in $(RUN) python3.11 python3.12 python3.13 python3; do \
+PYTHONS := $(or $(PYTHON),$(RUN) python3.11 python3.12 python3.13 python3)
+FIND_PYTHON := for p in $(PYTHONS); do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
@@ -24,9 +25,8 @@ help:  ## list the commands
 	@sed -n 's/^#   \([A-Z][A-Z]*  .*\)/  \1/p' Makefile
 
 setup:  ## create .venv with the pinned packages (and what ENV needs beyond them)
-	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$($(FIND_PYTHON))"; \
-	if [ -z "$$python" ]; then \
-		echo "error: no Python 3.11 to 3.13 found; on Debian and Ubuntu: apt-get install python3.11 python3.11-venv (or make setup PYTHON=/path/to/it)" >&2; exit 1; fi; \
+	@python="$$($(FIND_PYTHON))"; if [ -z "$$python" ]; then \
+		echo "error: need Python 3.11 to 3.13, looked for: $(PYTHONS); on Debian and Ubuntu: apt-get install python3.11 python3.11-venv" >&2; exit 1; fi; \
 	"$$python" setup_env.py --set $(SET) --env "$(ENV)"
 
 train: setup  ## train on ENV with defaults that fit this machine

@@ -28,9 +28,12 @@ Read next: `rollout.py`, the loop that feeds an engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,8 +118,9 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             kv_cache_bytes = kv_cache_bytes or 2 << 30
         try:
-            from vllm import LLM, SamplingParams
-            from vllm.sampling_params import RequestOutputKind
+            with _quiet():
+                from vllm import LLM, SamplingParams
+                from vllm.sampling_params import RequestOutputKind
         except ImportError as error:
             raise EngineError(
                 f"vLLM cannot be imported ({error}); run `make setup`, or use --engine transformers"
@@ -124,19 +128,20 @@ class VLLMEngine:
         self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
         try:
-            self._llm = LLM(
-                model=model_path,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                gpu_memory_utilization=gpu_memory_utilization,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                enable_sleep_mode=on_gpu,
-                seed=seed,
-                disable_log_stats=True,
-                **options,
-            )
+            with _quiet():
+                self._llm = LLM(
+                    model=model_path,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",
+                    enable_sleep_mode=on_gpu,
+                    seed=seed,
+                    disable_log_stats=True,
+                    **options,
+                )
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
         self._running: set[str] = set()
@@ -310,6 +315,25 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._waiting.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what a library's start writes to stderr, C++ code included; show it if the start fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(kept, held.read()[-4000:])
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:

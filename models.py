@@ -121,7 +121,9 @@ class CriticModel(nn.Module):
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """A causal LM from a local path or hub id; ValueError with what to do when there is none."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:

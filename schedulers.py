@@ -135,7 +135,8 @@ class StepRoundsScheduler(RoundsScheduler):
     >>> scheduler.get_rounds()
     20
 
-    ValueError: `rounds` is empty, decreases or has an entry below 1; `steps_scaling_inter` is below 1.
+    Raises ValueError where `rounds` is empty, decreases or has an entry below 1, and where
+    `steps_scaling_inter` is below 1.
 
     >>> StepRoundsScheduler(100, [10, 8, 20])
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The HTTP client against a scripted flaky server, a server that answers as AgentGym's, and the real one."""
+"""The HTTP client against a scripted flaky server, one that speaks as AgentGym's, and ours."""
 
 import json
 import os
@@ -40,14 +40,14 @@ ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
 
 
-# --- A server that does what a test tells it to -----------------------------------------------------
+# --- A server that does what a test tells it to --------------------------------------------------
 
 
 class FlakyServer:
-    """Answers as AgentGym's TextCraft server does, unless `script[path]` holds something else to do.
+    """Answers as AgentGym's TextCraft server, unless `script[path]` holds something else to do.
 
     A scripted answer is (status, body), used up once: the body is text or what json.dumps takes;
-    "hang", "hang up" and "cut" name the ways of not answering. `log` holds (path, fields) as received.
+    "hang", "hang up" and "cut" are ways of not answering. `log` holds (path, fields) as received.
     """
 
     def __init__(self, port=0):
@@ -58,6 +58,7 @@ class FlakyServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # one packet an answer: two would wait 40 ms for each other
 
             def log_message(self, *_):
                 pass
@@ -146,7 +147,7 @@ def playing(server, **options):
     return client
 
 
-# --- AgentGym's own wire ----------------------------------------------------------------------------
+# --- AgentGym's own wire -------------------------------------------------------------------------
 
 
 def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
@@ -226,7 +227,7 @@ def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server):
     assert client.step(ACTION).info["score"] == 0.0
 
 
-# --- What the policy got wrong: reward 0, and the episode goes on ----------------------------------
+# --- What the policy got wrong: reward 0, and the episode goes on --------------------------------
 
 
 def test_text_without_an_action_is_answered_without_asking_the_server(server):
@@ -270,7 +271,7 @@ def test_another_action_format_can_be_given(server):
     assert server.log[-1] == ("/step", {"id": 0, "action": "LOOK"})
 
 
-# --- What the server got wrong: one named error each, with address, status and body ----------------
+# --- What the server got wrong: one named error each, with address, status and body --------------
 
 FAILURES = [
     (
@@ -405,7 +406,7 @@ def test_429_for_longer_than_busy_wait_s_is_raised(server):
     assert 0.1 < time.monotonic() - started < 1.5
 
 
-# --- Sessions and misuse ----------------------------------------------------------------------------
+# --- Sessions and misuse -------------------------------------------------------------------------
 
 
 def test_reset_opens_a_new_session_for_one_that_the_server_has_forgotten(server):
@@ -461,7 +462,7 @@ def test_an_unknown_environment_is_refused_with_the_known_ones():
         connect("chess", "http://127.0.0.1:1")
 
 
-# --- Connections ------------------------------------------------------------------------------------
+# --- Connections ---------------------------------------------------------------------------------
 
 
 def test_one_connection_serves_a_whole_episode(server):
@@ -486,7 +487,7 @@ def test_proxy_variables_do_not_reach_the_environment(server, monkeypatch):
     assert client_of(server).reset(0) == "Goal: craft stick."
 
 
-# --- Pool -------------------------------------------------------------------------------------------
+# --- Pool ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -645,7 +646,7 @@ def test_64_threads_share_a_pool_and_every_session_is_freed(server, other):
     assert server.count("/close") + other.count("/close") == 192
 
 
-# --- The real server --------------------------------------------------------------------------------
+# --- The real server -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -747,7 +748,7 @@ def test_a_pool_survives_the_death_and_return_of_a_real_server(textcraft):
             assert second in {pool.client().base_url for _ in range(2)}
 
 
-# --- A server for the length of a block -------------------------------------------------------------
+# --- A server for the length of a block ----------------------------------------------------------
 
 
 def is_listening(url):

@@ -71,8 +71,8 @@ def play(scheduler: RoundsScheduler, num_steps: int) -> list[int]:
     return used
 
 
-# Trap 11: AgentGym-RL resumed at step 100 of [10, 20, 30] @ 100 uses 30 rounds for 99 of the next 100
-# steps instead of 20.
+# Trap 11: AgentGym-RL resumed at step 100 of [10, 20, 30] @ 100 uses 30 rounds for 99 of the next
+# 100 steps instead of 20.
 
 
 def test_a_run_resumed_at_step_100_uses_20_rounds_for_the_next_100_steps():
