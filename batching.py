@@ -1,18 +1,20 @@
 """From trajectories of any length to tensors, and from tensors to micro-batches that fit.
 
-Trajectories of one step differ in length several-fold. Padding them all to the longest would spend most of the
-update on nothing, so rows are sorted by length and cut into micro-batches of at most `max_tokens` padded tokens:
+Trajectories of one step differ in length several-fold. Padding them all to the longest would spend
+most of the update on nothing, so rows are sorted by length and cut into micro-batches of at most
+`max_tokens` padded tokens:
 
     lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  = one forward and backward pass
 
-A micro-batch is a device's unit of work and nothing else. Losses are sums over policy tokens divided by a
-denominator that is counted over the whole mini-batch beforehand, so that any cut gives the same gradient:
+A micro-batch is a device's unit of work and nothing else. Losses are sums over policy tokens
+divided by a denominator that is counted over the whole mini-batch beforehand, so that any cut gives
+the same gradient:
 
     L = Σ_micro Σ_{b,t} mask · ℓ / N          N = policy tokens of the mini-batch, over all processes
 
-The reference takes a mean per micro-batch and then the mean of means, so that its loss depends on how rows fell
-together. Masks come from lengths, never from token ids: many tokenizers pad with their end-of-turn id, and a mask
-made by comparing ids would drop every final end-of-turn.
+The reference takes a mean per micro-batch and then the mean of means, so that its loss depends on
+how rows fell together. Masks come from lengths, never from token ids: many tokenizers pad with
+their end-of-turn id, and a mask made by comparing ids would drop every final end-of-turn.
 
 Shapes: B rows, T = longest row. Read next: `update.py`, which runs the passes.
 """
@@ -30,7 +32,8 @@ from rollout import RolloutHandler
 
 @dataclass
 class Batch:
-    """Trajectories as tensors, padded on the right; every field has B rows, aligned with each other."""
+    """Trajectories as tensors, padded on the right; every field has B rows, aligned with each
+    other."""
 
     input_ids: torch.Tensor  # (B, T) int64
     loss_mask: torch.Tensor  # (B, T) float32, 1 on policy tokens
@@ -58,20 +61,25 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
     """Tensors of valid trajectories.
 
     Raises:
-        ValueError: there are none, or one has no policy token (it must have been dropped and counted before).
+        ValueError: there are none, or one has no policy token (it must have been dropped and
+            counted before).
     """
     if not trajectories:
         raise ValueError("no trajectories to make a batch of")
     for t in trajectories:
         if not any(t.loss_mask):
-            raise ValueError(f"{t.trajectory_id} has no policy token; drop empty trajectories before batching")
+            raise ValueError(
+                f"{t.trajectory_id} has no policy token; drop empty trajectories before batching"
+            )
     width = max(len(t.input_ids) for t in trajectories)
 
     def padded(rows: list[Sequence[float]], fill: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)
 
     rewards = [
-        token_rewards_of([turn.reward for turn in t.turns], [turn.action_span for turn in t.turns], t.loss_mask)
+        token_rewards_of(
+            [turn.reward for turn in t.turns], [turn.action_span for turn in t.turns], t.loss_mask
+        )
         for t in trajectories
     ]
     return Batch(
@@ -91,8 +99,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         lengths: tokens of each row.
         max_tokens: rows x longest row of a micro-batch; a single row longer than this gets its own.
     Returns:
-        Lists of row indices, longest rows first (the first micro-batch is the largest, so that running out of
-        memory happens at once and not an hour later); every row is in exactly one.
+        Lists of row indices, longest rows first (the first micro-batch is the largest, so that
+        running out of memory happens at once and not an hour later); every row is in exactly one.
     """
     cuts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

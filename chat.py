@@ -1,16 +1,19 @@
-"""One encoding path: from messages to token ids, the same for sampling, for training and for demonstrations.
+"""One encoding path: from messages to token ids, the same for sampling, for training and for
+demonstrations.
 
-A chat template turns messages into one string. Rendering the conversation again each turn looks natural and is
-wrong for training: decoding sampled ids to text and encoding the text again yields other ids than were sampled,
-and some templates rewrite history (Qwen3 strips thinking), so that the prompt drifts away from what the policy
-saw. Training on such sequences reached NaN within 70 steps in published runs.
+A chat template turns messages into one string. Rendering the conversation again each turn looks
+natural and is wrong for training: decoding sampled ids to text and encoding the text again yields
+other ids than were sampled, and some templates rewrite history (Qwen3 strips thinking), so that the
+prompt drifts away from what the policy saw. Training on such sequences reached NaN within 70 steps
+in published runs.
 
-`ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then on a
-trajectory only grows by concatenation:
+`ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then
+on a trajectory only grows by concatenation:
 
     opening      head of the first render | first observation | tail up to where the assistant speaks
     action       the ids that the policy sampled, as sampled
-    observation  what the template puts after a turn | observation | tail up to where the assistant speaks
+    observation  what the template puts after a turn | observation | tail up to where the assistant
+    speaks
 
 For ChatML (Qwen, SmolLM2) the pieces are
 
@@ -18,12 +21,12 @@ For ChatML (Qwen, SmolLM2) the pieces are
     sampled ids ... <|im_end|>
     ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
 
-They are found by rendering a conversation whose contents are markers and cutting the string at the markers.
-The reference system, AgentGym-RL, generates with the template and trains on strings hand-written for Qwen, two
-paths that agree for one model family only.
+They are found by rendering a conversation whose contents are markers and cutting the string at the
+markers. The reference system, AgentGym-RL, generates with the template and trains on strings
+hand-written for Qwen, two paths that agree for one model family only.
 
-Observation text is untrusted: `<|im_end|>` written by a web page is encoded as plain characters, never as the
-control token.
+Observation text is untrusted: `<|im_end|>` written by a web page is encoded as plain characters,
+never as the control token.
 
 Read next: `rollout.py`.
 """
@@ -38,12 +41,13 @@ USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦s
 class ChatTemplate:
     """The pieces of a tokenizer's chat template.
 
-    Attributes:
-        end_of_turn: id that ends an assistant turn (what the policy must sample to stop).
-        stop_token_ids: `end_of_turn` and the tokenizer's end-of-sequence id: sampling ends at any of them.
+    Attributes: end_of_turn: id that ends an assistant turn (what the policy must sample to stop).
+        stop_token_ids: `end_of_turn` and the tokenizer's end-of-sequence id: sampling ends at any
+        of them.
 
     Raises:
-        ValueError: the template cannot be cut (an assistant turn has no end marker, or contents are rewritten).
+        ValueError: the template cannot be cut (an assistant turn has no end marker, or contents are
+            rewritten).
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -58,11 +62,15 @@ class ChatTemplate:
             between = text[text.index(ASSISTANT) + len(ASSISTANT) : text.index(SECOND)]
             self._tail = self._control(text[text.index(SECOND) + len(SECOND) :])
         except ValueError as error:
-            raise ValueError("the chat template drops or rewrites message contents; it cannot be cut") from error
+            raise ValueError(
+                "the chat template drops or rewrites message contents; it cannot be cut"
+            ) from error
         ids = self._control(between)
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         if not ids or ids[0] not in special:
-            raise ValueError(f"the chat template ends an assistant turn with no control token, but with {between!r}")
+            raise ValueError(
+                f"the chat template ends an assistant turn with no control token, but with {between!r}"
+            )
         self.end_of_turn, self._between = ids[0], ids[1:]
         self.stop_token_ids = tuple(sorted({self.end_of_turn, tokenizer.eos_token_id} - {None}))
 
@@ -99,14 +107,20 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         def render(chat: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
 
         if messages[0]["role"] != "system":
             return render(messages)
         try:
             return render(messages)
-        except Exception as error:  # jinja's own error class; templates without a system role raise it
+        except (
+            Exception
+        ) as error:  # jinja's own error class; templates without a system role raise it
             if "system" not in str(error).lower():
                 raise
         first, second, *rest = messages
-        return render([{"role": "user", "content": first["content"] + "\n\n" + second["content"]}, *rest])
+        return render(
+            [{"role": "user", "content": first["content"] + "\n\n" + second["content"]}, *rest]
+        )

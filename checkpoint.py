@@ -7,10 +7,11 @@
                                critic.pt     the same of PPO's critic
     checkpoints/best -> step_000020          the best by held-out evaluation, never deleted
 
-A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk and renamed, and a
-crash or a full disk in the middle leaves the one before it untouched. Data order, horizon and sampling seeds are
-pure functions of the step, so the step restores them; there is no cursor that could be restored wrong. The
-reference loses its place in the data on resume and runs 99 of the next 100 steps at the wrong horizon.
+A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk and
+renamed, and a crash or a full disk in the middle leaves the one before it untouched. Data order,
+horizon and sampling seeds are pure functions of the step, so the step restores them; there is no
+cursor that could be restored wrong. The reference loses its place in the data on resume and runs 99
+of the next 100 steps at the wrong horizon.
 
 Read next: `train.py`.
 """
@@ -38,7 +39,11 @@ class CheckpointError(RuntimeError):
 
 def steps_saved(run_dir: Path) -> list[int]:
     """Steps that have a complete checkpoint, ascending."""
-    names = [p.name for p in (run_dir / "checkpoints").glob("step_*") if (p / "trainer_state/state.json").exists()]
+    names = [
+        p.name
+        for p in (run_dir / "checkpoints").glob("step_*")
+        if (p / "trainer_state/state.json").exists()
+    ]
     return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
 
 
@@ -57,7 +62,8 @@ def save(
     """Write the checkpoint of `step` and return its folder.
 
     Args:
-        parts: name -> state dicts, saved as trainer_state/<name>.pt: {"policy": {"model": ..., "optimizer": ...}}.
+        parts: name -> state dicts, saved as trainer_state/<name>.pt: {"policy": {"model": ...,
+            "optimizer": ...}}.
         state: JSON-serialisable rest.
     Raises:
         CheckpointError: the disk is full or refuses; nothing half-written stays behind.
@@ -101,11 +107,18 @@ def load(
     folder = folder_of(run_dir, step) / "trainer_state"
     try:
         state = json.loads((folder / "state.json").read_text())
-        parts = {p.stem: torch.load(p, map_location=device, weights_only=True) for p in folder.glob("*.pt")}
+        parts = {
+            p.stem: torch.load(p, map_location=device, weights_only=True)
+            for p in folder.glob("*.pt")
+        }
     except (OSError, ValueError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{folder} cannot be read, it may be truncated: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"{folder} cannot be read, it may be truncated: {_first_line(error)}"
+        ) from error
     if state["format"] > FORMAT:
-        raise CheckpointError(f"{folder} has format {state['format']}, this program reads up to {FORMAT}; update it")
+        raise CheckpointError(
+            f"{folder} has format {state['format']}, this program reads up to {FORMAT}; update it"
+        )
     if state["algorithm"] != algorithm:
         raise CheckpointError(
             f"{folder} was trained with --algorithm {state['algorithm']}, not {algorithm}; use the same or a new run"

@@ -1,9 +1,11 @@
 """Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
 
-The defaults fit the machine. Without a GPU they train the 135M model on the shallow goals of TextCraft in about an
-hour on two cores; with one they are the published settings for Qwen2.5-3B. `hardware_defaults` is the difference.
+The defaults fit the machine. Without a GPU they train the 135M model on the shallow goals of
+TextCraft in about an hour on two cores; with one they are the published settings for Qwen2.5-3B.
+`hardware_defaults` is the difference.
 
-Options that contradict each other are refused before anything is written, each with one line that says what to do.
+Options that contradict each other are refused before anything is written, each with one line that
+says what to do.
 
 Read next: `train.py`.
 """
@@ -42,14 +44,16 @@ class Config:
     engine: Literal["vllm", "transformers"] = "vllm"
     """who samples: vLLM in this process, or plain transformers"""
     warm_start: str = "auto"
-    """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached; never; or a folder"""
+    """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
+    never; or a folder"""
     # The algorithm
     algorithm: Algorithm = "grpo"
     """advantage estimator and what goes with it [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
     """how the horizon changes during training [paper: both]"""
     rounds: tuple[int, ...] = (6,)
-    """most turns of a trajectory; several for scaling_inter_stepwise (turns) [paper: 30, or 10 20 30]"""
+    """most turns of a trajectory; several for scaling_inter_stepwise (turns) [paper: 30, or 10 20
+    30]"""
     steps_scaling_inter: int = 100
     """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
     steps: int = 60
@@ -63,7 +67,8 @@ class Config:
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
     max_tokens_per_micro_batch: int = 4096
-    """tokens of one forward and backward pass, padding included (tokens); lower it when memory runs out"""
+    """tokens of one forward and backward pass, padding included (tokens); lower it when memory runs
+    out"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
@@ -99,7 +104,8 @@ class Config:
     skip_zero_variance: bool = True
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
     shuffle_rewards: bool = False
-    """control experiment: trajectories swap rewards at random within a step; nothing should be learned"""
+    """control experiment: trajectories swap rewards at random within a step; nothing should be
+    learned"""
     # Limits
     max_sync_error: float = 0.1
     """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
@@ -107,7 +113,8 @@ class Config:
     """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks every so many steps, and before the first and after the last; 0: never"""
+    """evaluate held-out tasks every so many steps, and before the first and after the last; 0:
+    never"""
     eval_tasks: str | None = None
     """id list of held-out tasks (JSON file; none: the environment's test split)"""
     eval_subtasks: tuple[str, ...] | None = None
@@ -182,14 +189,17 @@ def hardware_defaults(gpu: bool) -> Config:
 
 
 def complete(config: Config) -> Config:
-    """Fill in what follows from other options: the laptop's id lists, and what --deterministic implies."""
+    """Fill in what follows from other options: the laptop's id lists, and what --deterministic
+    implies."""
     if config.deterministic:
         config = replace(config, engine="transformers")
     if config.tasks is None and config.split is None:
         if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
             train, test = (f"envs/ids/{name}" for name in LAPTOP_LISTS[config.env])
             subtasks = config.subtasks or (("depth 1",) if config.env == "textcraft" else ())
-            config = replace(config, tasks=train, eval_tasks=config.eval_tasks or test, subtasks=subtasks)
+            config = replace(
+                config, tasks=train, eval_tasks=config.eval_tasks or test, subtasks=subtasks
+            )
         else:
             config = replace(config, split="train")
     return config
@@ -229,11 +239,18 @@ def check(config: Config) -> None:
             f"--max-trajectory-tokens {config.max_trajectory_tokens}"
         )
     if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
-        raise ValueError("--kl-target adapts the KL in the reward; it must be above 0 and needs --kl-coef above 0")
+        raise ValueError(
+            "--kl-target adapts the KL in the reward; it must be above 0 and needs --kl-coef above 0"
+        )
     if config.kl_loss_coef and config.kl_estimator == "k1":
         raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
-    if config.warm_start not in ("auto", "never") and not Path(config.warm_start, "config.json").exists():
-        raise ValueError(f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder")
+    if (
+        config.warm_start not in ("auto", "never")
+        and not Path(config.warm_start, "config.json").exists()
+    ):
+        raise ValueError(
+            f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
+        )
     if config.resume and not config.run_dir:
         raise ValueError("--resume needs --run-dir, the run to go on with")
 

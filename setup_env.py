@@ -1,37 +1,39 @@
 """Set-up: make `.venv` hold exactly the pinned packages, once.
 
-`make` runs this before anything else. The first time it creates `.venv` and installs a requirement set into it; every
-later time it compares one hash and returns, without pip and without the network:
+`make` runs this before anything else. The first time it creates `.venv` and installs a requirement
+set into it; every later time it compares one hash and returns, without pip and without the network:
 
-    fingerprint = sha256(the set's requirement files without comments, the stubs)   ==   .venv/setup.json ?
+    fingerprint = sha256(requirement files without their comments, stubs)  ==  .venv/setup.json ?
 
-Two sets exist: `cpu` (requirements.txt) and, where `nvidia-smi` lists a GPU, `cuda` (requirements-cuda.txt).
-The cpu set is installed from its lock with `--no-deps`: nothing to resolve, and no package that the lock does not name,
-so no CUDA package. One pin needs more care: `torch==2.13.0+cpu`, the build without CUDA, is not on every machine's
-package index. In this order, each only if the one before found nothing:
+Two sets exist: `cpu` (requirements.txt) and, where `nvidia-smi` lists a GPU, `cuda`
+(requirements-cuda.txt). The cpu set is installed from its lock with `--no-deps`: there is nothing
+to resolve, and nothing comes that the lock does not name, so no CUDA package. One pin needs more
+care: `torch==2.13.0+cpu`, the build without CUDA, is not on every machine's package index. In this
+order, each only if the one before found nothing:
 
-    1  pip       torch==2.13.0+cpu
-    2  uv        torch==2.13.0 with --torch-backend=cpu, which knows where the CPU builds are
-    3  pip       torch==2.13.0, the default build: it works on a CPU, but only together with its dependencies,
-                 several GB of CUDA packages; a line says so
+    1  pip  torch==2.13.0+cpu
+    2  uv   torch==2.13.0 with --torch-backend=cpu, which knows where the CPU builds are
+    3  pip  torch==2.13.0, the default build: it works on a CPU, but only together with its
+            dependencies, several GB of CUDA packages; a line says so
 
-Everything that is written lies in `.venv`, the temporary files and the log `.venv/setup.log` included; only pip's own
-cache is outside. Standard library only: this file runs before there is anything else. What goes wrong ends in one line
-that says what to do, with the end of pip's log where pip is what failed.
+All that is written lies in `.venv`, the temporary files and the log `.venv/setup.log` included;
+only pip's own cache is outside. Standard library only: this file runs before there is anything
+else. What goes wrong ends in one line that says what to do, and the end of the log if pip failed.
 
-Run: `make setup`, or `python3.11 setup_env.py [--set cpu|cuda] [--env NAME]`. Read next: requirements.txt, stubs/README.md.
+Run: `make setup`, or `python3.11 setup_env.py [--set cpu|cuda] [--env NAME]`.
+Read next: requirements.txt, stubs/README.md.
 """
 
 import sys
 
-SUPPORTED = (3, 11), (3, 13)  # the first and the last minor version that the pins have wheels for
+SUPPORTED = (3, 11), (3, 13)  # first and last minor version that the pins have wheels for
 if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
     sys.exit(
-        "error: this is Python %d.%d, the pinned packages need 3.11 to 3.13 (3.11 is what is tested); "
-        "run `make setup PYTHON=/path/to/python3.11`" % sys.version_info[:2]
+        f"error: this is Python {sys.version_info[0]}.{sys.version_info[1]}, the pinned packages "
+        "need 3.11 to 3.13 (tested: 3.11); run `make setup PYTHON=/path/to/python3.11`"
     )
 
-import argparse  # noqa: E402 - an older Python must get the line above, not an ImportError
+import argparse  # noqa: E402 - an older Python gets the line above first
 import ast  # noqa: E402
 import hashlib  # noqa: E402
 import importlib.util  # noqa: E402
@@ -56,24 +58,31 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class RequirementSet:
-    """A requirement file, the lock that fixes its versions, and the free disk it needs while installing."""
+    """A requirement file, the lock that fixes its versions, the free disk to install it."""
 
     name: str
     requirements: str
     lock: str
     disk_gb: float
 
+    def stubs(self, root: Path = ROOT) -> list[str]:
+        """Paths of the empty distributions among the requirements: `./stubs/NAME`."""
+        lines = requirement_lines(root / self.requirements)
+        return [line for line in lines if line.startswith("./")]
+
     def fingerprint(self, root: Path = ROOT) -> str:
         """Hash of what decides the installed packages: comments and blank lines do not count."""
         files = [root / self.requirements, root / self.lock]
-        files += [root / line / "pyproject.toml" for line in requirement_lines(files[0]) if line.startswith("./")]
+        files += [root / stub / "pyproject.toml" for stub in self.stubs(root)]
         text = "\n\n".join("\n".join(requirement_lines(file)) for file in files)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 SETS = {
-    "cpu": RequirementSet("cpu", "requirements.txt", "requirements-lock-cpu.txt", disk_gb=5),
-    "cuda": RequirementSet("cuda", "requirements-cuda.txt", "requirements-lock-cuda.txt", disk_gb=20),
+    "cpu": RequirementSet("cpu", "requirements.txt", "requirements-lock-cpu.txt", disk_gb=6),
+    "cuda": RequirementSet(
+        "cuda", "requirements-cuda.txt", "requirements-lock-cuda.txt", disk_gb=20
+    ),
 }
 
 
@@ -119,7 +128,7 @@ class Environment:
         return self.path / "setup.log"
 
     def holds(self, chosen: RequirementSet) -> bool:
-        """True if the set was installed to the end, is unchanged since, and the interpreter is there."""
+        """True if the set was installed to the end and is unchanged since."""
         fingerprint = chosen.fingerprint(self.root)
         return self.record.get(chosen.name) == fingerprint and os.access(self.python, os.X_OK)
 
@@ -133,7 +142,7 @@ class Environment:
         """Make the directory a virtual environment with pip, or check that the one there is usable.
 
         Raises:
-            SetupError: this Python cannot make one, or the one there is broken or of another Python.
+            SetupError: this Python cannot make one, or the one there is broken or too old.
         """
         if not self.path.exists():
             if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
@@ -141,8 +150,11 @@ class Environment:
                     f"{sys.executable} has no venv or no ensurepip module; on Debian and Ubuntu: "
                     f"apt-get install python3.{sys.version_info[1]}-venv"
                 )
-            print(f"setup: creating {self.path} with Python {platform.python_version()}", flush=True)
-            made = subprocess.run([sys.executable, "-m", "venv", self.path], capture_output=True, text=True)
+            print(
+                f"setup: creating {self.path} with Python {platform.python_version()}", flush=True
+            )
+            command = [sys.executable, "-m", "venv", str(self.path)]
+            made = subprocess.run(command, capture_output=True, text=True)
             if made.returncode != 0:
                 shutil.rmtree(self.path, ignore_errors=True)
                 last = (made.stdout + made.stderr).strip().splitlines()[-1:] or ["no output"]
@@ -154,11 +166,13 @@ class Environment:
         except (OSError, ValueError):
             version = ()
         if not version:
-            raise SetupError(f"{self.path} is no working virtual environment with pip; delete it and run again")
+            raise SetupError(
+                f"{self.path} is no working virtual environment with pip; delete it and run again"
+            )
         if not SUPPORTED[0] <= version <= SUPPORTED[1]:
             raise SetupError(
-                f"{self.path} is of Python {version[0]}.{version[1]}, the pinned packages need 3.11 to 3.13; "
-                "delete it and run again"
+                f"{self.path} is of Python {version[0]}.{version[1]}, the pinned packages need "
+                "3.11 to 3.13; delete it and run again"
             )
 
     def run(self, *command: str | Path) -> str:
@@ -169,30 +183,56 @@ class Environment:
         """
         temporary = self.path / "tmp"  # wheels are unpacked here: /tmp may be small, and is outside
         temporary.mkdir(exist_ok=True)
-        variables = dict(os.environ, TMPDIR=str(temporary), UV_NO_CACHE="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-        variables.pop("PIP_USER", None)  # a user-wide `pip install --user` default is refused inside a venv
-        output, collected, is_terminal = [], 0, sys.stdout.isatty()
-        with self.log.open("a") as log:
+        variables = dict(os.environ, TMPDIR=str(temporary), UV_NO_CACHE="1")
+        variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+        variables.pop(
+            "PIP_USER", None
+        )  # a default of `pip install --user` is refused inside a venv
+        output = []
+        progress = Progress()
+        with (
+            self.log.open("a") as log,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=variables,
+                cwd=self.root,
+            ) as process,
+        ):
             log.write(f"\n$ {' '.join(map(str, command))}\n")
-            with subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=self.root
-            ) as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    log.write(line)
-                    output.append(line)
-                    if is_terminal and line.startswith(("Collecting ", "Processing ", "Installing collected")):
-                        collected += 1
-                        print(f"\rsetup: {collected:4d}  {line.split('==')[0].strip()[:60]:60}", end="", flush=True)
-        if collected:
-            print("\r" + " " * 75 + "\r", end="", flush=True)
+            assert process.stdout is not None  # for the type checker: stdout=PIPE above
+            for line in process.stdout:
+                log.write(line)
+                output.append(line)
+                progress.show(line)
+        progress.clear()
         shutil.rmtree(temporary, ignore_errors=True)
         if process.returncode != 0:
             raise SetupError(explain_failure("".join(output), process.returncode, self.log))
         return "".join(output)
 
     def pip_install(self, *arguments: str | Path) -> str:
-        return self.run(self.python, "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments)
+        """`pip install` into this environment; see `run`."""
+        pip = [str(self.python), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+        return self.run(*pip, *arguments)
+
+
+@dataclass
+class Progress:
+    """What pip is doing, on one line that is written over; silent without a terminal."""
+
+    count: int = 0
+
+    def show(self, line: str) -> None:
+        if sys.stdout.isatty() and line.startswith(("Collecting ", "Processing ", "Installing ")):
+            self.count += 1
+            print(f"\r{self.count:4d}  {line.strip()[:70]:70}", end="", flush=True)
+
+    def clear(self) -> None:
+        if self.count:
+            print(f"\r{'':76}\r", end="", flush=True)
 
 
 def explain_failure(output: str, code: int, log: Path) -> str:
@@ -200,7 +240,9 @@ def explain_failure(output: str, code: int, log: Path) -> str:
     if "No space left on device" in output:
         reason = "the disk is full; free some space and run again, it goes on where it stopped"
     elif "from versions: none" in output:
-        reason = "pip found no package index that answers; check the network and pip's configuration"
+        reason = (
+            "pip found no package index that answers; check the network and pip's configuration"
+        )
     elif "No matching distribution found for" in output:
         missing = re.findall(r"No matching distribution found for (\S+)", output)[-1]
         reason = f"the package index of this machine has no {missing} for this Python"
@@ -214,18 +256,19 @@ def check_machine(chosen: RequirementSet, path: Path) -> None:
     """Refuse, before anything is downloaded, a machine on which the set cannot be installed."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError(
-            f"this machine is {platform.system()} {platform.machine()}, the pinned packages are built for Linux x86_64"
+            f"this machine is {platform.system()} {platform.machine()}, "
+            "the pinned packages are built for Linux x86_64"
         )
     free = shutil.disk_usage(path.parent).free
     if free < chosen.disk_gb * GIGABYTE:
         raise SetupError(
-            f"{path.parent} has {free / GIGABYTE:.1f} GB free, the {chosen.name} packages need {chosen.disk_gb:g} GB; "
-            "free some space or move the checkout"
+            f"{path.parent} has {free / GIGABYTE:.1f} GB free, the {chosen.name} packages need "
+            f"{chosen.disk_gb:g} GB; free some space or move the checkout"
         )
 
 
 def install_torch(environment: Environment, pin: str) -> str:
-    """Install torch without CUDA if any way can be found; return which one it was: pip, uv or default.
+    """Install torch, without CUDA if it can be had; return the way: pip, uv or default.
 
     Args:
         pin: `torch==VERSION+cpu`.
@@ -238,30 +281,32 @@ def install_torch(environment: Environment, pin: str) -> str:
         environment.pip_install("--no-deps", pin)
         return "pip"
     except SetupError as error:
-        if "has no " not in str(error):  # a full disk or a dead network: nothing below would do better
+        if "has no " not in str(
+            error
+        ):  # a full disk or a dead network: nothing below would do better
             raise
     print(f"setup: pip finds no {pin}; trying uv, which looks for CPU builds elsewhere", flush=True)
     try:
         environment.pip_install(UV)
-        uv = [environment.path / "bin" / "uv", "pip", "install", "--python", environment.python]
+        python = str(environment.python)
+        uv = [str(environment.path / "bin" / "uv"), "pip", "install", "--python", python]
         environment.run(*uv, "--no-deps", "--torch-backend=cpu", version)
         return "uv"
     except SetupError:
         print(
-            f"setup: uv finds none either; installing the default build of {version}: it runs on a CPU, "
-            "but brings several GB of CUDA packages",
+            f"setup: uv finds none either; installing the default build of {version}: "
+            "it runs on a CPU, but brings several GB of CUDA packages",
             flush=True,
         )
-    # NOTE: with its dependencies, or `import torch` fails with `libcudart.so: cannot open shared object file`.
+    # NOTE: with its dependencies, or `import torch` fails: libcudart.so: cannot open shared object.
     environment.pip_install(version)
     return "default"
 
 
 def install(environment: Environment, chosen: RequirementSet) -> None:
-    """Bring the environment to the set. Takes minutes the first time, seconds when little changed."""
+    """Bring the environment to the set: minutes the first time, seconds for a small change."""
     environment.create()
     environment.write_record({})  # an interrupted run must not look finished
-    stubs = [line for line in requirement_lines(environment.root / chosen.requirements) if line.startswith("./")]
     if chosen.name == "cuda":
         environment.pip_install("-r", chosen.requirements)
         return
@@ -270,13 +315,15 @@ def install(environment: Environment, chosen: RequirementSet) -> None:
     others = environment.path / "setup-pins.txt"
     others.write_text("\n".join(pin for pin in pins if pin != torch) + "\n")
     environment.pip_install("--no-deps", "-r", others)
-    environment.pip_install("--no-deps", "--no-index", "--no-build-isolation", *stubs)
-    # NOTE: torch last: the default build replaces what it needs in another version (triton), and the lock would put it back.
+    environment.pip_install(
+        "--no-deps", "--no-index", "--no-build-isolation", *chosen.stubs(environment.root)
+    )
+    # NOTE: torch last: the default build needs another triton, and the lock would put its own back.
     install_torch(environment, torch)
 
 
 def known_environments(root: Path = ROOT) -> list[str]:
-    """The keys of `ENVS` in envs/__init__.py, read without importing it: nothing is installed yet."""
+    """The keys of `ENVS` in envs/__init__.py, read, not imported: nothing is installed yet."""
     for node in ast.parse((root / "envs" / "__init__.py").read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "ENVS" for target in targets):
@@ -285,14 +332,14 @@ def known_environments(root: Path = ROOT) -> list[str]:
 
 
 def install_extras(environment: Environment, chosen: RequirementSet, env: str) -> None:
-    """Install what one environment needs beyond the common packages: requirements-env-NAME.txt, where there is one."""
+    """Install what one environment alone needs: requirements-env-NAME.txt, where there is one."""
     extras = environment.root / f"requirements-env-{env}.txt"
     if not extras.exists():
         return
     text = "\n".join(requirement_lines(extras))
     key, value = f"env {env}", hashlib.sha256(text.encode()).hexdigest()
     if environment.record.get(key) != value:
-        print(f"setup: installing what the environment {env} needs beyond the common packages", flush=True)
+        print(f"setup: installing {extras.name}", flush=True)
         environment.pip_install("-r", extras, "-c", chosen.lock)
         environment.write_record({**environment.record, key: value})
 
@@ -311,8 +358,8 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
         started = time.monotonic()
         count = len(requirement_lines(environment.root / chosen.lock))
         print(
-            f"setup: installing {count} pinned packages ({set_name} set) into {environment.path}, "
-            f"a few minutes the first time; log: {environment.log}",
+            f"setup: installing {count} pinned packages ({set_name} set), a few minutes the first "
+            f"time; log: {environment.log}",
             flush=True,
         )
         install(environment, chosen)
@@ -322,20 +369,24 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Create .venv and install the pinned packages, once.")
-    parser.add_argument("--set", choices=["auto", *SETS], default="auto", help="auto: cuda where nvidia-smi lists a GPU")
-    parser.add_argument("--env", default="textcraft", help="environment whose own requirements are installed too")
+    parser = argparse.ArgumentParser(description="Create .venv with the pinned packages, once.")
+    choices = ["auto", *SETS]
+    parser.add_argument(
+        "--set", choices=choices, default="auto", help="auto: cuda if there is a GPU"
+    )
+    parser.add_argument(
+        "--env", default="textcraft", help="install what this environment needs too"
+    )
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
+    except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nerror: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print(
+            "\nerror: interrupted; the same command goes on where this one stopped", file=sys.stderr
+        )
         return 130
     return 0
 

@@ -1,21 +1,24 @@
-"""Warm start: supervised fine-tuning on demonstrations, so that reinforcement learning has something to reinforce.
+"""Warm start: supervised fine-tuning on demonstrations, so that reinforcement learning has
+something to reinforce.
 
-RL makes likely what already happens sometimes. A model that never writes a valid action earns 0 in every sample,
-every group has zero variance, and nothing is learned: SmolLM2-135M, asked cold, wrote no valid TextCraft action in
-240 tries. A few minutes of imitation change that.
+RL makes likely what already happens sometimes. A model that never writes a valid action earns 0 in
+every sample, every group has zero variance, and nothing is learned: SmolLM2-135M, asked cold, wrote
+no valid TextCraft action in 240 tries. A few minutes of imitation change that.
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-loss_mask is 1 on the demonstrated actions, their end-of-turn included, and 0 on prompt and observations. A
-demonstration is encoded by the same `RolloutHandler` that sampling uses, so that the policy is warmed up on exactly
-the token sequences it will see; there is no second path to drift away from it.
+loss_mask is 1 on the demonstrated actions, their end-of-turn included, and 0 on prompt and
+observations. A demonstration is encoded by the same `RolloutHandler` that sampling uses, so that
+the policy is warmed up on exactly the token sequences it will see; there is no second path to drift
+away from it.
 
 Demonstrations are AgentTraj conversations, the format of AgentGym's data sets:
 
     {"item_id": "textcraft_31", "conversations": [{"from": "human", "loss": null, "value": ...},
                                                   {"from": "gpt", "loss": true, "value": ...}, ...]}
 
-`train.py` calls `warm_start` for models that need it and keeps the result under a key of model, data and settings:
+`train.py` calls `warm_start` for models that need it and keeps the result under a key of model,
+data and settings:
 
     python sft.py --env textcraft --model smollm2-135m --out runs/warm          # the same by hand
     python sft.py --env textcraft --model X --data my_agenttraj.json --out Y    # your own demonstrations
@@ -60,18 +63,24 @@ class SftSettings:
 
 
 def demonstrate(env: str, task: Task, seed: int, max_turns: int = 50) -> Conversation | None:
-    """The oracle solves one task: an AgentTraj conversation, or None if it did not get there in `max_turns`."""
+    """The oracle solves one task: an AgentTraj conversation, or None if it did not get there in
+    `max_turns`."""
     world = get_env(env)()
     observation = world.reset(task.task_index, seed)
     turns: list[dict[str, Any]] = [
-        {"from": "gpt" if m["role"] == "assistant" else m["role"].replace("user", "human"), "loss": None}
+        {
+            "from": "gpt" if m["role"] == "assistant" else m["role"].replace("user", "human"),
+            "loss": None,
+        }
         | {"value": m["content"]}
         for m in world.PROMPT
     ]
     for _ in range(max_turns):
         thought, action = world.oracle()
         turns.append({"from": "human", "loss": None, "value": observation})
-        turns.append({"from": "gpt", "loss": True, "value": f"Thought: {thought}\nAction: {action}"})
+        turns.append(
+            {"from": "gpt", "loss": True, "value": f"Thought: {thought}\nAction: {action}"}
+        )
         observation, _, terminated, truncated, info = world.step(action)
         if terminated or truncated:
             return {"item_id": task.task_id, "conversations": turns} if info["success"] else None
@@ -79,7 +88,8 @@ def demonstrate(env: str, task: Task, seed: int, max_turns: int = 50) -> Convers
 
 
 def demonstrations(env: str, tasks: list[Task], count: int, seed: int) -> list[Conversation]:
-    """`count` oracle demonstrations: sub-tasks in equal parts, each task again with another seed once all are used."""
+    """`count` oracle demonstrations: sub-tasks in equal parts, each task again with another seed
+    once all are used."""
     rng = random.Random(seed)
     by_subtask: dict[str, list[Task]] = {}
     for task in tasks:
@@ -101,7 +111,8 @@ def demonstrations(env: str, tasks: list[Task], count: int, seed: int) -> list[C
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
-    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user turn get loss."""
+    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user
+    turn get loss."""
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     turns = []
     for i, message in enumerate(messages):
@@ -113,8 +124,8 @@ def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
 def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
     """An AgentTraj conversation as a trajectory, encoded like a sampled one.
 
-    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them, less the
-    observation right before it, is the prompt.
+    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them,
+    less the observation right before it, is the prompt.
     Raises:
         ValueError: no turn has loss, or roles do not alternate.
     """
@@ -131,7 +142,9 @@ def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> R
     for i in range(first, len(turns)):
         expected = "gpt" if (i - first) % 2 == 0 else "human"
         if turns[i]["from"] != expected:
-            raise ValueError(f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}")
+            raise ValueError(
+                f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}"
+            )
         if expected == "human":
             if i + 1 < len(turns):
                 handler.add_observation(chat, turns[i]["value"])
@@ -147,7 +160,11 @@ def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> R
 
 
 def finetune(
-    policy: Any, batch: Batch, settings: SftSettings, progress: bool = True, steps: int | None = None
+    policy: Any,
+    batch: Batch,
+    settings: SftSettings,
+    progress: bool = True,
+    steps: int | None = None,
 ) -> list[float]:
     """Minimise the action loss; returns the loss of every optimizer step (nats per action token).
 
@@ -191,12 +208,17 @@ def finetune(
     return losses
 
 
-def encode(chat: ChatTemplate, records: list[Conversation], settings: SftSettings, pad_id: int) -> Batch:
-    """Conversations -> tensors; those over the token limit are left out, with a line that says how many."""
+def encode(
+    chat: ChatTemplate, records: list[Conversation], settings: SftSettings, pad_id: int
+) -> Batch:
+    """Conversations -> tensors; those over the token limit are left out, with a line that says how
+    many."""
     handlers = [from_agenttraj(chat, record) for record in records]
     kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
     if len(kept) < len(handlers):
-        print(f"{len(handlers) - len(kept)} demonstrations over {settings.max_trajectory_tokens} tokens left out")
+        print(
+            f"{len(handlers) - len(kept)} demonstrations over {settings.max_trajectory_tokens} tokens left out"
+        )
     return make_batch(kept, pad_id)
 
 
@@ -209,18 +231,24 @@ def train_to(folder: Path, model: str, records: list[Conversation], settings: Sf
     batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
     losses = finetune(policy, batch, settings)
     save_policy(policy, tokenizer, folder)
-    (folder / "sft.json").write_text(json.dumps({"model": model, "settings": asdict(settings), "losses": losses}))
+    (folder / "sft.json").write_text(
+        json.dumps({"model": model, "settings": asdict(settings), "losses": losses})
+    )
     (folder / "sft_data.json").write_text(json.dumps(records, indent=1))
     print(f"action loss {losses[0]:.3f} -> {sum(losses[-8:]) / len(losses[-8:]):.3f} nats a token")
 
 
 def warm_start(model: str, env: str, tasks: list[Task], settings: SftSettings) -> str:
-    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then taken from the cache."""
+    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then taken from
+    the cache."""
     records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode()).hexdigest()[:16]
     folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"
     if not folder.exists():
-        print(f"warm start: {len(records)} oracle demonstrations, {settings.epochs} epochs, then cached", flush=True)
+        print(
+            f"warm start: {len(records)} oracle demonstrations, {settings.epochs} epochs, then cached",
+            flush=True,
+        )
         build_aside(folder, lambda tmp: train_to(tmp, model, records, settings))
     return str(folder)
 
@@ -255,7 +283,9 @@ def main(config: Config) -> int:
     if out.exists():
         raise ValueError(f"--out {out} exists; choose another folder")
     names = SftSettings.__dataclass_fields__
-    settings = SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
+    settings = SftSettings(
+        **{name: value for name, value in asdict(config).items() if name in names}
+    )
     if config.data:
         records = json.loads(Path(config.data).read_text())
     else:

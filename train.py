@@ -1,10 +1,12 @@
-"""Multi-turn reinforcement learning of an LLM agent, from the first prompt to the last checkpoint, in one loop.
+"""Multi-turn reinforcement learning of an LLM agent, from the first prompt to the last checkpoint,
+in one loop.
 
              tasks ──> 1 horizon: how many turns may the agent take at this step?
                            │
     environment servers <──> 2 roll out: sampler and environments take turns, token by token
                            │        trajectories: ids, masks, log-probs, rewards
-                           3 log-probs: what the trainer, the reference and the critic say of the same tokens
+                           3 log-probs: what the trainer, the reference and the critic say of the
+                           same tokens
                            │
                            4 advantages: was a token followed by more reward than usual?
                            │
@@ -14,15 +16,16 @@
                            │
                            7 log, evaluate on held-out tasks, save ──> next step
 
-This is GRPO, PPO, RLOO or REINFORCE++ depending on banner 4 alone, ScalingInter-RL depending on banner 1 alone.
+This is GRPO, PPO, RLOO or REINFORCE++ depending on banner 4 alone, ScalingInter-RL depending on
+banner 1 alone.
 
     python train.py --env textcraft                                       # two CPU cores, about an hour
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct      # one large GPU
     python train.py --env textcraft --algorithm ppo --rounds 8            # any option: python train.py --help
 
-Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations, checkpoints and a
-plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes: 0 done, 1 failure, 2 misuse, 130
-stopped by Ctrl-C.
+Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations,
+checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
+0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
 Read first: schedulers, advantages, losses, envclient, rollout, update. Read next: `evaluate.py`.
 """
@@ -49,10 +52,23 @@ from engines import Engine, EngineError, SamplingSettings, make_engine
 from envclient import EnvError, EnvPool, local_server
 from envs import Task, load_tasks
 from evaluate import evaluate_policy
-from losses import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards, masked_mean
+from losses import (
+    AdaptiveKLController,
+    FixedKLController,
+    kl_estimate,
+    kl_penalized_rewards,
+    masked_mean,
+)
 from metrics import MetricsLogger, plot, summarize_trajectories
 from models import describe, load_critic, load_policy, load_tokenizer, num_parameters, resolve_model
-from rollout import RolloutHandler, RolloutRequest, RolloutSettings, RolloutStats, TooManyEnvFailures, collect
+from rollout import (
+    RolloutHandler,
+    RolloutRequest,
+    RolloutSettings,
+    RolloutStats,
+    TooManyEnvFailures,
+    collect,
+)
 from schedulers import make_scheduler
 from sft import SftSettings, warm_start
 from update import score, update_critic, update_policy
@@ -64,7 +80,7 @@ class TrainingError(RuntimeError):
 
 def main(config: Config) -> int:
     """Train; returns the exit code."""
-    # ------------------------------------------------------------------------------------------------- setup
+    # ---------------------------------------------------------------------------------------- setup
     run = rundir.open_run(config)
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)
@@ -75,15 +91,17 @@ def main(config: Config) -> int:
         stack.callback(logger.close)
         saved = first - 1
         try:
-            if is_due(first - 1, config.eval_every, config.steps) and not run.has_evaluation(first - 1):
+            if is_due(first - 1, config.eval_every, config.steps) and not run.has_evaluation(
+                first - 1
+            ):
                 with stop.allowed():
                     t.evaluate(first - 1)
             for step in range(first, config.steps + 1):
                 clock = Clock()
-                # -------------------------------------------------------------------------------- 1 horizon
+                # ------------------------------------------------------------------------ 1 horizon
                 max_rounds = t.scheduler.rounds_at(step)
 
-                # ------------------------------------------------------------------------------- 2 roll out
+                # ----------------------------------------------------------------------- 2 roll out
                 requests = t.requests_of(step)
                 stats = RolloutStats()
                 with stop.allowed(), clock("time/rollout_s"):
@@ -91,40 +109,56 @@ def main(config: Config) -> int:
                 if config.shuffle_rewards:
                     shuffle_rewards(trajectories, seed=config.seed + step)
                 usable, groups = usable_trajectories(trajectories, config)
-                metrics: dict[str, Any] = {"horizon/max_rounds": max_rounds, "data/epoch": t.epoch_of(step)}
+                metrics: dict[str, Any] = {
+                    "horizon/max_rounds": max_rounds,
+                    "data/epoch": t.epoch_of(step),
+                }
 
                 if usable:
-                    # -------------------------------------------------------------------------- 3 log-probs
+                    # ------------------------------------------------------------------ 3 log-probs
                     batch = make_batch(usable, t.pad_id)
                     with clock("time/log_probs_s"):
                         old, ref, values = t.score(batch)
 
-                    # ------------------------------------------------------------------------- 4 advantages
+                    # ----------------------------------------------------------------- 4 advantages
                     with clock("time/advantages_s"):
                         rewards, kl_metrics = t.penalized_rewards(batch, old, ref)
                         advantages, returns = estimate(config, rewards, batch, values)
 
-                    # ----------------------------------------------------------------------------- 5 update
+                    # --------------------------------------------------------------------- 5 update
                     with clock("time/update_s"):
-                        metrics |= kl_metrics | t.update(step, batch, advantages, returns, old, ref, values)
+                        metrics |= kl_metrics | t.update(
+                            step, batch, advantages, returns, old, ref, values
+                        )
 
-                    # ------------------------------------------------------------------------------- 6 sync
+                    # ----------------------------------------------------------------------- 6 sync
                     with clock("time/sync_s"):
-                        metrics["sync/log_prob_diff_mean"], num_bytes = t.sync(step, usable[: t.num_probes])
+                        metrics["sync/log_prob_diff_mean"], num_bytes = t.sync(
+                            step, usable[: t.num_probes]
+                        )
                     clock.values |= update_speed(batch, config, clock) | {"sync/bytes": num_bytes}
                     keep_advantages(usable, advantages)
                 else:
-                    print(f"step {step}: no trajectory carries a signal; no weight changes", flush=True)
+                    print(
+                        f"step {step}: no trajectory carries a signal; no weight changes",
+                        flush=True,
+                    )
                     metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
 
-                # ------------------------------------------------------------------- 7 log, evaluate, save
+                # ------------------------------------------------------------ 7 log, evaluate, save
                 metrics |= summarize_trajectories(trajectories) | groups
                 run.write_trajectories(f"step_{step:06d}", trajectories)
                 if is_due(step, config.eval_every, config.steps) and not stop.requested:
                     # An evaluation cut short by Ctrl-C is made up for when the run is resumed.
-                    with contextlib.suppress(KeyboardInterrupt), stop.allowed(), clock("time/eval_s"):
+                    with (
+                        contextlib.suppress(KeyboardInterrupt),
+                        stop.allowed(),
+                        clock("time/eval_s"),
+                    ):
                         metrics |= t.evaluate(step)
-                logger.log(step, metrics)  # before saving: a resume drops lines it has no checkpoint for
+                logger.log(
+                    step, metrics
+                )  # before saving: a resume drops lines it has no checkpoint for
                 t.completed_step = step
                 if is_due(step, config.save_every, config.steps):
                     with clock("time/save_s"):
@@ -137,13 +171,18 @@ def main(config: Config) -> int:
             done = t.completed_step
             if done > saved or not checkpoint.steps_saved(run.path):
                 t.save(done)
-            print(f"\nstopped after step {done}, saved. Go on with:\n  {run.resume_command()}", flush=True)
+            print(
+                f"\nstopped after step {done}, saved. Go on with:\n  {run.resume_command()}",
+                flush=True,
+            )
             return 130
-    print(f"done: {run.path}\n  evaluate with: python evaluate.py --model {run.path}/checkpoints/best")
+    print(
+        f"done: {run.path}\n  evaluate with: python evaluate.py --model {run.path}/checkpoints/best"
+    )
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- pure pieces of a step
+# ---------------------------------------------------------------------------- pure pieces of a step
 
 
 def estimate(
@@ -167,8 +206,9 @@ def usable_trajectories(
 ) -> tuple[list[RolloutHandler], dict[str, Any]]:
     """The trajectories that enter the loss, and how many were left out.
 
-    Out go: those the infrastructure lost or without a policy token; for algorithms that compare within a group,
-    groups left with one member and, with --skip-zero-variance, groups whose returns are all equal (advantage 0).
+    Out go: those the infrastructure lost or without a policy token; for algorithms that compare
+    within a group, groups left with one member and, with --skip-zero-variance, groups whose returns
+    are all equal (advantage 0).
     """
     valid = [t for t in trajectories if t.is_valid]
     if config.algorithm in GROUPED:
@@ -185,7 +225,8 @@ def usable_trajectories(
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
-    """The control: every trajectory gets another one's rewards, turn by turn; what it did no longer matters.
+    """The control: every trajectory gets another one's rewards, turn by turn; what it did no longer
+    matters.
 
     The multiset of returns stays, so that signal, step sizes and group variances look alike.
     """
@@ -219,7 +260,12 @@ def update_speed(batch: Batch, config: Config, clock: Clock) -> dict[str, float]
 
 
 def show_step(
-    logger: MetricsLogger, run: rundir.Run, step: int, metrics: dict[str, Any], clock: Clock, stats: RolloutStats
+    logger: MetricsLogger,
+    run: rundir.Run,
+    step: int,
+    metrics: dict[str, Any],
+    clock: Clock,
+    stats: RolloutStats,
 ) -> None:
     seconds = max(stats.seconds, 1e-9)
     timings = clock.values | {
@@ -250,16 +296,19 @@ class Clock:
         return time.perf_counter() - self._began
 
 
-# ------------------------------------------------------------------------------------- models, engine, environment
+# ---------------------------------------------------------------------- models, engine, environment
 
 
 class Trainer:
-    """What lives from the first step to the last: the networks, the sampler, the environments, the task lists.
+    """What lives from the first step to the last: the networks, the sampler, the environments, the
+    task lists.
 
     It holds no algorithm: the order of things is in `main`.
     """
 
-    num_probes = 2  # trajectories whose openings are sampled and scored again after each weight sync
+    num_probes = (
+        2  # trajectories whose openings are sampled and scored again after each weight sync
+    )
 
     def __init__(self, config: Config, run: rundir.Run, stack: contextlib.ExitStack) -> None:
         from accelerate import Accelerator
@@ -286,32 +335,51 @@ class Trainer:
         self.policy, self.optimizer = self.trained(load_policy(start), config.learning_rate)
         self.critic = self.critic_optimizer = self.reference = None
         if config.algorithm == "ppo":
-            self.critic, self.critic_optimizer = self.trained(load_critic(start), config.critic_learning_rate)
+            self.critic, self.critic_optimizer = self.trained(
+                load_critic(start), config.critic_learning_rate
+            )
         if config.kl_coef or config.kl_loss_coef:
-            self.reference = load_policy(start).to(self.accelerator.device).eval().requires_grad_(False)
+            self.reference = (
+                load_policy(start).to(self.accelerator.device).eval().requires_grad_(False)
+            )
             self.reference = self.accelerator.prepare_model(self.reference, evaluation_mode=True)
-        print(f"policy: {num_parameters(self.policy) / 1e6:.1f}M parameters on {self.accelerator.device}", flush=True)
+        print(
+            f"policy: {num_parameters(self.policy) / 1e6:.1f}M parameters on {self.accelerator.device}",
+            flush=True,
+        )
         self.engine: Engine = make_engine(
-            config.engine, start, config.max_trajectory_tokens + 1, deterministic=config.deterministic
+            config.engine,
+            start,
+            config.max_trajectory_tokens + 1,
+            deterministic=config.deterministic,
         )
         stack.callback(self.engine.close)
-        self.scheduler = make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+        self.scheduler = make_scheduler(
+            config.rounds_scheduler, config.rounds, config.steps_scaling_inter
+        )
         self.kl_controller = FixedKLController(config.kl_coef)
         if config.kl_target is not None:
-            self.kl_controller = AdaptiveKLController(config.kl_coef, config.kl_target, horizon=10_000)
+            self.kl_controller = AdaptiveKLController(
+                config.kl_coef, config.kl_target, horizon=10_000
+            )
         self.completed_step = 0
         self.best: float | None = None
 
     def trained(self, model: Any, learning_rate: float) -> tuple[Any, Any]:
-        """A model and its optimizer, prepared together (a sharded model wants its optimizer with it)."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+        """A model and its optimizer, prepared together (a sharded model wants its optimizer with
+        it)."""
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
+        )
         return self.accelerator.prepare(model.train(), optimizer)
 
     def check_budget(self) -> None:
         """Refuse a token budget that the first prompt alone fills."""
         with self.pool.client() as client:
             observation = client.reset(self.tasks[0].task_index)
-            needed = len(self.chat.opening(client.prompt, observation)) + self.config.max_tokens_per_turn
+            needed = (
+                len(self.chat.opening(client.prompt, observation)) + self.config.max_tokens_per_turn
+            )
         if needed > self.config.max_trajectory_tokens:
             raise ValueError(
                 f"--max-trajectory-tokens {self.config.max_trajectory_tokens} is too small: the opening of "
@@ -321,16 +389,20 @@ class Trainer:
     # 1, 2: which tasks, and playing them
 
     def requests_of(self, step: int) -> list[RolloutRequest]:
-        """The step's trajectories to roll: a pure function of (seed, step), so resume cannot lose its place.
+        """The step's trajectories to roll: a pure function of (seed, step), so resume cannot lose
+        its place.
 
-        Tasks are drawn without replacement, epoch by epoch; all samples of a task share the environment's seed.
+        Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
+        environment's seed.
         """
         c = self.config
         requests = []
         for n in range(c.tasks_per_step):
             position = (step - 1) * c.tasks_per_step + n
             epoch, index = divmod(position, len(self.tasks))
-            order = random.Random(f"{c.seed}/{epoch}").sample(range(len(self.tasks)), len(self.tasks))
+            order = random.Random(f"{c.seed}/{epoch}").sample(
+                range(len(self.tasks)), len(self.tasks)
+            )
             task, env_seed = self.tasks[order[index]], c.seed * 1_000_003 + position
             requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(c.group_size)]
         return requests
@@ -353,7 +425,8 @@ class Trainer:
     def roll_out(
         self, requests: list[RolloutRequest], max_rounds: int, stats: RolloutStats
     ) -> list[RolloutHandler]:
-        """Banner 2, with a progress bar; on an engine error the finished trajectories are saved first."""
+        """Banner 2, with a progress bar; on an engine error the finished trajectories are saved
+        first."""
         step, finished = requests[0].step, []
         with rundir.progress_bar(len(requests), f"step {step} rollout") as tick:
             try:
@@ -374,13 +447,18 @@ class Trainer:
 
     # 3 to 6: learning
 
-    def score(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Banner 3: old log-probs (only where the update needs them), reference log-probs, values; (B, T) each."""
+    def score(
+        self, batch: Batch
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Banner 3: old log-probs (only where the update needs them), reference log-probs, values;
+        (B, T) each."""
         c, device = self.config, self.accelerator.device
         several = c.objective.num_optimizer_steps(len(batch)) > 1
         limit, tau = c.max_tokens_per_micro_batch, c.temperature
         old = score(self.policy, batch, limit, device, tau) if several or c.kl_coef else None
-        ref = score(self.reference, batch, limit, device, tau) if self.reference is not None else None
+        ref = (
+            score(self.reference, batch, limit, device, tau) if self.reference is not None else None
+        )
         values = score(self.critic, batch, limit, device) if self.critic is not None else None
         return old, ref, values
 
@@ -410,19 +488,36 @@ class Trainer:
         c, metrics = self.config, {}
         if self.critic is not None and values is not None:
             metrics |= update_critic(
-                self.accelerator, self.critic, self.critic_optimizer, batch, values, returns, c.objective, step
+                self.accelerator,
+                self.critic,
+                self.critic_optimizer,
+                batch,
+                values,
+                returns,
+                c.objective,
+                step,
             )
         kl_reference = ref if c.kl_loss_coef else None
         metrics |= update_policy(
-            self.accelerator, self.policy, self.optimizer, batch, advantages, c.objective, old, kl_reference, step
+            self.accelerator,
+            self.policy,
+            self.optimizer,
+            batch,
+            advantages,
+            c.objective,
+            old,
+            kl_reference,
+            step,
         )
         return metrics
 
     def sync(self, step: int, probes: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """Banner 6: new weights into the sampler; returns (mean |sampler - trainer| log-prob, bytes).
+        """Banner 6: new weights into the sampler; returns (mean |sampler - trainer| log-prob,
+        bytes).
 
-        The check samples a few tokens from the openings of `probes` and scores them with the trainer: a sampler
-        that kept an old weight anywhere, the tied output head for instance, is off by 0.5 nats at once.
+        The check samples a few tokens from the openings of `probes` and scores them with the
+        trainer: a sampler that kept an old weight anywhere, the tied output head for instance, is
+        off by 0.5 nats at once.
         Raises:
             TrainingError: the two differ by more than --max-sync-error.
         """
@@ -484,7 +579,9 @@ class Trainer:
         row = summary["overall"]
         avg = row["avg"]
         if avg["value"] is None:
-            raise TrainingError(f"step {step}: every held-out trajectory was lost: {summary['lost']['last_error']}")
+            raise TrainingError(
+                f"step {step}: every held-out trajectory was lost: {summary['lost']['last_error']}"
+            )
         print(
             f"step {step}: held-out success {avg['value']:.1%} [{avg['low']:.1%}, {avg['high']:.1%}], "
             f"{row['items']} tasks x {c.eval_samples} samples",
@@ -492,7 +589,11 @@ class Trainer:
         )
         self.is_best = self.best is None or avg["value"] > self.best
         self.best = max(self.best or 0.0, avg["value"])
-        return {"eval/avg": avg["value"], "eval/pass": row["pass"]["value"], "eval/return_mean": row["return_mean"]}
+        return {
+            "eval/avg": avg["value"],
+            "eval/pass": row["pass"]["value"],
+            "eval/return_mean": row["return_mean"],
+        }
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`."""
@@ -530,7 +631,10 @@ class Trainer:
         return steps[-1]
 
     def _state_of(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        return {"model": self.accelerator.unwrap_model(model).state_dict(), "optimizer": optimizer.state_dict()}
+        return {
+            "model": self.accelerator.unwrap_model(model).state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
 
     def _load(self, model: Any, optimizer: Any, part: dict[str, Any]) -> None:
         self.accelerator.unwrap_model(model).load_state_dict(part["model"])
@@ -538,7 +642,8 @@ class Trainer:
 
 
 def held_out_tasks(config: Config) -> list[Task]:
-    """The tasks of --eval-tasks, or the environment's test split, restricted to the chosen sub-tasks."""
+    """The tasks of --eval-tasks, or the environment's test split, restricted to the chosen
+    sub-tasks."""
     if not config.eval_every:
         return []
     subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
@@ -547,22 +652,28 @@ def held_out_tasks(config: Config) -> list[Task]:
 
 
 def start_model(config: Config) -> str:
-    """Path of the weights that RL starts from: as given, or warmed up on demonstrations of the training tasks."""
+    """Path of the weights that RL starts from: as given, or warmed up on demonstrations of the
+    training tasks."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
     if config.warm_start == "never" or config.model not in ("smollm2-135m", "tiny"):
         return resolve_model(config.model)
-    # Demonstrations may be one level harder than what RL trains on: they teach the grammar, not the tasks.
+    # Demonstrations may be one level harder than what RL trains on: they teach the grammar, not the
+    # tasks.
     tasks = load_tasks(config.env, config.split, config.tasks)
     levels = sorted({task.subtask for task in tasks})[:2]
-    return warm_start(config.model, config.env, [t for t in tasks if t.subtask in levels], SftSettings())
+    return warm_start(
+        config.model, config.env, [t for t in tasks if t.subtask in levels], SftSettings()
+    )
 
 
 def command_line() -> int:
     """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
     import tyro
 
-    config = tyro.cli(Config, default=hardware_defaults(torch.cuda.is_available()), description=__doc__)
+    config = tyro.cli(
+        Config, default=hardware_defaults(torch.cuda.is_available()), description=__doc__
+    )
     try:
         if config.resume:
             config = rundir.resumed_config(config)
@@ -572,7 +683,14 @@ def command_line() -> int:
     except (ValueError, FileExistsError, FileNotFoundError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    except (TrainingError, EngineError, EnvError, TooManyEnvFailures, checkpoint.CheckpointError, OSError) as error:
+    except (
+        TrainingError,
+        EngineError,
+        EnvError,
+        TooManyEnvFailures,
+        checkpoint.CheckpointError,
+        OSError,
+    ) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
 

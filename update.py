@@ -1,20 +1,26 @@
 """The passes of one training step: score tokens, and take optimizer steps on the clipped objective.
 
-    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H H(π_θ)
+    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H
+    H(π_θ)
     ρ = π_θ(token) / π_old(token)         w = min( π_old / μ, cap )         N = policy tokens of the mini-batch
 
-π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler computed it.
-The two have the same weights and differ by rounding (0.004 nats a token in bfloat16); w corrects for that.
+π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
+computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
+w corrects for that.
 
-    step's batch ──shuffle──> mini-batches (one optimizer step each) ──cut──> micro-batches (one backward each)
+    step's batch ──shuffle──> mini-batches (one optimizer step each) ──cut──> micro-batches (one
+    backward each)
 
-`--ppo-epochs` E over a batch of M mini-batches takes E·M optimizer steps; the reference reads the setting and
-takes one pass whatever it says. When E·M = 1 the policy has not moved before its only step, so ρ = 1 and π_old is
-the current policy, detached: the pass that would recompute it is left out, exactly.
+`--ppo-epochs` E over a batch of M mini-batches takes E·M optimizer steps; the reference reads the
+setting and takes one pass whatever it says. When E·M = 1 the policy has not moved before its only
+step, so ρ = 1 and π_old is the current policy, detached: the pass that would recompute it is left
+out, exactly.
 
-A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and counted.
+A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
+counted.
 
-Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes stand in a step.
+Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes
+    stand in a step.
 """
 
 from __future__ import annotations
@@ -51,7 +57,9 @@ class Objective:
         return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
 
 
-def score(model: Any, batch: Batch, max_tokens: int, device: Any, temperature: float | None = None) -> torch.Tensor:
+def score(
+    model: Any, batch: Batch, max_tokens: int, device: Any, temperature: float | None = None
+) -> torch.Tensor:
     """One number per policy token without gradient: log-probs of a policy, or values of a critic.
 
     Args:
@@ -93,18 +101,30 @@ def update_policy(
         ValueError: old_log_probs is None although the policy moves before the last mini-batch.
     """
     if old_log_probs is None and objective.num_optimizer_steps(len(batch)) > 1:
-        raise ValueError("several optimizer steps need old_log_probs, computed before the first of them")
+        raise ValueError(
+            "several optimizer steps need old_log_probs, computed before the first of them"
+        )
 
-    def loss_of(rows: list[int], denominator: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(
+        rows: list[int], denominator: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         part, device = batch.rows(rows), accelerator.device
-        ids, mask, sampled = (x.to(device) for x in (part.input_ids, part.loss_mask, part.rollout_log_probs))
+        ids, mask, sampled = (
+            x.to(device) for x in (part.input_ids, part.loss_mask, part.rollout_log_probs)
+        )
         pick = _picker(batch, rows, device)
         log_probs, entropy = policy(ids, mask, objective.temperature)  # (B, T) each
         old = pick(old_log_probs) if old_log_probs is not None else log_probs.detach()
         cap = objective.sampler_is_cap
         weights = sampler_is_weights(old, sampled, mask, cap) if cap else None
         surrogate = policy_loss(
-            log_probs, old, pick(advantages), mask, objective.clip_ratio, denominator, is_weights=weights
+            log_probs,
+            old,
+            pick(advantages),
+            mask,
+            objective.clip_ratio,
+            denominator,
+            is_weights=weights,
         )
         loss, sums = surrogate.loss, {}
         mean_entropy = masked_mean(entropy, mask, denominator)
@@ -129,7 +149,11 @@ def update_policy(
         return loss, sums
 
     metrics = _optimize(accelerator, policy, optimizer, batch, objective, shuffle_seed, loss_of)
-    named = {"grad_norm": "policy/grad_norm", "steps": "policy/optimizer_steps", "skipped": "policy/skipped_steps"}
+    named = {
+        "grad_norm": "policy/grad_norm",
+        "steps": "policy/optimizer_steps",
+        "skipped": "policy/skipped_steps",
+    }
     metrics = {named.get(name, name): value for name, value in metrics.items()}
     return metrics | {"policy/learning_rate": optimizer.param_groups[0]["lr"]}
 
@@ -144,27 +168,37 @@ def update_critic(
     objective: Objective,
     shuffle_seed: int = 0,
 ) -> dict[str, float]:
-    """All optimizer steps of one training step on PPO's critic; `critic/*` metrics, means over policy tokens.
+    """All optimizer steps of one training step on PPO's critic; `critic/*` metrics, means over
+    policy tokens.
 
     Args:
         old_values: (B, T) the critic's values before the step.
         returns: (B, T) targets from `advantages.gae`.
     """
 
-    def loss_of(rows: list[int], denominator: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(
+        rows: list[int], denominator: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         part, device = batch.rows(rows), accelerator.device
         pick = _picker(batch, rows, device)
         mask = part.loss_mask.to(device)
         values = critic(part.input_ids.to(device), mask)  # (B, T)
-        result = value_loss(values, pick(old_values), pick(returns), mask, objective.value_clip, denominator)
+        result = value_loss(
+            values, pick(old_values), pick(returns), mask, objective.value_clip, denominator
+        )
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
     metrics = _optimize(accelerator, critic, optimizer, batch, objective, shuffle_seed, loss_of)
     kept = {"critic/loss", "critic/clip_frac"}
     shown = {name: value for name, value in metrics.items() if name in kept}
     variance = _variance(returns, batch.loss_mask)
-    explained = 1 - _variance(returns - old_values, batch.loss_mask) / variance if variance > 0 else 0.0
-    return shown | {"critic/grad_norm": metrics["grad_norm"], "critic/explained_variance": explained}
+    explained = (
+        1 - _variance(returns - old_values, batch.loss_mask) / variance if variance > 0 else 0.0
+    )
+    return shown | {
+        "critic/grad_norm": metrics["grad_norm"],
+        "critic/explained_variance": explained,
+    }
 
 
 def _optimize(
@@ -196,7 +230,11 @@ def _optimize(
                     totals[name] = max(totals.get(name, 0.0), number)
                 else:
                     totals[name] = totals.get(name, 0.0) + number / len(mini_batches)
-        norm = float(accelerator.clip_grad_norm_(model.parameters(), objective.max_grad_norm)) if finite else math.nan
+        norm = (
+            float(accelerator.clip_grad_norm_(model.parameters(), objective.max_grad_norm))
+            if finite
+            else math.nan
+        )
         if math.isfinite(norm):
             optimizer.step()
             norms.append(norm)
@@ -209,7 +247,8 @@ def _optimize(
 
 
 def _mini_batches(num_rows: int, objective: Objective, seed: int) -> Iterator[list[int]]:
-    """Row indices of each optimizer step: every row once per epoch, freshly shuffled from a seed of its own."""
+    """Row indices of each optimizer step: every row once per epoch, freshly shuffled from a seed of
+    its own."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(objective.ppo_epochs):
         order = torch.randperm(num_rows, generator=generator).tolist()

@@ -1,9 +1,12 @@
 """The horizon of a training step: hand-worked tables, every boundary, and resuming (trap 11)."""
 
+import doctest
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import schedulers
 from schedulers import FixedRoundsScheduler, RoundsScheduler, StepRoundsScheduler, make_scheduler
 
 # The released schedules (rounds, steps between two horizons) and hand-worked (step, rounds) pairs.
@@ -174,3 +177,8 @@ def test_later_changes_of_the_list_do_not_reach_the_scheduler():
     scheduler = StepRoundsScheduler(1, rounds)
     rounds[1] = 99
     assert scheduler.rounds_at(2) == 20
+
+
+def test_the_examples_in_the_docstrings_run():
+    result = doctest.testmod(schedulers)
+    assert result.attempted > 0 and result.failed == 0

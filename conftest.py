@@ -1,0 +1,40 @@
+"""What pytest runs besides tests/: every Python block of README.md and tutorials/*.md, in order.
+
+The blocks of one document share one namespace, as if typed into one session, and run from the
+repository root; `>>>` lines must print what the page shows. A block after `<!-- skip: next -->` is
+shown only. A tutorial whose blocks take long has `slow` in its file name's stem, as in
+`09_learning_slow.md`, and is run by `make test-slow`.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+ROOT = Path(__file__).resolve().parent
+
+
+def _enter_root(namespace: dict) -> None:
+    namespace["__name__"] = "__tutorial__"
+    namespace["_cwd_before"] = os.getcwd()
+    os.chdir(ROOT)
+
+
+def _leave_root(namespace: dict) -> None:
+    os.chdir(namespace["_cwd_before"])
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["README.md", "tutorials/*.md"],
+    setup=_enter_root,
+    teardown=_leave_root,
+).pytest()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.suffix == ".md" and item.path.stem.endswith("slow"):
+            item.add_marker("slow")

@@ -1,0 +1,668 @@
+"""rollout.py: exact tokens and masks, budgets, and what becomes of a trajectory when things fail."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fakes import (
+    FakePool,
+    ScriptedEngine,
+    byte_tokenizer,
+    draw,
+    observe,
+    requests_of,
+    settings_of,
+    word_tokenizer,
+)
+
+from chat import ChatTemplate
+from engines import EngineError
+from envclient import EnvPool, EnvServerError, EnvTimeout, NotSupported
+from envs import Task
+from envs.server import create_app
+from models import load_tokenizer, resolve_model
+from rollout import (
+    RolloutHandler,
+    RolloutRequest,
+    RolloutStats,
+    TooManyEnvFailures,
+    collect,
+    sampling_seed,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = word_tokenizer()
+SYSTEM = [{"role": "system", "content": "rules"}]
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A template over a tokenizer with one id a word."""
+    return ChatTemplate(WORDS)
+
+
+def ids_of(text):
+    """Word ids; <e> is the end of turn."""
+    return WORDS.encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
+
+
+def saying(*texts):
+    """A policy that says texts[n] in its turn n, whatever it reads."""
+    end_of_turn = ids_of("<e>")[0]
+
+    def answer(request_id, prompt_ids):
+        return ids_of(texts[prompt_ids.count(end_of_turn) // 2 - 1])
+
+    return answer
+
+
+def playing(*results):
+    """An environment that answers results[n - 1] to the n-th turn of any episode."""
+    return lambda task_index, turn, text: results[turn - 1]
+
+
+def handler_of(**fields):
+    """A bare trajectory."""
+    given = {"trajectory_id": "s1-t0-k0", "step": 1, "env": "fake", "task_id": "fake_0"}
+    given |= {"subtask": "easy", "group_id": 0, "seed": 0, "max_rounds": 3}
+    return RolloutHandler(**{**given, **fields})
+
+
+def failing(turns, then=None, error=None):
+    """An environment that raises for the first `turns` calls of step, over all sessions."""
+    left = [turns]
+    error = error or EnvServerError("the environment failed", "http://fake/step", 500)
+
+    def play(task_index, turn, text):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return then or observe("open", 1.0, terminated=True)
+
+    return play
+
+
+# -------------------------------------------------------------------------- tokens and masks
+
+
+def test_three_turns_have_exactly_this_mask(chat):
+    """Trap 7 too: the second turn is cut at 3 tokens, its end is [not] the policy's, and it acts."""
+    pool = FakePool(playing(observe("bright"), observe("no"), observe("home", 1.0, True)))
+    engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_tokens_per_turn=3))
+    assert draw(handler, WORDS) == (
+        "<s> system ⏎ rules <e> ⏎ <s> user ⏎ dark <e> ⏎ <s> assistant ⏎ "
+        "[light] [lamp] [<e>] ⏎ <s> user ⏎ bright <e> ⏎ <s> assistant ⏎ "
+        "[go] [north] [go] <e> ⏎ <s> user ⏎ no <e> ⏎ <s> assistant ⏎ "
+        "[open] [door] [<e>]"
+    ).split(" ")
+    assert [turn.action_text for turn in handler.turns] == ["light lamp", "go north go", "open door"]
+    spans = [handler.loss_mask[slice(*turn.action_span)] for turn in handler.turns]
+    assert spans == [[1, 1, 1]] * 3 and sum(handler.loss_mask) == 9
+    assert handler.stop_reason == "success" and handler.total_return == 1.0
+
+
+def test_log_probs_are_the_samplers_own_on_sampled_tokens_and_zero_elsewhere(chat):
+    pool = FakePool(playing(observe("bright"), observe("home", 1.0, True)))
+    engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    expected = [-1 / 8, -2 / 8, -3 / 8] * 2
+    assert [x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if m] == expected
+    assert {x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if not m} == {0.0}
+
+
+def test_every_prompt_is_a_prefix_of_the_next_and_of_the_trajectory():
+    """Trap 6, over a byte tokenizer whose texts re-encode differently from what was sampled."""
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    chat = ChatTemplate(tokenizer)
+    letters = [i for c in "get 1 stick" for i in tokenizer.encode(c, add_special_tokens=False)]
+    assert tokenizer.encode(tokenizer.decode(letters), add_special_tokens=False) != letters
+    pool = FakePool(lambda task_index, turn, text: observe(f"{text}? no"))
+    engine = ScriptedEngine(lambda request_id, prompt_ids: [*letters, chat.end_of_turn])
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    prompts = [prompt for _, prompt, _ in engine.asked]
+    assert len(prompts) == 3
+    for prompt, longer in zip(prompts, [*prompts[1:], handler.input_ids]):
+        assert longer[: len(prompt)] == prompt
+    for turn, prompt in zip(handler.turns, prompts):
+        start, end = turn.action_span
+        assert start == len(prompt)
+        assert handler.input_ids[start:end] == [*letters, chat.end_of_turn]
+        assert turn.action_text == "get 1 stick"
+
+
+def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    handler.next_prompt()
+    handler.add_action(chat, ids_of("light<e>"), [-1.0, -1.0])
+    handler.check()
+    handler.input_ids[3] = ids_of("home")[0]
+    with pytest.raises(RuntimeError, match="a prompt of 15 ids is not a prefix"):
+        handler.stop("failure")
+    del handler.input_ids[-1]
+    with pytest.raises(RuntimeError, match=r"different lengths \[16, 17\]"):
+        handler.check()
+
+
+@pytest.mark.parametrize(("ids", "log_probs"), [([], []), ([5, 6], [-1.0])])
+def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
+    with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids with . log-probs"):
+        handler_of().add_action(chat, ids, log_probs)
+
+
+def test_a_turn_ended_by_the_end_of_sequence_gets_its_end_of_turn_unsampled():
+    """Models whose end of sequence is not the template's end of turn: both stop, one is said."""
+    chat = ChatTemplate(byte_tokenizer(eos="<|endoftext|>"))
+    end_of_text = chat.tokenizer.eos_token_id
+    pool = FakePool(playing(observe("home", 1.0, True)))
+    engine = ScriptedEngine(lambda *_: [*chat.plain("go"), end_of_text])
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    assert handler.input_ids[-2:] == [end_of_text, chat.end_of_turn]
+    assert handler.loss_mask[-2:] == [1, 0]
+    assert handler.turns[0].action_text == "go"
+
+
+def test_attention_and_positions_count_every_token(chat):
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    assert handler.attention_mask == [1] * 15
+    assert handler.position_ids == list(range(15))
+
+
+# --------------------------------------------------------------------------------- budgets
+
+
+def test_a_turn_that_the_trajectory_budget_cuts_is_not_played(chat):
+    """Trap 10: room for 18 of 19 tokens; the winning answer would need one more."""
+    played = []
+    pool = FakePool(lambda *turn: played.append(turn) or observe("home", 1.0, True))
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=18))
+    assert draw(handler, WORDS)[-3:] == ["[open]", "[door]", "<e>"]
+    assert handler.stop_reason == "length" and handler.truncated and not handler.terminated
+    assert not played and handler.total_return == 0.0 and not handler.success
+    assert handler.is_valid and not pool.open
+
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=19))
+    assert handler.stop_reason == "success" and len(played) == 1 and handler.total_return == 1.0
+
+
+@pytest.mark.parametrize("budget", range(10, 60))
+def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
+    pool = FakePool(playing(observe("bright", 0.25), observe("no", 0.25), observe("home", 0.5, True)))
+    engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
+    settings = settings_of(max_tokens_per_turn=4, max_trajectory_tokens=budget)
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings)
+    assert len(handler.input_ids) <= budget or not any(handler.loss_mask)
+    assert all(end <= budget for _, end in (turn.action_span for turn in handler.turns))
+    assert handler.stop_reason in ("length", "failure")
+    if budget < 16:
+        assert handler.turns == [] and not handler.is_valid
+    assert not pool.open
+
+
+def test_an_observation_that_does_not_fit_ends_the_trajectory_and_keeps_the_turns_reward(chat):
+    pool = FakePool(playing(observe("no " * 50, 0.5), observe("home", 0.5, True)))
+    engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=60))
+    assert handler.stop_reason == "length" and handler.truncated
+    assert handler.total_return == 0.5 and len(handler.turns) == 1
+    assert draw(handler, WORDS)[-3:] == ["[light]", "[lamp]", "[<e>]"]
+    assert handler.is_valid and not pool.open
+
+
+def test_a_first_observation_over_the_budget_leaves_an_empty_trajectory_that_is_not_valid(chat):
+    """Trap 4: it has no policy token; it must be dropped and counted, never averaged."""
+    pool = FakePool(playing(), on_reset=lambda task_index: "dark " * 30)
+    engine = ScriptedEngine(saying())
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=40))
+    assert handler.stop_reason == "length" and handler.turns == []
+    assert not any(handler.loss_mask) and not handler.is_valid
+    assert engine.asked == [] and not pool.open
+
+
+def test_the_engine_is_never_asked_for_more_than_the_turn_or_the_trajectory_allows(chat):
+    pool = FakePool(playing(observe("bright"), observe("no"), observe("no")))
+    engine = ScriptedEngine(saying("light lamp<e>", "wait<e>", "wait<e>"))
+    settings = settings_of(max_tokens_per_turn=8, max_trajectory_tokens=40)
+    collect(engine, pool, chat, requests_of(1), settings)
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == [(15, 8), (28, 8)]
+    settings = settings_of(max_tokens_per_turn=8, max_trajectory_tokens=33)
+    engine.asked.clear()
+    collect(engine, pool, chat, requests_of(1), settings)
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == [(15, 8), (28, 4)]
+
+
+@pytest.mark.parametrize(
+    ("last", "stop_reason", "terminated", "success"),
+    [
+        (observe("home", 1.0, terminated=True), "success", True, True),
+        (observe("no", 0.0, terminated=True), "failure", True, False),
+        (observe("no", 0.5, truncated=True), "env_limit", False, False),
+        (observe("no", 0.5), "max_rounds", False, False),
+    ],
+)
+def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, success):
+    pool = FakePool(playing(observe("dark"), last))
+    engine = ScriptedEngine(saying("wait<e>", "wait<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_rounds=2))
+    assert handler.stop_reason == stop_reason and len(handler.turns) == 2
+    assert (handler.terminated, handler.truncated) == (terminated, not terminated)
+    assert handler.success is success and handler.is_valid
+    assert handler.messages[-1]["role"] == "assistant"  # nobody reads the last observation
+    assert handler.turns[-1].observation_text == last.observation
+    assert not pool.open
+
+
+# ----------------------------------------------------------------------------- the event loop
+
+
+def test_a_slow_environment_delays_only_itself(chat):
+    """Trap 9: the slow step returns only after all the others have played to their end."""
+    others_ended, ended, waited = threading.Event(), [], []
+
+    def play(task_index, turn, text):
+        if task_index == 0 and turn == 1:
+            waited.append(others_ended.wait(timeout=60))
+        return observe("no")
+
+    def progress(handler):
+        ended.append(handler.task_id)
+        if len(ended) == 3:
+            others_ended.set()
+
+    engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
+    handlers = collect(engine, FakePool(play), chat, requests_of(4), settings_of(), progress)
+    assert waited == [True]
+    assert ended[-1] == "fake_0"
+    assert [h.task_id for h in handlers] == ["fake_0", "fake_1", "fake_2", "fake_3"]
+    assert all(len(h.turns) == 3 for h in handlers)
+
+
+def test_a_slow_reset_delays_only_itself(chat):
+    others_ended, waited = threading.Event(), []
+
+    def on_reset(task_index):
+        if task_index == 0:
+            waited.append(others_ended.wait(timeout=60))
+        return "dark"
+
+    pool = FakePool(playing(observe("home", 1.0, True)), on_reset)
+    engine = ScriptedEngine(saying("wait<e>"))
+    finished = []
+    collect(
+        engine,
+        pool,
+        chat,
+        requests_of(3),
+        settings_of(),
+        lambda handler: len(finished) == 2 and others_ended.set(),
+        finished=finished,
+    )
+    assert waited == [True] and finished[-1].task_id == "fake_0"
+
+
+def test_a_long_answer_delays_only_itself(chat):
+    """One request takes 100 polls; the other trajectory plays its three turns meanwhile."""
+    ended = []
+    pool = FakePool(lambda *_: time.sleep(0.001) or observe("no"))
+
+    def num_polls(request_id):
+        return 10_000 if "t0000" in request_id and not ended else 1
+
+    engine = ScriptedEngine(
+        saying("wait<e>", "wait<e>", "wait<e>"), num_polls, lambda: time.sleep(1e-4)
+    )
+    collect(
+        engine, pool, chat, requests_of(2), settings_of(), lambda h: ended.append(h.task_id)
+    )
+    assert ended == ["fake_1", "fake_0"]
+
+
+def test_the_time_the_engine_has_nothing_to_do_is_measured(chat):
+    stats = RolloutStats()
+    pool = FakePool(lambda *_: time.sleep(0.05) or observe("no"))
+    engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
+    collect(engine, pool, chat, requests_of(1), settings_of(), stats=stats)
+    assert stats.generated_tokens == 6
+    assert 0.15 <= stats.engine_idle_s <= stats.seconds
+
+
+def test_no_requests_are_no_trajectories(chat):
+    assert collect(ScriptedEngine(saying()), FakePool(playing()), chat, [], settings_of()) == []
+
+
+def test_seeds_depend_on_what_is_sampled_and_not_on_the_order_of_arrival(chat):
+    def seeds(requests, latency_s):
+        def play(task_index, turn, text):
+            time.sleep(latency_s(task_index))
+            return observe("no")
+
+        engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
+        collect(engine, FakePool(play), chat, requests, settings_of(seed=7))
+        asked = {(name, len(ids)): sampling.seed for name, ids, sampling in engine.asked}
+        assert len(asked) == len(engine.asked)
+        return asked, [name for name, _, _ in engine.asked]
+
+    requests = requests_of(3, num_samples=2)
+    forward, order = seeds(requests, lambda task_index: 0.03 * task_index)
+    backward, other_order = seeds(requests[::-1], lambda task_index: 0.03 * (2 - task_index))
+    assert order != other_order
+    assert forward == backward
+    assert len(set(forward.values())) == len(forward) == 18
+
+
+def test_each_part_of_the_key_changes_the_seed():
+    base = (3, 1, "fake_0", 0, 0)
+    others = [(4, 1, "fake_0", 0, 0), (3, 2, "fake_0", 0, 0), (3, 1, "fake_1", 0, 0)]
+    others += [(3, 1, "fake_0", 1, 0), (3, 1, "fake_0", 0, 1), (3, 11, "fake_0", 0, 0)]
+    seeds = {sampling_seed(*key) for key in [base, *others]}
+    assert len(seeds) == 7 and all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seed(*base) == 6684926637949018637  # the same on any machine
+
+
+# --------------------------------------------------------------------- what can go wrong
+
+
+def test_an_episode_that_fails_in_mid_step_starts_over_once_from_reset(chat):
+    pool = FakePool(failing(1))
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    assert handler.stop_reason == "success" and handler.error is None and handler.is_valid
+    assert len(handler.turns) == 1 and handler.loss_mask.count(1) == 3
+    assert pool.num_opened == 2 and not pool.open
+    assert [ids for _, ids, _ in engine.asked] == [handler.input_ids[:15]] * 2
+
+
+def test_an_episode_that_fails_twice_is_an_env_error_and_out_of_the_loss(chat):
+    """Trap 5: AgentGym-RL scores it 0 and trains on it."""
+    pool = FakePool(failing(2, error=EnvTimeout("silent for 60 s", "http://fake/step")))
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    assert handler.stop_reason == "env_error" and not handler.is_valid
+    assert handler.truncated and not handler.terminated
+    assert handler.error == "http://fake/step: silent for 60 s"
+    assert pool.num_opened == 2 and not pool.open
+
+
+@pytest.mark.parametrize(("num_failures", "stop_reason"), [(2, "success"), (3, "env_error")])
+def test_reset_is_tried_on_three_servers(chat, num_failures, stop_reason):
+    left = [num_failures]
+
+    def on_reset(task_index):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise EnvServerError("no browser", "http://fake/reset", 500)
+        return "dark"
+
+    pool = FakePool(playing(observe("home", 1.0, True)), on_reset)
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    assert handler.stop_reason == stop_reason and pool.num_opened == 3 and not pool.open
+    assert handler.is_valid == (stop_reason == "success")
+
+
+def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat):
+    def play(task_index, turn, text):
+        if task_index < 2:
+            raise EnvServerError("no browser", "http://10.0.0.7:36005/step", 500, "chrome died")
+        return observe("home", 1.0, terminated=True)
+
+    engine = ScriptedEngine(saying("open door<e>"))
+    handlers = collect(
+        engine, FakePool(play), chat, requests_of(8), settings_of(max_env_failures=0.25)
+    )
+    assert [h.stop_reason for h in handlers] == ["env_error"] * 2 + ["success"] * 6
+    assert [h.is_valid for h in handlers] == [False] * 2 + [True] * 6
+    finished = []
+    with pytest.raises(TooManyEnvFailures, match="2 of 8") as failure:
+        settings = settings_of(max_env_failures=0.2)
+        collect(engine, FakePool(play), chat, requests_of(8), settings, finished=finished)
+    assert "--max-env-failures 20%" in str(failure.value)
+    assert "http://10.0.0.7:36005/step: no browser [HTTP 500: chrome died]" in str(failure.value)
+    assert len(str(failure.value).splitlines()) == 1
+    assert len(finished) == 8
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "policy"])
+def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, where):
+    def bug(*_):
+        return 1 // 0
+
+    pool = FakePool(
+        bug if where == "step" else playing(observe("no")),
+        bug if where == "reset" else lambda task_index: "dark",
+    )
+    engine = ScriptedEngine(bug if where == "policy" else saying("wait<e>"))
+    with pytest.raises(ZeroDivisionError):
+        collect(engine, pool, chat, requests_of(3), settings_of())
+    assert engine.aborted
+    wait_for_threads()
+    assert not pool.open
+
+
+def wait_for_threads():
+    """Until no environment call is under way."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("env_"):
+            thread.join(timeout=10)
+
+
+def stop_when(condition, error):
+    """An engine's on_poll that raises as soon as the condition holds."""
+
+    def on_poll():
+        if condition():
+            raise error
+        time.sleep(1e-3)
+
+    return on_poll
+
+
+@pytest.mark.parametrize("error", [EngineError("out of memory"), KeyboardInterrupt()])
+def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(chat, error):
+    """The engine fails when task 0 is over; tasks 1 and 2 are in the middle of an answer."""
+    finished = []
+    pool = FakePool(lambda *_: observe("home", 1.0, terminated=True))
+    engine = ScriptedEngine(
+        saying("open door<e>"),
+        num_polls=lambda request_id: 1 if "t0000" in request_id else 10**9,
+        on_poll=stop_when(lambda: len(finished) == 1 and pool.num_opened == 3, error),
+    )
+    with pytest.raises(type(error)):
+        collect(engine, pool, chat, requests_of(3), settings_of(), finished=finished)
+    assert [h.task_id for h in finished] == ["fake_0"]
+    assert finished[0].stop_reason == "success"
+    assert engine.aborted and engine.num_running == 0
+    wait_for_threads()
+    assert not pool.open
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, call):
+    """Ctrl-C while an environment works: its thread must not go on, nor open another session."""
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+
+    def wait(*_):
+        is_waiting.set()
+        assert may_go_on.wait(timeout=60)
+
+    pool = FakePool(
+        lambda *_: (call == "step" and wait()) or observe("no"),
+        lambda task_index: ((call == "reset" and task_index == 0) and wait()) or "dark",
+    )
+    engine = ScriptedEngine(
+        saying("wait<e>"),
+        num_polls=lambda request_id: 1 if "t0000" in request_id else 10**9,
+        on_poll=stop_when(is_waiting.is_set, KeyboardInterrupt()),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        collect(engine, pool, chat, requests_of(2), settings_of())
+    may_go_on.set()
+    wait_for_threads()
+    assert not pool.open and pool.num_opened == 2
+
+
+# --------------------------------------------------------------------------- real servers
+
+
+@contextlib.contextmanager
+def server_in_a_thread(**options):
+    server = uvicorn.Server(
+        uvicorn.Config(create_app("textcraft", **options), port=0, log_level="error")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@contextlib.contextmanager
+def server_process():
+    """(address, process) of an environment server that a test may kill."""
+    command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        yield re.search(r"http://\S+", process.stdout.readline())[0], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def textcraft_request(task_index, group_id=0):
+    task = Task(f"textcraft_{task_index}", task_index, "depth 1")
+    return RolloutRequest(task, group_id, sample=0, seed=0, step=1)
+
+
+def byte_policy(chat, *texts):
+    """Says texts[n] in turn n, over a tokenizer of bytes."""
+
+    def answer(request_id, prompt_ids):
+        return chat.action(texts[prompt_ids.count(chat.end_of_turn) // 2 - 1])
+
+    return answer
+
+
+ROOMY = {"max_tokens_per_turn": 4000, "max_trajectory_tokens": 20_000}
+SOLVE_31 = (
+    "Thought: fetch\nAction: get 4 crimson stem",
+    "Thought: craft\nAction: craft 3 crimson hyphae using 4 crimson stem",
+)
+
+
+def test_what_the_policy_did_wrong_costs_its_turn_and_the_episode_goes_on():
+    """413 and a text without an action: reward 0, the observation says why, then it is solved."""
+    chat = ChatTemplate(byte_tokenizer())
+    too_long = "Action: get 1 " + "very " * 500 + "long stick"
+    engine = ScriptedEngine(byte_policy(chat, too_long, "I would rather fly.", *SOLVE_31))
+    with (
+        server_in_a_thread(max_body_bytes=1000) as url,
+        EnvPool("textcraft", [url]) as pool,
+    ):
+        settings = settings_of(max_rounds=4, **ROOMY)
+        (handler,) = collect(engine, pool, chat, [textcraft_request(31)], settings)
+    assert handler.stop_reason == "success" and handler.total_return == 1.0
+    assert [turn.reward for turn in handler.turns] == [0.0, 0.0, 0.0, 1.0]
+    assert "1000 bytes" in handler.turns[0].observation_text
+    assert handler.turns[0].parse_error is None
+    assert handler.turns[1].parse_error == handler.turns[1].observation_text != ""
+    assert handler.messages[3]["content"] == handler.turns[0].observation_text
+
+
+def test_an_episode_whose_server_is_killed_in_mid_step_is_played_again_on_another():
+    chat = ChatTemplate(byte_tokenizer())
+    with server_process() as (url, process), server_process() as (spare, _):
+        killed = []
+
+        def answer(request_id, prompt_ids):
+            turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
+            if turn == 1 and not killed:  # in the middle of the episode
+                killed.append(url)
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+            return chat.action(SOLVE_31[turn])
+
+        with EnvPool("textcraft", [url, spare], timeout_s=20) as pool:
+            settings = settings_of(**ROOMY)
+            engine = ScriptedEngine(answer)
+            (handler,) = collect(engine, pool, chat, [textcraft_request(31)], settings)
+    assert killed and handler.stop_reason == "success" and handler.error is None
+    assert [len(ids) for _, ids, _ in engine.asked[:2]] == [
+        len(ids) for _, ids, _ in engine.asked[2:]
+    ]
+    assert [turn.action_text for turn in handler.turns] == list(SOLVE_31)
+
+
+def test_a_server_that_is_down_stops_the_run_with_a_line_that_names_it():
+    chat = ChatTemplate(byte_tokenizer())
+    engine = ScriptedEngine(byte_policy(chat, *SOLVE_31))
+    dead = "http://127.0.0.1:9"
+    with EnvPool("textcraft", [dead], dead_wait_s=0.1) as pool:
+        requests = [textcraft_request(31, group_id=i) for i in range(4)]
+        with pytest.raises(TooManyEnvFailures, match=f"4 of 4 .*{dead}") as failure:
+            collect(engine, pool, chat, requests, settings_of(max_env_failures=0.2))
+    assert len(str(failure.value).splitlines()) == 1, "CONTRACT.md: one line"
+
+
+# ------------------------------------------------------------------------------ the record
+
+
+def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
+    pool = FakePool(playing(observe("no", 0.25, parse_error="no"), observe("home", 0.75, True)))
+    engine = ScriptedEngine(saying("wait<e>", "open door<e>"))
+    (handler,) = collect(
+        engine, pool, chat, requests_of(1, step=3), settings_of(record_state=True), weight_version=2
+    )
+    line = json.loads(json.dumps(handler.to_line(), allow_nan=False))
+    assert set(line) >= {
+        *("trajectory_id", "step", "env", "task_id", "subtask", "group_id", "seed", "max_rounds"),
+        *("messages", "input_ids", "loss_mask", "rollout_log_probs", "advantages", "turns"),
+        *("return", "success", "terminated", "truncated", "stop_reason", "weight_version"),
+        "used_in_loss",
+    }
+    assert line["trajectory_id"] == "s000003-t0000-k00" and line["weight_version"] == 2
+    assert line["return"] == 1.0 and line["advantages"] is None and line["used_in_loss"] is False
+    first, second = line["turns"]
+    assert set(first) == {
+        *("action_span", "action_text", "observation_text", "reward", "parse_error"),
+        *("generate_s", "env_s", "state"),
+    }
+    assert first["action_span"] == [15, 17] and first["action_text"] == "wait"
+    assert (first["reward"], first["parse_error"], second["parse_error"]) == (0.25, "no", None)
+    assert first["state"] == {"turn": 1} and second["state"] == {"turn": 2}
+    assert first["generate_s"] > 0 and first["env_s"] > 0
+    assert [m["role"] for m in line["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert not any(name.startswith("_") for name in line)
+
+
+def test_states_are_recorded_only_on_request(chat):
+    pool = FakePool(playing(observe("home", 1.0, True)), on_state=lambda *_: 1 // 0)
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    assert handler.turns[0].state is None
+
+
+def test_a_server_that_cannot_show_its_state_loses_no_trajectory(chat):
+    """AgentGym's servers have no /state; the played turn counts all the same."""
+
+    def on_state(task_index, turn):
+        raise NotSupported("no such path", "http://fake/state", 404)
+
+    pool = FakePool(playing(observe("home", 1.0, True)), on_state=on_state)
+    engine = ScriptedEngine(saying("open door<e>"))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(record_state=True))
+    assert handler.stop_reason == "success" and handler.turns[0].state is None
