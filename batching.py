@@ -10,7 +10,7 @@ A micro-batch is a device's unit of work and nothing else. Losses are sums over 
 divided by a denominator that is counted over the whole mini-batch beforehand, so that any cut gives
 the same gradient:
 
-    L = Σ_micro Σ_{b,t} mask · ℓ / N          N = policy tokens of the mini-batch, over all processes
+    L = Σ_micro Σ_{b,t} mask · ℓ / N      N = policy tokens of the mini-batch, over all processes
 
 The reference takes a mean per micro-batch and then the mean of means, so that its loss depends on
 how rows fell together. Masks come from lengths, never from token ids: many tokenizers pad with

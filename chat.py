@@ -10,7 +10,7 @@ in published runs.
 `ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then
 on a trajectory only grows by concatenation:
 
-    opening      head of the first render | first observation | tail up to where the assistant speaks
+    opening      head of the render | first observation | tail up to where the assistant speaks
     action       the ids that the policy sampled, as sampled
     observation  what the template puts after a turn | observation | tail up to where the assistant
     speaks
@@ -69,7 +69,8 @@ class ChatTemplate:
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         if not ids or ids[0] not in special:
             raise ValueError(
-                f"the chat template ends an assistant turn with no control token, but with {between!r}"
+                "the chat template ends an assistant turn with no control token, but with "
+                f"{between!r}"
             )
         self.end_of_turn, self._between = ids[0], ids[1:]
         self.stop_token_ids = tuple(sorted({self.end_of_turn, tokenizer.eos_token_id} - {None}))

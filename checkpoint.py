@@ -1,11 +1,11 @@
 """Checkpoints: written aside and renamed, loaded by anyone, resumed exactly.
 
-    checkpoints/step_000020/                 a Hugging Face checkpoint: vLLM and transformers load it as it is
-                            trainer_state/   what only the trainer needs
-                               state.json    step, algorithm, model, versions, the schedule and KL controller
-                               policy.pt     float32 master weights and optimizer of the policy
-                               critic.pt     the same of PPO's critic
-    checkpoints/best -> step_000020          the best by held-out evaluation, never deleted
+    checkpoints/step_000020/    Hugging Face files: vLLM and transformers load it as it is
+        trainer_state/          what only the trainer needs
+            state.json          step, algorithm, model, the best so far, the KL controller
+            policy.pt           float32 master weights and optimizer of the policy
+            critic.pt           the same of PPO's critic
+    checkpoints/best            link to the best by held-out evaluation, never deleted
 
 A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk and
 renamed, and a crash or a full disk in the middle leaves the one before it untouched. Data order,
@@ -24,6 +24,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def save(
         (tmp / "trainer_state").mkdir()
         for name, content in parts.items():
             torch.save(content, tmp / "trainer_state" / f"{name}.pt")
-        document = {"format": FORMAT, "step": step, **state}
+        document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
         (tmp / "trainer_state/state.json").write_text(json.dumps(document, indent=1))
         for path in tmp.rglob("*"):
             if path.is_file():
@@ -88,8 +89,10 @@ def save(
         size = sum(p.stat().st_size for p in tmp.rglob("*") if p.is_file()) / 1e9
         free = shutil.disk_usage(folder.parent).free / 1e9
         raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {folder.parent}: {_first_line(error)} "
-            f"({size:.2f} GB written, {free:.2f} GB free). Earlier checkpoints are intact; make room, then --resume"
+            f"checkpoint of step {step} could not be written to {folder.parent}: "
+            f"{_first_line(error)} "
+            f"({size:.2f} GB written, {free:.2f} GB free). "
+            "Earlier checkpoints are intact; make room, then --resume"
         ) from error
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -108,10 +111,10 @@ def load(
     try:
         state = json.loads((folder / "state.json").read_text())
         parts = {
-            p.stem: torch.load(p, map_location=device, weights_only=True)
-            for p in folder.glob("*.pt")
+            name: torch.load(folder / f"{name}.pt", map_location=device, weights_only=True)
+            for name in state["parts"]
         }
-    except (OSError, ValueError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
         raise CheckpointError(
             f"{folder} cannot be read, it may be truncated: {_first_line(error)}"
         ) from error
@@ -121,7 +124,8 @@ def load(
         )
     if state["algorithm"] != algorithm:
         raise CheckpointError(
-            f"{folder} was trained with --algorithm {state['algorithm']}, not {algorithm}; use the same or a new run"
+            f"{folder} was trained with --algorithm {state['algorithm']}, not {algorithm}; "
+            "use the same or a new run"
         )
     return state, parts
 

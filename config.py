@@ -159,27 +159,27 @@ class Config:
         return self.eval_rounds or max(self.rounds)
 
 
-PAPER = dict(
-    model="Qwen/Qwen2.5-3B-Instruct",
-    warm_start="never",
-    split="train",
-    rounds_scheduler="scaling_inter_stepwise",
-    rounds=(10, 20, 30),
-    steps_scaling_inter=100,
-    steps=300,
-    tasks_per_step=32,
-    group_size=8,
-    mini_batch_size=64,
-    max_tokens_per_turn=512,
-    max_trajectory_tokens=10752,
-    max_tokens_per_micro_batch=16384,
-    learning_rate=1e-6,
-    critic_learning_rate=1e-5,
-    kl_loss_coef=1e-3,
-    entropy_coef=1e-3,
-    save_every=25,
-    eval_every=25,
-)
+PAPER = {
+    "model": "Qwen/Qwen2.5-3B-Instruct",
+    "warm_start": "never",
+    "split": "train",
+    "rounds_scheduler": "scaling_inter_stepwise",
+    "rounds": (10, 20, 30),
+    "steps_scaling_inter": 100,
+    "steps": 300,
+    "tasks_per_step": 32,
+    "group_size": 8,
+    "mini_batch_size": 64,
+    "max_tokens_per_turn": 512,
+    "max_trajectory_tokens": 10752,
+    "max_tokens_per_micro_batch": 16384,
+    "learning_rate": 1e-6,
+    "critic_learning_rate": 1e-5,
+    "kl_loss_coef": 1e-3,
+    "entropy_coef": 1e-3,
+    "save_every": 25,
+    "eval_every": 25,
+}
 LAPTOP_LISTS = {"textcraft": ("textcraft_family_train.json", "textcraft_family_test.json")}
 
 
@@ -212,25 +212,41 @@ def check(config: Config) -> None:
         ValueError: one line, naming the flag, what it got and what to do.
     """
     make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
-    positive = (
-        "steps tasks_per_step group_size mini_batch_size ppo_epochs max_tokens_per_micro_batch max_tokens_per_turn "
-        "max_trajectory_tokens temperature learning_rate critic_learning_rate max_grad_norm clip_ratio value_clip "
-        "max_sync_error eval_samples save_every keep_last"
-    )
-    for name in positive.split():
+    positive = [
+        "steps",
+        "tasks_per_step",
+        "group_size",
+        "mini_batch_size",
+        "ppo_epochs",
+        "max_tokens_per_micro_batch",
+        "max_tokens_per_turn",
+        "max_trajectory_tokens",
+        "temperature",
+        "learning_rate",
+        "critic_learning_rate",
+        "max_grad_norm",
+        "clip_ratio",
+        "value_clip",
+        "max_sync_error",
+        "eval_samples",
+        "save_every",
+        "keep_last",
+    ]
+    for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0")
-    for name in "kl_coef kl_loss_coef entropy_coef sampler_is_cap eval_every".split():
+    for name in ["kl_coef", "kl_loss_coef", "entropy_coef", "sampler_is_cap", "eval_every"]:
         if getattr(config, name) < 0:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
-    for name in "gamma lam max_env_failures".split():
+    for name in ["gamma", "lam", "max_env_failures"]:
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must lie between 0 and 1")
     if 0 < config.sampler_is_cap < 1:
         raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
     if config.group_size < 2 and config.algorithm in GROUPED:
         raise ValueError(
-            f"--group-size {config.group_size} leaves {config.algorithm} no other sample to compare with; "
+            f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
+            "compare with; "
             "use 2 or more, or --algorithm ppo or reinforce_plus_plus"
         )
     if config.max_tokens_per_turn >= config.max_trajectory_tokens:
@@ -240,7 +256,7 @@ def check(config: Config) -> None:
         )
     if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
         raise ValueError(
-            "--kl-target adapts the KL in the reward; it must be above 0 and needs --kl-coef above 0"
+            "--kl-target adapts the KL in the reward: it must be above 0, and so must --kl-coef"
         )
     if config.kl_loss_coef and config.kl_estimator == "k1":
         raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")

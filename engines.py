@@ -3,10 +3,10 @@
 An engine owns a full copy of the policy's weights and knows nothing of trajectories, environments
 or rewards. Token ids go in; token ids and the log-probability each had when it was drawn come out:
 
-    submit(request_id, prompt_ids, sampling)     put a request in; returns at once
-    poll() -> [Generation, ...]                  do a bounded piece of work, return what has finished
-    load_weights((name, tensor), ...)            replace the weights; old cached keys and values are dropped
-    sleep() / wake()                             give the memory back during the update / take it again
+    submit(request_id, prompt_ids, sampling)   put a request in; returns at once
+    poll() -> [Generation, ...]                work for a moment, return what has finished
+    load_weights((name, tensor), ...)          replace the weights, drop what was cached of the old
+    sleep() / wake()                           give the memory back for the update / take it again
 
 Requests are added while others run: nothing here has rounds, so a fast environment never waits for
 a slow one.
@@ -238,7 +238,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._running.clear()
-        self._llm = None  # type: ignore[assignment]
+        self._llm = None
 
 
 class TransformersEngine:

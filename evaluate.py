@@ -35,7 +35,6 @@ Read next: scoring.py for the numbers, rollout.py for the loop that plays.
 """
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -44,9 +43,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from chatapi import ApiError, ApiTrajectory, ChatApi, collect_api
+from cli import complain, parse_command_line
 from envclient import EnvError, EnvPool, local_server
 from envs import Task, load_tasks
 from rollout import (
@@ -60,7 +60,7 @@ from rollout import (
 from scoring import compare, format_table, plot_curves, summarize
 
 Trajectory = RolloutHandler | ApiTrajectory
-ConfigType = TypeVar("ConfigType")
+PROG = "evaluate.py"
 
 
 def requests_for(tasks: Sequence[Task], samples: int, step: int, seed: int) -> list[RolloutRequest]:
@@ -223,33 +223,9 @@ def _words(values: Sequence[Any]) -> str:
     return " ".join(map(str, values)) or "(nothing)"
 
 
-def parse_command_line(
-    config_class: type[ConfigType], argv: Sequence[str] | None, prog: str
-) -> ConfigType:
-    """
-    A config dataclass from the command line.
-
-    tyro explains a mistake in a box of several lines; a caller in a script wants one.
-    Raises: SystemExit with code 2 after one line on stderr, with code 0 after --help.
-    """
-    import tyro
-
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(config_class, prog=prog, args=argv)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        text = box.getvalue().split("│ ──")[0]  # above the rule; the first line is a title
-        words = " ".join(line.strip("│╭╮╰╯─ ") for line in text.splitlines()[1:]).split()
-        print(f"{prog}: {' '.join(words) or 'unusable arguments'}; see --help", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a failure at run time, 2 misuse, 130 stopped by Ctrl-C."""
-    config = parse_command_line(EvalConfig, argv, prog="evaluate.py")
+    config = parse_command_line(EvalConfig, argv, prog=PROG)
     with contextlib.ExitStack() as stack:
         try:
             config.check()
@@ -260,10 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
             play, model = _player(config, stack)
         except ValueError as error:
-            _complain(error)
+            complain(PROG, error)
             return 2
         except (EngineError, EnvError, OSError) as error:
-            _complain(error)
+            complain(PROG, error)
             return 1
         except KeyboardInterrupt:
             return 130
@@ -358,12 +334,8 @@ def _run(config: EvalConfig, tasks: Sequence[Task], play: Play, model: str) -> i
     plot_curves(summary, out / "curves.png")
     print(format_table(summary))
     if problem:
-        _complain(problem)
+        complain(PROG, problem)
     return exit_code
-
-
-def _complain(problem: object) -> None:
-    print("evaluate.py: " + " ".join(str(problem).split()), file=sys.stderr)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

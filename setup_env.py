@@ -35,6 +35,7 @@ if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
 
 import argparse  # noqa: E402 - an older Python gets the line above first
 import ast  # noqa: E402
+import errno  # noqa: E402
 import hashlib  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
@@ -49,11 +50,15 @@ from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 UV = "uv==0.13.8"  # installed only when pip does not find the CPU build of torch
-GIGABYTE = 1e9
+DEFAULT_TORCH_GB = 8  # free disk to install the default build of torch and its CUDA packages
 
 
 class SetupError(Exception):
     """What stops the set-up, in words for the person at the terminal."""
+
+
+class NotOnIndex(SetupError):
+    """The package index answers, but has no such version for this Python."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class Environment:
         progress.clear()
         shutil.rmtree(temporary, ignore_errors=True)
         if process.returncode != 0:
-            raise SetupError(explain_failure("".join(output), process.returncode, self.log))
+            raise explain_failure("".join(output), process.returncode, self.log)
         return "".join(output)
 
     def pip_install(self, *arguments: str | Path) -> str:
@@ -235,8 +240,9 @@ class Progress:
             print(f"\r{'':76}\r", end="", flush=True)
 
 
-def explain_failure(output: str, code: int, log: Path) -> str:
-    """One line on why an installer failed, then the end of its output."""
+def explain_failure(output: str, code: int, log: Path) -> SetupError:
+    """The error of a failed installer: one line on why, then the end of its output."""
+    kind = SetupError
     if "No space left on device" in output:
         reason = "the disk is full; free some space and run again, it goes on where it stopped"
     elif "from versions: none" in output:
@@ -244,12 +250,13 @@ def explain_failure(output: str, code: int, log: Path) -> str:
             "pip found no package index that answers; check the network and pip's configuration"
         )
     elif "No matching distribution found for" in output:
+        kind = NotOnIndex
         missing = re.findall(r"No matching distribution found for (\S+)", output)[-1]
         reason = f"the package index of this machine has no {missing} for this Python"
     else:
         reason = f"the installer ended with exit code {code}"
     last = [line[:200] for line in output.strip().splitlines() if "notice" not in line][-4:]
-    return "\n    ".join([f"{reason}; the whole log is {log}, its end:", *last])
+    return kind("\n    ".join([f"{reason}; the whole log is {log}, its end:", *last]))
 
 
 def check_machine(chosen: RequirementSet, path: Path) -> None:
@@ -259,11 +266,15 @@ def check_machine(chosen: RequirementSet, path: Path) -> None:
             f"this machine is {platform.system()} {platform.machine()}, "
             "the pinned packages are built for Linux x86_64"
         )
-    free = shutil.disk_usage(path.parent).free
-    if free < chosen.disk_gb * GIGABYTE:
+    check_disk(path.parent, chosen.disk_gb, f"the {chosen.name} packages need")
+
+
+def check_disk(folder: Path, needed_gb: float, what: str) -> None:
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb < needed_gb:
         raise SetupError(
-            f"{path.parent} has {free / GIGABYTE:.1f} GB free, the {chosen.name} packages need "
-            f"{chosen.disk_gb:g} GB; free some space or move the checkout"
+            f"{folder} has {free_gb:.1f} GB free, {what} {needed_gb:g} GB; "
+            "free some space or move the checkout"
         )
 
 
@@ -280,12 +291,11 @@ def install_torch(environment: Environment, pin: str) -> str:
     try:
         environment.pip_install("--no-deps", pin)
         return "pip"
-    except SetupError as error:
-        if "has no " not in str(
-            error
-        ):  # a full disk or a dead network: nothing below would do better
-            raise
-    print(f"setup: pip finds no {pin}; trying uv, which looks for CPU builds elsewhere", flush=True)
+    except NotOnIndex:  # another failure, a full disk say, goes up: nothing below would do better
+        print(
+            f"setup: pip finds no {pin}; trying uv, which looks for CPU builds elsewhere",
+            flush=True,
+        )
     try:
         environment.pip_install(UV)
         python = str(environment.python)
@@ -298,6 +308,7 @@ def install_torch(environment: Environment, pin: str) -> str:
             "it runs on a CPU, but brings several GB of CUDA packages",
             flush=True,
         )
+    check_disk(environment.root, DEFAULT_TORCH_GB, f"the default build of {version} needs")
     # NOTE: with its dependencies, or `import torch` fails: libcudart.so: cannot open shared object.
     environment.pip_install(version)
     return "default"
@@ -380,7 +391,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())
-    except (SetupError, OSError) as error:
+    except OSError as error:
+        advice = "free some disk space and run again: " if error.errno == errno.ENOSPC else ""
+        print(f"error: {advice}{error}", file=sys.stderr)
+        return 1
+    except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -20,8 +20,8 @@ Demonstrations are AgentTraj conversations, the format of AgentGym's data sets:
 `train.py` calls `warm_start` for models that need it and keeps the result under a key of model,
 data and settings:
 
-    python sft.py --env textcraft --model smollm2-135m --out runs/warm          # the same by hand
-    python sft.py --env textcraft --model X --data my_agenttraj.json --out Y    # your own demonstrations
+    python sft.py --env textcraft --out runs/warm                # the same by hand
+    python sft.py --model X --data my_agenttraj.json --out Y     # your own demonstrations
 
 Read next: `train.py`.
 """
@@ -33,6 +33,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ import torch
 
 from batching import Batch, make_batch, micro_batches
 from chat import ChatTemplate
+from cli import complain, parse_command_line
 from envs import Task, get_env, load_tasks
 from losses import masked_mean
 from models import build_aside, cache_dir, load_policy, load_tokenizer, resolve_model, save_policy
@@ -217,13 +219,14 @@ def encode(
     kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
     if len(kept) < len(handlers):
         print(
-            f"{len(handlers) - len(kept)} demonstrations over {settings.max_trajectory_tokens} tokens left out"
+            f"{len(handlers) - len(kept)} demonstrations over "
+            f"{settings.max_trajectory_tokens} tokens left out"
         )
     return make_batch(kept, pad_id)
 
 
 def train_to(folder: Path, model: str, records: list[Conversation], settings: SftSettings) -> None:
-    """Fine-tune `model` on conversations and save a checkpoint with its data and losses beside it."""
+    """Fine-tune `model` and save a checkpoint, with its data and losses beside it."""
     path = resolve_model(model)
     tokenizer, policy = load_tokenizer(path), load_policy(path)
     if torch.cuda.is_available():
@@ -246,7 +249,7 @@ def warm_start(model: str, env: str, tasks: list[Task], settings: SftSettings) -
     folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"
     if not folder.exists():
         print(
-            f"warm start: {len(records)} oracle demonstrations, {settings.epochs} epochs, then cached",
+            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, then cached",
             flush=True,
         )
         build_aside(folder, lambda tmp: train_to(tmp, model, records, settings))
@@ -297,11 +300,16 @@ def main(config: Config) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    import tyro
-
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Parse, run; misuse is one line and exit code 2."""
+    first_lines = (__doc__ or "").split("\n\n")[0]
+    config = parse_command_line(Config, argv, "sft.py", description=first_lines)
     try:
-        sys.exit(main(tyro.cli(Config)))
+        return main(config)
     except (ValueError, OSError) as error:
-        print(f"sft.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        complain("sft.py", error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

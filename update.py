@@ -2,7 +2,8 @@
 
     J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H
     H(π_θ)
-    ρ = π_θ(token) / π_old(token)         w = min( π_old / μ, cap )         N = policy tokens of the mini-batch
+    ρ = π_θ(token) / π_old(token)    w = min( π_old / μ, cap )
+    N = policy tokens of the mini-batch, over all processes
 
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);

@@ -28,6 +28,7 @@ Read next: envs/sessions.py (who waits for whom), then envclient.py, the other e
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
@@ -80,10 +81,10 @@ def create_app(
         yield
         sweeper.cancel()
         for session_id in list(sessions.table):
-            try:
+            with contextlib.suppress(
+                ApiError
+            ):  # logged by call(); the others are closed all the same
                 await sessions.close(session_id)
-            except ApiError:
-                pass  # logged by call(); the others are closed all the same
 
     app = FastAPI(title=f"AgentGym environment {wire.title}", version=VERSION, lifespan=lifespan)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)

@@ -15,6 +15,7 @@ Measured: benchmarks/server.py. Read next: envs/server.py, the paths.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -154,10 +155,8 @@ class Sessions:
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
-                try:
+                with contextlib.suppress(ApiError):  # logged by call(); it is out of the table
                     await self.close(session.session_id)
-                except ApiError:
-                    pass  # logged by call(); the session is out of the table
 
 
 class BodyLimit:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engines import Generation, SamplingSettings
-from envclient import StepResult
+from envclient import SessionLost, StepResult
 from envs import Task
 from models import CHATML
 from rollout import RolloutHandler, RolloutRequest, RolloutSettings
@@ -84,20 +84,20 @@ class ScriptedEngine:
     """`answer(request_id, prompt_ids)` says what is sampled; all that was asked for is kept.
 
     Ids beyond `max_tokens` or behind a stop token are cut as an engine would. The n-th id of an
-    answer has log-prob -(n + 1) / 8. `num_polls(request_id)` is how many polls an answer takes, and
-    `on_poll()` runs first in each poll: what it raises, the engine raises.
+    answer has log-prob -(n + 1) / 8. A request is decoded until `is_ready(request_id)`, and `on_poll()`
+    runs first in each poll: what it raises, the engine raises.
     """
 
     def __init__(
         self,
         answer: Callable[[str, list[int]], list[int]],
-        num_polls: Callable[[str], int] = lambda request_id: 1,
+        is_ready: Callable[[str], bool] = lambda request_id: True,
         on_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        self.answer, self.num_polls, self.on_poll = answer, num_polls, on_poll
+        self.answer, self.is_ready, self.on_poll = answer, is_ready, on_poll
         self.asked: list[tuple[str, list[int], SamplingSettings]] = []
         self.aborted = False
-        self._running: dict[str, tuple[int, Generation]] = {}
+        self._running: dict[str, Generation] = {}
 
     @property
     def num_running(self) -> int:
@@ -114,16 +114,12 @@ class ScriptedEngine:
                 break
         reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
         log_probs = [-(n + 1) / 8 for n in range(len(ids))]
-        generation = Generation(request_id, ids, log_probs, reason)
-        self._running[request_id] = (self.num_polls(request_id), generation)
+        self._running[request_id] = Generation(request_id, ids, log_probs, reason)
 
     def poll(self) -> list[Generation]:
         self.on_poll()
-        self._running = {name: (left - 1, g) for name, (left, g) in self._running.items()}
-        done = [g for left, g in self._running.values() if left <= 0]
-        for generation in done:
-            del self._running[generation.request_id]
-        return done
+        done = [name for name in self._running if self.is_ready(name)]
+        return [self._running.pop(name) for name in done]
 
     def abort(self) -> None:
         self.aborted = True
@@ -178,6 +174,7 @@ class FakePool:
     Arguments:
         play: (task_index, number of the turn from 1, what the policy wrote) -> StepResult, or raises.
         on_reset: task_index -> first observation, or raises.
+        on_open: called while a session is being opened.
         on_state: (task_index, number of the turn) -> what people look at, or raises.
     """
 
@@ -188,10 +185,9 @@ class FakePool:
         play: Callable[[int, int, str], StepResult],
         on_reset: Callable[[int], str] = lambda task_index: "dark",
         on_state: Callable[[int, int], dict] = lambda task_index, turn: {"turn": turn},
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
-        from envclient import SessionLost
-
-        self.play, self.on_reset, self.on_state = play, on_reset, on_state
+        self.play, self.on_reset, self.on_state, self.on_open = play, on_reset, on_state, on_open
         self.closed_error = SessionLost("the session is closed", "http://fake/step", 404)
         self.lock = threading.Lock()
         self.open: set[FakeClient] = set()
@@ -199,6 +195,7 @@ class FakePool:
 
     def client(self) -> FakeClient:
         client = FakeClient(self)
+        self.on_open()
         with self.lock:
             self.open.add(client)
             self.num_opened += 1

@@ -147,7 +147,7 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
     handler.add_action(chat, ids_of("light<e>"), [-1.0, -1.0])
     handler.check()
     handler.input_ids[3] = ids_of("home")[0]
-    with pytest.raises(RuntimeError, match="a prompt of 15 ids is not a prefix"):
+    with pytest.raises(RuntimeError, match="a prompt of 15 ids is no"):
         handler.stop("failure")
     del handler.input_ids[-1]
     with pytest.raises(RuntimeError, match=r"different lengths \[16, 17\]"):
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
 
 @pytest.mark.parametrize(("ids", "log_probs"), [([], []), ([5, 6], [-1.0])])
 def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
-    with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids with . log-probs"):
+    with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
         handler_of().add_action(chat, ids, log_probs)
 
 
@@ -313,19 +313,14 @@ def test_a_slow_reset_delays_only_itself(chat):
 
 
 def test_a_long_answer_delays_only_itself(chat):
-    """One request takes 100 polls; the other trajectory plays its three turns meanwhile."""
+    """The first answer is ready when the other trajectory has played its three turns."""
     ended = []
-    pool = FakePool(lambda *_: time.sleep(0.001) or observe("no"))
-
-    def num_polls(request_id):
-        return 10_000 if "t0000" in request_id and not ended else 1
-
+    pool = FakePool(playing(observe("no"), observe("no"), observe("no")))
     engine = ScriptedEngine(
-        saying("wait<e>", "wait<e>", "wait<e>"), num_polls, lambda: time.sleep(1e-4)
+        saying("wait<e>", "wait<e>", "wait<e>"),
+        is_ready=lambda request_id: "t0000" not in request_id or bool(ended),
     )
-    collect(
-        engine, pool, chat, requests_of(2), settings_of(), lambda h: ended.append(h.task_id)
-    )
+    collect(engine, pool, chat, requests_of(2), settings_of(), lambda h: ended.append(h.task_id))
     assert ended == ["fake_1", "fake_0"]
 
 
@@ -368,7 +363,7 @@ def test_each_part_of_the_key_changes_the_seed():
     others += [(3, 1, "fake_0", 1, 0), (3, 1, "fake_0", 0, 1), (3, 11, "fake_0", 0, 0)]
     seeds = {sampling_seed(*key) for key in [base, *others]}
     assert len(seeds) == 7 and all(0 <= seed < 2**63 for seed in seeds)
-    assert sampling_seed(*base) == 6684926637949018637  # the same on any machine
+    assert sampling_seed(*base) == 4994733517405576116  # the same on any machine
 
 
 # --------------------------------------------------------------------- what can go wrong
@@ -476,7 +471,7 @@ def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(
     pool = FakePool(lambda *_: observe("home", 1.0, terminated=True))
     engine = ScriptedEngine(
         saying("open door<e>"),
-        num_polls=lambda request_id: 1 if "t0000" in request_id else 10**9,
+        is_ready=lambda request_id: "t0000" in request_id,
         on_poll=stop_when(lambda: len(finished) == 1 and pool.num_opened == 3, error),
     )
     with pytest.raises(type(error)):
@@ -488,29 +483,31 @@ def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(
     assert not pool.open
 
 
-@pytest.mark.parametrize("call", ["reset", "step"])
+@pytest.mark.parametrize("call", ["open", "reset", "step"])
 def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, call):
     """Ctrl-C while an environment works: its thread must not go on, nor open another session."""
     is_waiting, may_go_on = threading.Event(), threading.Event()
 
-    def wait(*_):
-        is_waiting.set()
-        assert may_go_on.wait(timeout=60)
+    def wait(here, task_index=0):
+        if call == here and task_index == 0 and not is_waiting.is_set():
+            is_waiting.set()
+            assert may_go_on.wait(timeout=60)
 
     pool = FakePool(
-        lambda *_: (call == "step" and wait()) or observe("no"),
-        lambda task_index: ((call == "reset" and task_index == 0) and wait()) or "dark",
+        lambda task_index, *_: wait("step", task_index) or observe("no"),
+        on_reset=lambda task_index: wait("reset", task_index) or "dark",
+        on_open=lambda: wait("open"),
     )
     engine = ScriptedEngine(
         saying("wait<e>"),
-        num_polls=lambda request_id: 1 if "t0000" in request_id else 10**9,
+        is_ready=lambda request_id: call == "step" and "t0000" in request_id,
         on_poll=stop_when(is_waiting.is_set, KeyboardInterrupt()),
     )
     with pytest.raises(KeyboardInterrupt):
         collect(engine, pool, chat, requests_of(2), settings_of())
     may_go_on.set()
     wait_for_threads()
-    assert not pool.open and pool.num_opened == 2
+    assert not pool.open and pool.num_opened <= 2
 
 
 # --------------------------------------------------------------------------- real servers

@@ -15,9 +15,10 @@ Episode End
 """
 
 import contextlib
-import itertools
+import json
 import threading
 import time
+from pathlib import Path
 
 import uvicorn
 
@@ -101,31 +102,31 @@ def share(text: str) -> float:
 
 
 @contextlib.contextmanager
-def registered(env_class=Letters):
-    """`envs` knows the world as "letters" for as long as the block runs."""
-    envs.ENVS[NAME] = f"{env_class.__module__}:{env_class.__name__}"
+def registered(env_class=Letters, name=NAME):
+    """`envs` knows the world under `name` for as long as the block runs."""
+    before = dict(envs.ENVS)
+    envs.ENVS[name] = f"{env_class.__module__}:{env_class.__name__}"
     try:
-        yield NAME
+        yield name
     finally:
-        del envs.ENVS[NAME]
+        envs.ENVS.clear()
+        envs.ENVS.update(before)
 
 
 @contextlib.contextmanager
-def serve(env_class=Letters, middleware=None):
+def serve(env_class=Letters, middleware=None, name=NAME):
     """A real server of the world, in a thread of this process; yields its base_url.
 
     `middleware(request, call_next)` may answer in the app's place, to play a server that fails.
     """
-    with registered(env_class):
-        app = create_app(NAME, env_class=env_class)
+    with registered(env_class, name):
+        app = create_app(name, env_class=env_class)
         if middleware is not None:
             app.middleware("http")(middleware)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        for _ in itertools.count():
-            if server.started:
-                break
+        while not server.started:
             if not thread.is_alive():
                 raise RuntimeError("the toy server did not start")
             time.sleep(0.01)
@@ -134,3 +135,79 @@ def serve(env_class=Letters, middleware=None):
         finally:
             server.should_exit = True
             thread.join(timeout=10)
+
+
+def write_ids(path, num_tasks=8):
+    """An id list of the world's first tasks; returns its path as text."""
+    path.write_text(json.dumps([{"item_id": f"{NAME}_{i}"} for i in range(num_tasks)]))
+    return str(path)
+
+
+def options(tmp_path, url, **changes):
+    """Options of train.py for a run of seconds: `tiny`, short turns, few trajectories."""
+    ids = write_ids(tmp_path / "ids.json")
+    return {
+        "env": NAME,
+        "tasks": ids,
+        "eval_tasks": ids,
+        "env_addr": (url,),
+        "model": "tiny",
+        "warm_start": "never",
+        "engine": "transformers",
+        "rounds": (2,),
+        "steps": 2,
+        "tasks_per_step": 2,
+        "group_size": 2,
+        "max_tokens_per_turn": 4,
+        "max_trajectory_tokens": 128,
+        "eval_every": 0,
+        "save_every": 1,
+        "run_dir": str(tmp_path / "run"),
+    } | changes
+
+
+def flags(**values):
+    """The same options as a command line."""
+    words = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, (tuple, list)):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+@contextlib.contextmanager
+def fresh_process_state():
+    """accelerate and torch keep one setting per process; a run in a test must not leave its own."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+
+
+def train_main(argv):
+    """`train.py ARGV` in this process; the exit code."""
+    import train
+
+    with fresh_process_state():
+        try:
+            return train.command_line(argv)
+        except SystemExit as stop:
+            return stop.code
+
+
+def read_metrics(run_dir):
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

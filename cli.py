@@ -1,0 +1,55 @@
+"""Command lines: one dataclass is one command line, one mistake is one line on stderr.
+
+Every field of a config dataclass is a flag, its docstring the help text (tyro does the work).
+Misuse exits with 2 and a line that says what was got and what to do; a caller in a script can show
+it, a person can act on it.
+
+Read next: `config.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+ConfigType = TypeVar("ConfigType")
+
+
+def parse_command_line(
+    config_class: type[ConfigType],
+    argv: Sequence[str] | None,
+    prog: str,
+    default: ConfigType | None = None,
+    description: str | None = None,
+) -> ConfigType:
+    """A config dataclass from the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes those of this process.
+        default: values of the flags that are not given; None: the dataclass's own.
+    Raises:
+        SystemExit: code 2 after one line on stderr (tyro by itself explains a mistake in a box of
+            several lines), code 0 after --help.
+    """
+    import tyro
+
+    box = io.StringIO()
+    options: dict[str, Any] = {"default": default} if default is not None else {}
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(config_class, prog=prog, args=argv, description=description, **options)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        text = box.getvalue().split("│ ──")[0]  # above the rule; the first line is a title
+        words = " ".join(line.strip("│╭╮╰╯─ ") for line in text.splitlines()[1:]).split()
+        complain(prog, f"{' '.join(words) or 'unusable arguments'}; see --help")
+        raise SystemExit(2) from None
+
+
+def complain(prog: str, problem: object) -> None:
+    """One line on stderr, whatever the problem's own text looks like."""
+    print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,541 @@
+"""Does it learn? Reinforcement learning against the two explanations that must be ruled out.
+
+A curve that rises proves little by itself. Three arms start from the same warm-started weights and
+are measured on the same held-out goals, three seeds each:
+
+    rl         train.py with its defaults
+    sft        more imitation instead: as many optimizer steps on fresh demonstrations of the same
+               training goals, 64 of them per step, which is as many trajectories as RL rolls out
+    shuffled   train.py --shuffle-rewards: trajectories swap rewards at random, so that updates are
+               as large and as many, and carry no information
+
+    rl above its own start            something changed for the better
+    rl above sft                      and more of what the warm start did would not have done it
+    shuffled at or below its start    and the rewards are what did it
+
+The sft arm runs through the very same update: with advantages of 1 on demonstrated tokens and
+π_old = π_θ the policy gradient is the gradient of the imitation loss,
+
+    ∇ 1/N Σ ρ·1 = 1/N Σ ∇ log π_θ(token)          ρ = π_θ / stopgrad(π_θ)
+
+so optimizer, clipping, precision and micro-batches are equal. It gets a grid of learning rates (RL's
+and the warm start's), and the best of them *on the reported goals* stands for it, an advantage that
+RL does not have: its figure is always that of its last step.
+
+What is measured, before and after: held-out goals of families that share no recipe with the
+training goals, 4 samples each, as the run itself measures them every ten steps; and AgentGym's
+published TextCraft test split, 100 goals of all depths, of which training saw depth 1 alone.
+The unit of every interval is the goal: goals are resampled, a goal's value being its mean over
+samples and seeds, and differences are paired by goal.
+
+    python recipes/learns.py run --arm rl --seed 0      runs or resumes; writes results/learns/rl-0.json
+    python recipes/learns.py report                     reads what is there: table and learns.png
+
+Each run takes one to two hours on two CPU cores (the sft arm that for each learning rate), may be
+killed at any time and goes on from its last checkpoint. What follows the known options is handed on
+to train.py, for all arms alike. Read next: recipes/README.md; sft.py for demonstrations.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scoring import bootstrap, paired_bootstrap  # noqa: E402
+
+ARMS = ("rl", "sft", "shuffled")
+SEEDS = (0, 1, 2)
+RESULTS = ROOT / "recipes" / "results" / "learns"
+SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
+CURVE = (
+    "train/return_mean",
+    "train/success_rate",
+    "train/turns_mean",
+    "train/trajectories_used",
+    "policy/loss",
+    "policy/entropy",
+    "policy/grad_norm",
+    "data/policy_tokens",
+)
+COLORS = {"rl": "#3a8f5c", "sft": "#d9822b", "shuffled": "#8a8f98"}
+
+Result = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------ an arm
+
+
+def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
+    """train.py's arguments of an arm; `sft` reads the same ones.
+
+    >>> arm_arguments("shuffled", 1, Path("runs/learns/shuffled-1"))[-3:]
+    ['--run-dir', 'runs/learns/shuffled-1', '--shuffle-rewards']
+    """
+    if arm not in ARMS:
+        raise ValueError(f"--arm {arm} is unknown; choose one of: {' '.join(ARMS)}")
+    arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "10"]
+    arguments += ["--save-every", "5", *extra, "--run-dir", str(run_dir)]
+    return arguments + (["--shuffle-rewards"] if arm == "shuffled" else [])
+
+
+def load_config(arguments: Sequence[str]) -> Any:
+    """The `Config` that train.py makes of these arguments."""
+    import torch
+
+    from cli import parse_command_line
+    from config import Config, check, complete, hardware_defaults
+
+    default = hardware_defaults(torch.cuda.is_available())
+    config = complete(parse_command_line(Config, arguments, "learns.py", default))
+    check(config)
+    return config
+
+
+def steps_done(run_dir: Path) -> int:
+    """Steps that a run has saved."""
+    from checkpoint import steps_saved
+
+    return max(steps_saved(run_dir), default=0)
+
+
+def train(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
+    """train.py with these arguments, from its last checkpoint if there is one.
+
+    Raises:
+        SystemExit: it did not end well; its message is above.
+    """
+    if steps_done(run_dir) >= steps:
+        print(f"{run_dir} is complete ({steps} steps)", flush=True)
+        return
+    if (run_dir / "config.json").exists():
+        arguments = ["--resume", "--run-dir", str(run_dir), "--steps", str(steps)]
+    run([sys.executable, "train.py", *arguments])
+
+
+def run(command: Sequence[str]) -> None:
+    print(f"$ {shlex.join(command)}", flush=True)
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
+        raise SystemExit(code)
+
+
+def train_sft(config: Any, learning_rate: float) -> None:
+    """The control: the loop of train.py with demonstrations in place of rollouts.
+
+    Evaluation, checkpoints, files and resume are train.py's own; so is the update, with advantage 1
+    on every demonstrated token. Each step sees demonstrations that no step before it saw.
+    """
+    import rundir
+    from metrics import MetricsLogger
+    from sft import SftSettings, demonstrations, encode
+    from train import is_due
+    from worker import Worker
+
+    # The sampler's correction has no meaning for tokens that nobody sampled.
+    config = replace(config, learning_rate=learning_rate, sampler_is_cap=0.0)
+    if config.ppo_epochs != 1 or config.mini_batch_size < config.tasks_per_step * config.group_size:
+        raise ValueError("the sft arm takes one optimizer step per step, as the rl arm's defaults do")
+    per_step = config.tasks_per_step * config.group_size
+    settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
+    with ExitStack() as stack:
+        run_of = rundir.open_run(config)
+        stack.callback(run_of.close)
+        worker = Worker(config, run_of, stack)
+        first = worker.restore() + 1
+        logger = MetricsLogger(run_of.path, resume_step=first - 1 if config.resume else None)
+        stack.callback(logger.close)
+        # Seeds far from the warm start's, which are small numbers.
+        seed = 1_000_000 * (config.seed + 1)
+        records = demonstrations(config.env, worker.tasks, config.steps * per_step, seed)
+        if len(records) < config.steps * per_step:
+            raise SystemExit(f"only {len(records)} of {config.steps * per_step} demonstrations succeeded")
+        if not run_of.has_evaluation(0):
+            worker.evaluate(0)
+        for step in range(first, config.steps + 1):
+            chosen = records[(step - 1) * per_step : step * per_step]
+            batch = encode(worker.chat, chosen, settings, worker.pad_id)
+            ones = batch.loss_mask.clone()
+            metrics: dict[str, Any] = worker.update(step, batch, ones, ones, None, None, None)
+            metrics = {name: value for name, value in metrics.items() if name.startswith("policy/")}
+            metrics["data/policy_tokens"] = int(batch.loss_mask.sum())
+            if is_due(step, config.eval_every, config.steps):
+                worker.load_into_engine()
+                metrics |= worker.evaluate(step)
+            logger.log(step, metrics)
+            if is_due(step, config.save_every, config.steps):
+                worker.save(step)
+            print(f"step {step} of {config.steps}: loss {metrics['policy/loss']:.4f}", flush=True)
+
+
+def run_sft(arguments: Sequence[str], run_dir: Path, rates: Sequence[float]) -> dict[float, Path]:
+    """One run per learning rate, each in a directory of its own; resumes what is unfinished."""
+    folders = {}
+    for rate in rates:
+        folder = run_dir.with_name(f"{run_dir.name}-lr{rate:g}")
+        folders[rate] = folder
+        config = replace(load_config(arguments), run_dir=str(folder))
+        if steps_done(folder) >= config.steps:
+            print(f"{folder} is complete ({config.steps} steps)", flush=True)
+            continue
+        # A process of its own: an engine in this one would keep its memory for the next rate.
+        inner = [sys.executable, str(Path(__file__).resolve()), "train-sft", f"{rate:g}"]
+        inner += [*arguments, "--run-dir", str(folder)]
+        run(inner + (["--resume"] if (folder / "config.json").exists() else []))
+    return folders
+
+
+# --------------------------------------------------------------------------------- what it came to
+
+
+def item_shares(summary: Mapping[str, Any]) -> dict[str, float]:
+    """task_id -> share of its samples that were solved, of an evaluation's summary."""
+    return {task_id: item["avg"] for task_id, item in summary["items"].items()}
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Held-out evaluations of a run: step, mean with interval, and the share of each goal."""
+    found = []
+    for path in sorted((run_dir / "eval").glob("step_*.json")):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        overall = summary["overall"]
+        found.append(
+            {"step": summary["step"], "avg": overall["avg"], "pass": overall["pass"]}
+            | {"samples": summary["samples"], "items": item_shares(summary)}
+        )
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> dict[str, Any]:
+    """evaluate.py on the published test split under 30 turns; kept in `folder`, played once."""
+    if not (folder / "eval.json").exists():
+        aside = folder.with_name(f".{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        command = [sys.executable, "evaluate.py", "--env", "textcraft", "--split", "test"]
+        command += ["--model", model, "--max-rounds", "6", "30", "--samples", str(samples)]
+        command += ["--max-tokens-per-turn", "80", "--seed", str(seed), "--out", str(aside)]
+        run(command)
+        aside.rename(folder)
+    summary = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+    rows = {"all": summary["overall"], **summary["subtasks"]}
+    return {
+        "max_rounds": 30,
+        "samples": samples,
+        "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
+        "items": item_shares(summary),
+    }
+
+
+def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples: int) -> Result:
+    """Everything the report needs of one finished run, small enough to commit."""
+    from checkpoint import folder_of
+    from rundir import circumstances
+    from worker import start_model
+
+    about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    evaluations = read_evaluations(run_dir)
+    steps = [evaluation["step"] for evaluation in evaluations]
+    if steps[:1] != [0] or steps[-1] != config.steps:
+        raise SystemExit(f"{run_dir}/eval holds steps {steps}, expected 0 to {config.steps}")
+    start, last = start_model(config), folder_of(run_dir, config.steps)
+    test = {}
+    if test_samples:
+        model_of = {"before": (start, run_dir.parent / f"test-start-{seed}")}
+        model_of["after"] = (str(last), run_dir / "test")
+        for name, (model, folder) in model_of.items():
+            test[name] = evaluate_test_split(model, folder, seed, test_samples)
+    metrics = read_lines(run_dir / "metrics.jsonl")
+    timings = read_lines(run_dir / "timings.jsonl")
+    return {
+        "arm": arm,
+        "seed": seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": about["command"],
+        "git_commit": about["git_commit"],
+        "hardware": about["hardware"],
+        "versions": about["versions"],
+        "recipe": circumstances()["command"],
+        "config": about["config"],
+        "steps": config.steps,
+        "hours": round(sum(row.get("time/step_s", 0.0) for row in timings) / 3600, 2) or None,
+        "curve": [
+            {"step": row["step"]} | {name: row[name] for name in CURVE if row.get(name) is not None}
+            for row in metrics
+        ],
+        "held_out": evaluations,
+        "test": test,
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    aside.rename(path)
+
+
+def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """Train (or resume), evaluate, write the result."""
+    run_dir = options.runs / f"{options.arm}-{options.seed}"
+    arguments = arm_arguments(options.arm, options.seed, run_dir, extra)
+    config = load_config(arguments)
+    grid: dict[str, Any] = {}
+    if options.arm == "sft":
+        folders = run_sft(arguments, run_dir, options.learning_rates)
+        final = {rate: read_evaluations(folder)[-1] for rate, folder in folders.items()}
+        best = max(final, key=lambda rate: final[rate]["avg"]["value"])
+        grid = {f"{rate:g}": evaluation["avg"] for rate, evaluation in final.items()}
+        grid = {"learning_rates": grid, "chosen": f"{best:g}"}
+        run_dir = folders[best]
+    else:
+        train(arguments, run_dir, config.steps)
+    result = collect_result(options.arm, options.seed, run_dir, config, options.test_samples)
+    path = options.results / f"{options.arm}-{options.seed}.json"
+    write_json(path, result | grid)
+    print(f"wrote {path}", flush=True)
+
+
+# -------------------------------------------------------------------------------------- the report
+
+
+def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Goals that every seed has a value for -> the mean over seeds.
+
+    >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
+    {'a': 0.5}
+    """
+    if not results:
+        return {}
+    common = set.intersection(*(set(items) for items in results))
+    return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """Paired bootstrap over the goals that both have."""
+    both = before.keys() & after.keys()
+    return paired_bootstrap({i: before[i] for i in both}, {i: after[i] for i in both})
+
+
+def pooled_at(results: Sequence[Result], position: int) -> dict[str, float]:
+    """Each goal's mean over seeds in the first (0) or last (-1) held-out evaluation."""
+    return mean_over_seeds([result["held_out"][position]["items"] for result in results])
+
+
+def pooled_curve(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Steps that all seeds evaluated, with the pooled mean and its interval over goals."""
+    by_seed = [{e["step"]: e["items"] for e in result["held_out"]} for result in results]
+    steps = sorted(set.intersection(*(set(seed) for seed in by_seed)))
+    curve = []
+    for step in steps:
+        items = mean_over_seeds([seed[step] for seed in by_seed])
+        curve.append({"step": step, **bootstrap(list(items.values()))})
+    return curve
+
+
+def read_results(folder: Path) -> dict[str, list[Result]]:
+    """arm -> results present, by seed.
+
+    Raises:
+        ValueError: runs of different length, which must not be pooled.
+    """
+    by_arm: dict[str, list[Result]] = {arm: [] for arm in ARMS}
+    for arm in ARMS:
+        for path in sorted(folder.glob(f"{arm}-*.json")):
+            by_arm[arm].append(json.loads(path.read_text(encoding="utf-8")))
+    steps = {r["steps"] for results in by_arm.values() for r in results}
+    if len(steps) > 1:
+        raise ValueError(f"{folder} mixes runs of {sorted(steps)} steps; keep one length")
+    return by_arm
+
+
+def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
+    """Per arm before, after, difference and curve; between arms the difference after training."""
+    arms: dict[str, Any] = {}
+    after: dict[str, dict[str, float]] = {}
+    for arm, results in by_arm.items():
+        if not results:
+            continue
+        before, after[arm] = pooled_at(results, 0), pooled_at(results, -1)
+        arms[arm] = {
+            "seeds": [result["seed"] for result in results],
+            "before": bootstrap(list(before.values())),
+            "after": bootstrap(list(after[arm].values())),
+            "difference": difference(before, after[arm]),
+            "per_seed": {
+                str(r["seed"]): [r["held_out"][i]["avg"]["value"] for i in (0, -1)] for r in results
+            },
+            "curve": pooled_curve(results),
+            "test": analyse_test([result for result in results if result["test"]]),
+        }
+    against = {
+        arm: difference(after[arm], after["rl"]) for arm in after if arm != "rl" and "rl" in after
+    }
+    return {"arms": arms, "rl_minus": against}
+
+
+def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
+    """The published test split, per depth and over all: before, after, paired difference."""
+    if not results:
+        return {}
+    pooled = {
+        when: mean_over_seeds([result["test"][when]["items"] for result in results])
+        for when in ("before", "after")
+    }
+    from envs import load_tasks
+
+    depth_of = {task.task_id: task.subtask for task in load_tasks("textcraft", "test")}
+    rows = {}
+    for name in [*sorted(set(depth_of.values())), "all"]:
+        before, after = (
+            {i: x for i, x in pooled[when].items() if name in ("all", depth_of[i])}
+            for when in ("before", "after")
+        )
+        if before and after:
+            rows[name] = {
+                "before": bootstrap(list(before.values())),
+                "after": bootstrap(list(after.values())),
+                "difference": difference(before, after),
+            }
+    return rows
+
+
+def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
+    """`54.1 [48.0, 60.1]`, in percent or points."""
+    if estimate["value"] is None:
+        return "-"
+    sign = "+" if signed else ""
+    value, low, high = (f"{100 * estimate[key]:{sign}.1f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Arms and seeds of the plan without a result."""
+    have = {(arm, result["seed"]) for arm, results in by_arm.items() for result in results}
+    return [f"{arm}-{seed}" for arm in ARMS for seed in SEEDS if (arm, seed) not in have]
+
+
+def format_report(analysis: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """Markdown: held-out goals per arm, between arms, and the published test split."""
+    head = "| arm | seeds | goals | before, % | after, % | difference, points |"
+    lines = ["Held-out goals:", "", head, "|---|---|---|---|---|---|"]
+    for arm, row in analysis["arms"].items():
+        seeds = " ".join(map(str, row["seeds"]))
+        lines.append(
+            f"| {arm} | {seeds} | {row['difference']['items']} | {percent(row['before'])} | "
+            f"{percent(row['after'])} | {percent(row['difference'], signed=True)} |"
+        )
+    for arm, estimate in analysis["rl_minus"].items():
+        lines += ["", f"rl minus {arm}, after training: {percent(estimate, signed=True)} points."]
+    for arm, row in analysis["arms"].items():
+        if not row["test"]:
+            continue
+        title = f"Published test split, arm {arm}, at most 30 turns:"
+        lines += ["", title, "", "| sub-task | goals | before, % | after, % | difference, points |"]
+        lines.append("|---|---|---|---|---|")
+        for name, each in row["test"].items():
+            lines.append(
+                f"| {name} | {each['difference']['items']} | {percent(each['before'])} | "
+                f"{percent(each['after'])} | {percent(each['difference'], signed=True)} |"
+            )
+    if missing:
+        lines += ["", f"Not run: {' '.join(missing)}. The table is of the others alone."]
+    return "\n".join(lines)
+
+
+def plot(analysis: Mapping[str, Any], missing: Sequence[str], path: Path) -> None:
+    """Held-out success over steps: the pooled curve of each arm with its interval over goals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
+    for arm, row in analysis["arms"].items():
+        points = [point for point in row["curve"] if point["value"] is not None]
+        x = [point["step"] for point in points]
+        value, low, high = ([100 * p[key] for p in points] for key in ("value", "low", "high"))
+        seeds = " ".join(map(str, row["seeds"]))
+        axis.fill_between(x, low, high, color=COLORS[arm], alpha=0.13, lw=0)
+        axis.plot(x, value, color=COLORS[arm], marker="o", ms=4, lw=1.8, label=f"{arm}, seeds {seeds}")
+    axis.set(xlabel="training step", ylabel="held-out goals solved, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#e6e8eb")
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False, loc="upper left")
+    note = "95 % intervals over goals" + (f"; not run: {' '.join(missing)}" if missing else "")
+    axis.set_title(note, fontsize=9, color="#57606a")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.stem}.tmp.png")
+    figure.savefig(aside, dpi=130)
+    plt.close(figure)
+    os.replace(aside, path)
+
+
+def report(folder: Path) -> str:
+    """Reads `folder`, writes learns.png and report.json into it, returns the table.
+
+    Raises:
+        ValueError: there is no result, or they cannot be pooled.
+    """
+    by_arm = read_results(folder)
+    if not any(by_arm.values()):
+        raise ValueError(f"{folder} holds no result; run: python recipes/learns.py run --arm rl --seed 0")
+    missing = missing_runs(by_arm)
+    analysis = analyse(by_arm)
+    plot(analysis, missing, folder / "learns.png")
+    write_json(folder / "report.json", analysis | {"not_run": missing})
+    return format_report(analysis, missing)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train-sft"]:  # how run_sft starts a run of its own
+        train_sft(load_config(argv[2:]), learning_rate=float(argv[1]))
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="run or resume one arm with one seed")
+    running.add_argument("--arm", choices=ARMS, required=True)
+    running.add_argument("--seed", type=int, required=True)
+    running.add_argument("--runs", type=Path, default=Path("runs/learns"), help="where runs lie")
+    running.add_argument(
+        "--learning-rates", type=float, nargs="+", default=list(SFT_LEARNING_RATES), help="of sft"
+    )
+    running.add_argument("--test-samples", type=int, default=1, help="of the test split; 0: skip it")
+    reporting = commands.add_parser("report", help="table and figure of the results present")
+    for each in (running, reporting):
+        each.add_argument("--results", type=Path, default=RESULTS)
+    options, extra = parser.parse_known_args(argv)
+    try:
+        if options.command == "run":
+            os.chdir(ROOT)
+            run_arm(options, extra)
+        elif extra:
+            raise ValueError(f"unknown arguments: {' '.join(extra)}")
+        else:
+            print(report(options.results))
+    except ValueError as error:
+        print(f"learns.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

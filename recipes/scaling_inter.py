@@ -1,0 +1,274 @@
+"""Does widening the horizon help? Short, long and stepwise horizons for the same amount of play.
+
+ScalingInter-RL begins with few turns, where an episode is cheap and credit is near, and widens the
+horizon as the policy can use it. A fair comparison must not hand the long horizon more experience:
+arms differ in turns per episode, so they are stopped at an equal number of *turns played*, not of
+steps.
+
+    short       every episode at most 4 turns: many cheap steps, deep goals out of reach
+    long        at most 12: every goal in reach, few steps, most turns spent being lost
+    stepwise    4, then 8, then 12: train.py --rounds-scheduler scaling_inter_stepwise
+
+Goals are TextCraft's of crafting depth 1 and 2: depth 2 takes about twice the turns of depth 1, so
+that the short arm meets its limit. All arms start from the same weights, see the same tasks in the
+same order, and are evaluated on the same held-out goals with 12 turns, however they were trained.
+The published system reports 50.5 % -> 57.0 % (SciWorld) and 34.0 % -> 38.3 % (Deep Search) for the
+7B model, one seed each, at equal steps.
+
+train.py counts steps, so each arm runs it in pieces of a few steps and resumes: after each piece
+the turns played are added up from metrics.jsonl, and the next piece is as long as the budget still
+allows. An arm therefore ends within about one step's turns of the budget; how far is in the result.
+
+    python recipes/scaling_inter.py run --arm short          runs or resumes one arm
+    python recipes/scaling_inter.py run --arm all            one after the other
+    python recipes/scaling_inter.py report                   table and results/scaling_inter.png
+
+With the 135M model an arm of 12,000 turns takes about an hour on two cores; what follows the known
+options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recipes.learns import difference, item_shares, percent, read_lines, write_json  # noqa: E402
+from scoring import bootstrap  # noqa: E402
+
+RESULTS = ROOT / "recipes" / "results"
+SHORT, MIDDLE, LONG = 4, 8, 12
+STEPS_PER_HORIZON = 12
+HORIZONS = {
+    "short": ["--rounds", str(SHORT)],
+    "long": ["--rounds", str(LONG)],
+    "stepwise": ["--rounds-scheduler", "scaling_inter_stepwise"]
+    + ["--rounds", str(SHORT), str(MIDDLE), str(LONG)]
+    + ["--steps-scaling-inter", str(STEPS_PER_HORIZON)],
+}
+ARMS = tuple(HORIZONS)
+PIECE = 6  # steps between evaluations, and the longest piece
+COLORS = {"short": "#d9822b", "long": "#4c78a8", "stepwise": "#3a8f5c"}
+
+
+def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
+    """train.py's arguments of an arm, without `--steps` and `--resume`.
+
+    >>> arm_arguments("short", 0, Path("runs/x"))[-2:]
+    ['--rounds', '4']
+    """
+    if arm not in HORIZONS:
+        raise ValueError(f"--arm {arm} is unknown; choose one of: all {' '.join(ARMS)}")
+    arguments = ["--env", "textcraft", "--subtasks", "depth 1", "depth 2", "--seed", str(seed)]
+    arguments += ["--eval-rounds", str(LONG), "--eval-samples", "2"]
+    arguments += ["--eval-every", str(PIECE), "--save-every", str(PIECE)]
+    return [*arguments, *extra, "--run-dir", str(run_dir), *HORIZONS[arm]]
+
+
+def turns_by_step(metrics: Sequence[Mapping[str, Any]], per_step: int) -> list[int]:
+    """Turns played in each step: mean turns of the step's trajectories times their number.
+
+    Args:
+        per_step: trajectories rolled per step; those lost to the environment played no turn that
+            the policy could learn from and are not counted.
+    """
+    turns = []
+    for row in metrics:
+        lost = row.get("train/env_failures") or 0
+        turns.append(round((row["train/turns_mean"] or 0.0) * (per_step - lost)))
+    return turns
+
+
+def next_piece(turns: Sequence[int], budget: int, horizon: int, per_step: int) -> int:
+    """Steps to take now: up to the next evaluation, and no more than the budget has room for.
+
+    Args:
+        turns: played in each step so far.
+        horizon: `max_rounds` of the next step; a step may be as long as per_step x horizon turns,
+            and is expected to be as long as the last one.
+    Returns: 0 when the budget is used up, or nearer than half a step.
+
+    >>> next_piece([], budget=1000, horizon=4, per_step=64), next_piece([100] * 9, 1000, 4, 64)
+    (3, 1)
+    """
+    left = budget - sum(turns)
+    expected = turns[-1] if turns and turns[-1] else per_step * horizon
+    room = math.floor(left / expected + 0.5)
+    until_evaluation = PIECE - len(turns) % PIECE
+    return max(0, min(room, until_evaluation))
+
+
+def run_arm(arm: str, options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """train.py in pieces until the budget of turns is played; then the arm's result file."""
+    from recipes.learns import load_config
+    from schedulers import make_scheduler
+
+    run_dir = options.runs / f"{arm}-{options.seed}"
+    arguments = arm_arguments(arm, options.seed, run_dir, extra)
+    config = load_config(arguments)
+    scheduler = make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+    per_step = config.tasks_per_step * config.group_size
+    while True:
+        turns = turns_by_step(finished_steps(run_dir), per_step)
+        horizon = scheduler.rounds_at(len(turns) + 1)
+        piece = next_piece(turns, options.turns, horizon, per_step)
+        print(f"{arm}: {sum(turns)} of {options.turns} turns in {len(turns)} steps", flush=True)
+        if not piece:
+            break
+        command = [sys.executable, "train.py", *arguments, "--steps", str(len(turns) + piece)]
+        if (run_dir / "config.json").exists():
+            command.append("--resume")
+        print(f"$ {shlex.join(command)}", flush=True)
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code:
+            raise SystemExit(code)
+    about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    result = {"arm": arm, "seed": options.seed, "budget_turns": options.turns}
+    result |= {key: about[key] for key in ("command", "git_commit", "hardware", "versions")}
+    result |= {"turns": turns, "points": evaluation_points(run_dir, turns)}
+    path = options.results / "scaling_inter" / f"{arm}-{options.seed}.json"
+    write_json(path, result)
+    print(f"wrote {path}", flush=True)
+
+
+def finished_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl up to the last checkpoint; a resumed run drops the ones after it."""
+    from checkpoint import steps_saved
+
+    last = max(steps_saved(run_dir), default=0)
+    return [row for row in read_lines(run_dir / "metrics.jsonl") if row["step"] <= last]
+
+
+def evaluation_points(run_dir: Path, turns: Sequence[int]) -> list[dict[str, Any]]:
+    """Every evaluation with the turns played before it and each goal's share of solved samples."""
+    points = []
+    for path in sorted((run_dir / "eval").glob("step_*.json")):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if summary["step"] <= len(turns):
+            items = item_shares(summary)
+            played = sum(turns[: summary["step"]])
+            point = {"step": summary["step"], "turns": played, "items": items}
+            points.append(point | {"avg": bootstrap(list(items.values()))})
+    return points
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The arms present, in the order of ARMS.
+
+    Raises:
+        ValueError: there is none, or budgets differ.
+    """
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for arm in ARMS
+        for path in sorted((folder / "scaling_inter").glob(f"{arm}-*.json"))
+    ]
+    if not found:
+        raise ValueError(f"{folder}/scaling_inter is empty; run: python recipes/scaling_inter.py run")
+    budgets = sorted({result["budget_turns"] for result in found})
+    if len(budgets) > 1:
+        raise ValueError(f"{folder}/scaling_inter mixes budgets of {budgets} turns; keep one")
+    return found
+
+
+def format_report(results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: one row per arm and seed, and the stepwise arm against the two fixed ones."""
+    lines = ["| arm | seed | steps | turns played | before, % | after, % | difference, points |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    last: dict[tuple[str, int], dict[str, float]] = {}
+    for r in results:
+        first, end = r["points"][0], r["points"][-1]
+        last[r["arm"], r["seed"]] = end["items"]
+        change = percent(difference(first["items"], end["items"]), signed=True)
+        lines.append(
+            f"| {r['arm']} | {r['seed']} | {len(r['turns'])} | {sum(r['turns'])} | "
+            f"{percent(first['avg'])} | {percent(end['avg'])} | {change} |"
+        )
+    for (arm, seed), items in last.items():
+        if arm != "stepwise" and ("stepwise", seed) in last:
+            change = percent(difference(items, last["stepwise", seed]), signed=True)
+            lines += ["", f"stepwise minus {arm}, seed {seed}: {change} points."]
+    missing = [arm for arm in ARMS if arm not in {r["arm"] for r in results}]
+    if missing:
+        lines += ["", f"Not run: {' '.join(missing)}."]
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Held-out success over turns played; one line per arm and seed, intervals over goals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
+    for r in results:
+        x = [point["turns"] for point in r["points"]]
+        value, low, high = (
+            [100 * point["avg"][key] for point in r["points"]] for key in ("value", "low", "high")
+        )
+        color, label = COLORS[r["arm"]], f"{r['arm']}, seed {r['seed']}"
+        axis.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
+        axis.plot(x, value, color=color, marker="o", ms=4, lw=1.8, label=label)
+    axis.axvline(results[0]["budget_turns"], color="#8a8f98", lw=1, ls=":")
+    axis.set(xlabel="turns played in training", ylabel=f"held-out goals solved in {LONG} turns, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#e6e8eb")
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False)
+    axis.set_title("95 % intervals over goals", fontsize=9, color="#57606a")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.stem}.tmp.png")
+    figure.savefig(aside, dpi=130)
+    plt.close(figure)
+    os.replace(aside, path)
+
+
+def report(folder: Path) -> str:
+    """Reads the arms present, writes scaling_inter.png and .json, returns the table."""
+    results = read_results(folder)
+    plot(results, folder / "scaling_inter.png")
+    rows = [{k: v for k, v in r.items() if k != "points"} for r in results]
+    for row, r in zip(rows, results, strict=True):
+        row["points"] = [{k: v for k, v in p.items() if k != "items"} for p in r["points"]]
+    write_json(folder / "scaling_inter.json", rows)
+    return format_report(results)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="run or resume arms")
+    running.add_argument("--arm", choices=("all", *ARMS), default="all")
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--turns", type=int, default=12_000, help="environment turns of each arm")
+    running.add_argument("--runs", type=Path, default=Path("runs/scaling_inter"))
+    reporting = commands.add_parser("report", help="table and figure of the arms present")
+    for each in (running, reporting):
+        each.add_argument("--results", type=Path, default=RESULTS)
+    options, extra = parser.parse_known_args(argv)
+    try:
+        if options.command == "run":
+            os.chdir(ROOT)
+            for arm in ARMS if options.arm == "all" else (options.arm,):
+                run_arm(arm, options, extra)
+        elif extra:
+            raise ValueError(f"unknown arguments: {' '.join(extra)}")
+        else:
+            print(report(options.results))
+    except ValueError as error:
+        print(f"scaling_inter.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

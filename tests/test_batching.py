@@ -1,0 +1,154 @@
+"""batching.py: every row once, nothing lost by padding, and what belongs to a row travels with it."""
+
+import pytest
+import torch
+from fakes import FakePool, ScriptedEngine, byte_tokenizer, observe, requests_of, settings_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching import Batch, make_batch, micro_batches, padding_share
+from chat import ChatTemplate
+from rollout import RolloutHandler, Turn, collect
+
+PAD = 99
+lengths_and_budget = st.tuples(
+    st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 200)
+)
+
+
+def trajectory(drawn, group_id=0, rewards=()):
+    """From a drawing: `a` sampled, anything else not; one turn per run of `a`, with its reward."""
+    mask = [int(c == "a") for c in drawn]
+    n = len(mask)
+    starts = [i for i in range(n) if mask[i] and not (i and mask[i - 1])]
+    ends = [i + 1 for i in range(n) if mask[i] and not (i + 1 < n and mask[i + 1])]
+    rewards = [*rewards, *[0.0] * len(starts)]
+    handler = RolloutHandler(f"t{group_id}", 1, "fake", "fake_0", "easy", group_id, 0, 3)
+    handler.input_ids = [10 * (group_id + 1) + i for i in range(n)]
+    handler.loss_mask = mask
+    handler.rollout_log_probs = [-(i + 1) / 8 if m else 0.0 for i, m in enumerate(mask)]
+    handler.turns = [Turn(span, "", reward=r) for span, r in zip(zip(starts, ends), rewards)]
+    return handler
+
+
+TRAJECTORIES = [
+    trajectory("ppaaoaao", 0, [0.25, 0.75]),
+    trajectory("paoa", 1, [0.0, 1.0]),
+    trajectory("ppaao", 0, [0.5]),
+    trajectory("pa", 1),
+]
+
+
+def test_two_trajectories_become_these_tensors():
+    batch = make_batch([trajectory("ppaoaa", 3, [0.25, 0.5]), trajectory("paa", 7, [1.0])], PAD)
+    assert batch.input_ids.tolist() == [
+        [40, 41, 42, 43, 44, 45],
+        [80, 81, 82, PAD, PAD, PAD],
+    ]
+    assert batch.loss_mask.tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
+    assert batch.token_rewards.tolist() == [[0, 0, 0.25, 0, 0, 0.5], [0, 0, 1, 0, 0, 0]]
+    assert batch.rollout_log_probs.tolist() == [
+        [0, 0, -0.375, 0, -0.625, -0.75],
+        [0, -0.25, -0.375, 0, 0, 0],
+    ]
+    assert batch.lengths.tolist() == [6, 3] and batch.group_ids.tolist() == [3, 7]
+    assert batch.input_ids.dtype == batch.group_ids.dtype == torch.int64
+    assert batch.loss_mask.dtype == batch.rollout_log_probs.dtype == torch.float32
+    assert len(batch) == 2
+
+
+def test_a_final_end_of_turn_stays_in_the_loss_where_it_is_also_the_padding():
+    """Trap 21: a mask made by comparing ids would drop it."""
+    tokenizer = byte_tokenizer(pad="<|im_end|>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    chat = ChatTemplate(tokenizer)
+    pool = FakePool(lambda index, turn, text: observe("home", 1.0, terminated=turn > index))
+    engine = ScriptedEngine(lambda *_: chat.action("go"))
+    handlers = collect(engine, pool, chat, requests_of(2), settings_of())
+    batch = make_batch(handlers, tokenizer.pad_token_id)
+    assert batch.lengths[0] < batch.lengths[1]
+    for row, handler in enumerate(handlers):
+        last = int(batch.lengths[row]) - 1
+        assert batch.input_ids[row, last] == chat.end_of_turn == tokenizer.pad_token_id
+        assert batch.loss_mask[row, last] == 1.0 and batch.token_rewards[row, last] == 1.0
+        assert batch.loss_mask[row].sum() == 3 * len(handler.turns)
+        assert batch.loss_mask[row, last + 1 :].sum() == 0
+        assert (batch.input_ids[row, last + 1 :] == tokenizer.pad_token_id).all()
+
+
+def test_nothing_and_empty_trajectories_are_refused():
+    with pytest.raises(ValueError, match="no trajectories"):
+        make_batch([], PAD)
+    with pytest.raises(ValueError, match="t5 has no policy token; drop empty trajectories"):
+        make_batch([TRAJECTORIES[0], trajectory("ppp", 5)], PAD)
+
+
+@given(lengths_and_budget)
+def test_every_row_is_in_exactly_one_micro_batch_and_none_is_over_the_budget(case):
+    lengths, max_tokens = case
+    cuts = micro_batches(lengths, max_tokens)
+    assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))
+    for cut in cuts:
+        padded = len(cut) * max(lengths[row] for row in cut)
+        assert padded <= max_tokens or len(cut) == 1
+    flat = [lengths[row] for cut in cuts for row in cut]
+    assert flat == sorted(lengths, reverse=True)
+    assert micro_batches(lengths, max_tokens) == cuts
+
+
+@given(lengths_and_budget)
+def test_no_row_would_have_fitted_into_the_micro_batch_before(case):
+    lengths, max_tokens = case
+    cuts = micro_batches(lengths, max_tokens)
+    for cut in cuts[:-1]:
+        longest = max(lengths[row] for row in cut)
+        assert (len(cut) + 1) * longest > max_tokens
+
+
+@given(lengths_and_budget)
+def test_padding_share_counts_what_is_not_a_token(case):
+    lengths, max_tokens = case
+    cuts = micro_batches(lengths, max_tokens)
+    longest = [max(lengths[i] for i in cut) for cut in cuts]
+    pads = sum(width - lengths[i] for width, cut in zip(longest, cuts) for i in cut)
+    total = sum(width * len(cut) for width, cut in zip(longest, cuts))
+    assert padding_share(lengths, cuts) == pytest.approx(pads / total)
+
+
+def test_rows_sorted_by_length_are_padded_less_than_rows_as_they_come():
+    lengths = [200, 10, 190, 12, 210, 11, 205, 9]
+    as_they_come = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert padding_share(lengths, as_they_come) > 0.4
+    assert padding_share(lengths, micro_batches(lengths, 420)) < 0.03
+    assert padding_share([], []) == 0.0
+
+
+def fields_of(batch: Batch, row: int) -> list:
+    """Everything of one row without its padding."""
+    n = int(batch.lengths[row])
+    tokens = [batch.input_ids, batch.loss_mask, batch.rollout_log_probs, batch.token_rewards]
+    return [x[row, :n].tolist() for x in tokens] + [n, int(batch.group_ids[row])]
+
+
+@given(st.permutations(range(4)), st.integers(1, 4), st.integers(1, 30))
+def test_group_ids_rewards_and_masks_travel_with_their_row(order, num_chosen, max_tokens):
+    """Trap 22: reorder, choose, cut into micro-batches; a row stays the row it was."""
+    batch = make_batch(TRAJECTORIES, PAD)
+    chosen = order[:num_chosen]
+    part = batch.rows(chosen)
+    assert [fields_of(part, i) for i in range(len(part))] == [fields_of(batch, i) for i in chosen]
+    assert part.input_ids.shape[1] == max(int(batch.lengths[i]) for i in chosen)
+    for cut in micro_batches(part.lengths.tolist(), max_tokens):
+        micro = part.rows(cut)
+        for i, row in enumerate(cut):
+            assert fields_of(micro, i) == fields_of(batch, chosen[row])
+
+
+def test_a_sum_over_policy_tokens_is_the_same_for_every_cut():
+    """Trap 14's precondition: micro-batches hold all policy tokens and no token twice."""
+    batch = make_batch(TRAJECTORIES, PAD)
+    whole = (batch.rollout_log_probs * batch.loss_mask).sum()
+    for max_tokens in (1, 8, 16, 100):
+        parts = [batch.rows(cut) for cut in micro_batches(batch.lengths.tolist(), max_tokens)]
+        total = sum((part.rollout_log_probs * part.loss_mask).sum() for part in parts)
+        torch.testing.assert_close(total, whole)

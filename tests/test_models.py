@@ -1,0 +1,283 @@
+"""models.py against the plain computation: all logits, one softmax, nothing clever."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+import models
+from models import (
+    CriticModel,
+    PolicyModel,
+    describe,
+    load_causal_lm,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    num_parameters,
+    resolve_model,
+    save_policy,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+MASK = torch.tensor(
+    [
+        [0, 0, 1, 1, 0, 0, 1, 1, 1],
+        [0, 1, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0, 0],
+    ]
+)
+
+
+def small_lm(tied=True):
+    """A causal LM of a few thousand weights, random enough that every token has its own opinion."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+            initializer_range=0.5,
+        )
+        return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def lm():
+    return small_lm()
+
+
+@pytest.fixture
+def input_ids():
+    return torch.randint(0, 40, MASK.shape, generator=torch.Generator().manual_seed(1))
+
+
+def plain_log_probs(lm, input_ids, temperature):
+    """log_probs and entropy (B, T) from the logits of the whole sequence, 0 in column 0."""
+    logits = lm(input_ids=input_ids).logits.float() / temperature  # (B, T, V)
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)  # (B, T)
+    chosen = log_probs[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (B, T-1)
+    pad = torch.nn.functional.pad
+    return pad(chosen, (1, 0)), pad(entropy[:, :-1], (1, 0))
+
+
+# ----------------------------------------------------------------------------------- policy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+@pytest.mark.parametrize("head_chunk", [1, 3, 1024])
+def test_log_probs_and_entropy_are_those_of_a_softmax_over_all_logits(
+    lm, input_ids, temperature, head_chunk, monkeypatch
+):
+    monkeypatch.setattr(models, "HEAD_CHUNK", head_chunk)
+    log_probs, entropy = PolicyModel(lm)(input_ids, MASK, temperature)
+    expected, expected_entropy = plain_log_probs(lm, input_ids, temperature)
+    torch.testing.assert_close(log_probs, expected * MASK, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy * MASK, atol=1e-5, rtol=1e-5)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(PolicyModel(lm)(input_ids, MASK, temperature)[0], log_probs)
+
+
+@pytest.mark.parametrize("head_chunk", [2, 1024])
+def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_chunk, monkeypatch):
+    """The head is run again in the backward pass, in slices; its gradient adds up all the same."""
+    monkeypatch.setattr(models, "HEAD_CHUNK", head_chunk)
+    weights = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(2))
+
+    def gradients(log_probs, entropy):
+        lm.zero_grad()
+        ((log_probs + 0.1 * entropy) * MASK * weights).sum().backward()
+        return [p.grad.clone() for p in lm.parameters()]
+
+    expected = gradients(*plain_log_probs(lm, input_ids, 0.7))
+    actual = gradients(*PolicyModel(lm)(input_ids, MASK, 0.7))
+    assert any(g.abs().max() > 0.1 for g in expected)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_padding_changes_nothing_whatever_id_it_is(lm, input_ids):
+    policy = PolicyModel(lm)
+    alone = [policy(input_ids[row : row + 1, :n], MASK[row : row + 1, :n]) for row, n in enumerate((9, 6, 5))]
+    for pad_id in (0, 39):
+        padded_ids = input_ids.clone()
+        padded_ids[1, 6:], padded_ids[2, 5:] = pad_id, pad_id
+        log_probs, entropy = policy(padded_ids, MASK)
+        for row, n in enumerate((9, 6, 5)):
+            torch.testing.assert_close(log_probs[row, :n], alone[row][0][0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(entropy[row, :n], alone[row][1][0], atol=1e-5, rtol=1e-5)
+            assert log_probs[row, n:].abs().sum() == entropy[row, n:].abs().sum() == 0
+
+
+def test_a_batch_without_policy_tokens_gives_zeros(lm, input_ids):
+    log_probs, entropy = PolicyModel(lm)(input_ids, torch.zeros_like(MASK))
+    assert not log_probs.any() and not entropy.any() and log_probs.shape == MASK.shape
+
+
+# ----------------------------------------------------------------------------------- critic
+
+
+def critic_of(lm):
+    critic = CriticModel(lm.base_model)
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
+    return critic
+
+
+def test_a_value_is_read_before_its_token_and_does_not_see_it(lm, input_ids):
+    critic = critic_of(lm)
+    values = critic(input_ids, MASK)
+    changed = input_ids.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % 40
+    after = critic(changed, MASK)
+    torch.testing.assert_close(after[0, :7], values[0, :7])  # the token's own value included
+    assert (after[0, 7] - values[0, 7]).abs() > 1e-3  # the next one has seen it
+    torch.testing.assert_close(after[1:], values[1:])
+
+
+def test_values_are_the_heads_reading_one_position_to_the_left(lm, input_ids):
+    critic = critic_of(lm)
+    values = critic(input_ids, MASK)
+    hidden = lm.base_model(input_ids=input_ids).last_hidden_state
+    reading = critic.value_head(hidden).squeeze(-1)
+    for row, t in MASK.nonzero().tolist():
+        torch.testing.assert_close(values[row, t], reading[row, t - 1])
+    assert values[MASK == 0].abs().sum() == 0
+
+
+def test_a_fresh_critic_predicts_zero_and_learns(lm, input_ids):
+    critic = CriticModel(lm.base_model)
+    values = critic(input_ids, MASK)
+    assert not values.any() and values.dtype == torch.float32
+    ((values - 1) ** 2).sum().backward()
+    assert critic.value_head.weight.grad.abs().max() > 0
+
+
+# --------------------------------------------------------------------- loading and saving
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return resolve_model("tiny")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_policy_loads_with_transformers_and_says_the_same(tied, tiny, input_ids, tmp_path):
+    policy = PolicyModel(small_lm(tied))
+    before = {name: p.clone() for name, p in policy.lm.state_dict().items()}
+    save_policy(policy, load_tokenizer(tiny), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16 and loaded.config.tie_word_embeddings == tied
+    assert set(loaded.state_dict()) == set(before)
+    for name, saved in loaded.state_dict().items():
+        assert torch.equal(saved, before[name].to(torch.bfloat16)), name
+    expected, _ = plain_log_probs(policy.lm.bfloat16().float(), input_ids, 1.0)
+    actual, _ = plain_log_probs(loaded.float(), input_ids, 1.0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == models.CHATML
+
+
+def test_saving_leaves_the_weights_that_are_being_trained_in_float32(tiny, tmp_path):
+    policy = PolicyModel(small_lm())
+    before = [p.clone() for p in policy.parameters()]
+    save_policy(policy, load_tokenizer(tiny), tmp_path)
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before))
+
+
+def test_policy_and_critic_of_a_checkpoint_are_float32_and_share_no_weights(tiny):
+    policy, critic = load_policy(tiny), load_critic(tiny)
+    assert all(p.dtype == torch.float32 for m in (policy, critic) for p in m.parameters())
+    ours = policy.lm.get_input_embeddings().weight
+    theirs = critic.backbone.get_input_embeddings().weight
+    assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    assert 2e6 < num_parameters(policy) < 5e6
+    assert describe(tiny) == "Qwen2ForCausalLM, 4 layers, vocabulary 1024"
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ValueError, match=f"--model {tmp_path} is neither") as failure:
+            load(str(tmp_path))
+        assert len(str(failure.value).splitlines()) == 1
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tiny, tmp_path):
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no chat template; use an instruct model"):
+        load_tokenizer(str(tmp_path))
+
+
+# ----------------------------------------------------------------------------- resolve_model
+
+
+def test_a_model_is_built_once_and_kept_in_the_cache(monkeypatch, tmp_path):
+    built = []
+
+    def build(folder):
+        built.append(folder)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "build_tiny", build)
+    assert resolve_model("tiny") == resolve_model("tiny") == str(tmp_path / "models" / "tiny")
+    assert len(built) == 1 and built[0] != tmp_path / "models" / "tiny"
+    assert (tmp_path / "models" / "tiny" / "config.json").read_text() == "{}"
+
+
+def test_a_build_that_fails_leaves_nothing_that_looks_like_a_model(monkeypatch, tmp_path):
+    def build(folder):
+        (folder / "config.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "build_tiny", build)
+    with pytest.raises(OSError, match="disk full"):
+        resolve_model("tiny")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_model_that_another_process_built_meanwhile_is_kept(monkeypatch, tmp_path):
+    def build(folder):
+        (folder / "config.json").write_text("ours")
+        (tmp_path / "models" / "tiny").mkdir()
+        (tmp_path / "models" / "tiny" / "config.json").write_text("theirs")
+
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "build_tiny", build)
+    assert (Path(resolve_model("tiny")) / "config.json").read_text() == "theirs"
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
+
+
+def test_any_other_name_is_a_path_or_a_hub_id():
+    assert resolve_model("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
+
+
+def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
+    """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever hashes to what."""
+    command = "import sys, pathlib, models; models.build_tiny(pathlib.Path(sys.argv[1]))"
+    folders = [tmp_path / "0", tmp_path / "1"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": folder.name},
+        )
+        for folder in folders
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert {"tokenizer.json", "model.safetensors", "config.json"} <= set(names)
+    assert names == sorted(path.name for path in folders[1].iterdir())
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name

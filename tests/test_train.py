@@ -1,0 +1,693 @@
+"""train.py as its user meets it: runs that go well, misuse, servers that fail, Ctrl-C, resume."""
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from starlette.responses import HTMLResponse, Response
+from toy_env import (
+    Letters,
+    Mute,
+    flags,
+    options,
+    read_metrics,
+    registered,
+    serve,
+    train_main,
+    write_ids,
+)
+
+import checkpoint
+import metrics
+import rundir
+import train
+import worker
+from engines import EngineError, TransformersEngine
+from envclient import EnvClient, EnvPool
+from envs.textcraft import TextCraft
+from models import load_policy, resolve_model
+
+ROOT = Path(__file__).parents[1]
+NOWHERE = "http://127.0.0.1:9"
+
+
+def run_in_process(tmp_path, url, **changes):
+    settings = options(tmp_path, url, **changes)
+    return train_main(flags(**settings)), Path(settings["run_dir"])
+
+
+def spawn(argv, **kwargs):
+    """`python train.py ARGV` as a process of its own, its output read as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "train.py", *argv], cwd=ROOT, env=environment, **pipes, **kwargs
+    )
+
+
+def assert_one_line(text, *contents):
+    """`text` is one line of train.py that holds all of `contents`."""
+    assert text.count("\n") == 1, text
+    assert text.startswith("train.py: "), text
+    assert "Traceback" not in text
+    for content in contents:
+        assert content in text
+
+
+def below(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+# --- What a run leaves ---------------------------------------------------------------------------
+
+
+class Later(Letters):
+    """Success is granted from the third episode on: the step-0 evaluation fails, later ones do not."""
+
+    num_ended = 0
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        if terminated:
+            type(self).num_ended += 1
+            info["success"] = self.num_ended > 2
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with everything switched on: PPO, KL in reward and loss, evaluation, states."""
+    tmp_path = tmp_path_factory.mktemp("full")
+    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+    Later.num_ended = 0
+    with serve(Later) as url:
+        code, path = run_in_process(
+            tmp_path,
+            url,
+            algorithm="ppo",
+            kl_coef=0.1,
+            kl_target=0.01,
+            kl_loss_coef=0.1,
+            ppo_epochs=2,
+            steps=3,
+            keep_last=1,
+            eval_every=1,
+            eval_samples=1,
+            eval_tasks=held_out,
+            record_state=True,
+        )
+    assert code == 0
+    return path
+
+
+def test_a_run_directory_holds_what_the_contract_says(run_dir):
+    names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
+    steps = ["000001", "000002", "000003"]
+    expected = {"config.json", "metrics.jsonl", "timings.jsonl", "reward.png"}
+    expected |= {f"trajectories/step_{step}.jsonl" for step in steps}
+    expected |= {f"trajectories/eval_{step}.jsonl" for step in ["000000", *steps]}
+    expected |= {f"eval/step_{step}.json" for step in ["000000", *steps]}
+    assert expected <= names
+    assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    litter = [name for name in names if Path(name).name.startswith(".") and name != ".lock"]
+    assert litter == []
+    config = json.loads((run_dir / "config.json").read_text())
+    assert {"config", "versions", "git_commit", "hardware", "command"} <= set(config)
+    assert config["config"]["kl_target"] == 0.01
+    assert config["config"]["rounds"] == [2]
+    for step in (0, 3):
+        summary = json.loads((run_dir / f"eval/step_{step:06d}.json").read_text())
+        assert set(summary["overall"]["avg"]) == {"value", "low", "high", "items"}
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_linked(run_dir):
+    assert checkpoint.steps_saved(run_dir) == [1, 3]
+    assert os.readlink(run_dir / "checkpoints/best") == "step_000001"
+    folder = run_dir / "checkpoints/step_000003"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(folder))
+    assert {"policy.pt", "critic.pt", "state.json"} == set(os.listdir(folder / "trainer_state"))
+
+
+def test_a_trajectory_line_has_the_contracts_fields(run_dir):
+    text = (run_dir / "trajectories/step_000002.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["trajectory_id"] for line in lines] == [
+        f"s000002-t000{task}-k0{sample}" for task in (0, 1) for sample in (0, 1)
+    ]
+    line = lines[0]
+    assert set(line) >= set(
+        "trajectory_id step env task_id subtask group_id seed max_rounds messages input_ids "
+        "loss_mask rollout_log_probs advantages turns return success terminated truncated "
+        "stop_reason weight_version used_in_loss".split()
+    )
+    assert set(line["turns"][0]) == set(
+        "action_span action_text observation_text reward parse_error generate_s env_s state".split()
+    )
+    assert line["turns"][0]["state"]["turn"] == 1
+    assert line["return"] == pytest.approx(sum(turn["reward"] for turn in line["turns"]))
+    assert (line["weight_version"], line["used_in_loss"]) == (1, True)
+    length = len(line["input_ids"])
+    for name in ("loss_mask", "rollout_log_probs", "advantages"):
+        assert len(line[name]) == length
+    for mask, log_prob, advantage in zip(
+        line["loss_mask"], line["rollout_log_probs"], line["advantages"], strict=True
+    ):
+        assert mask or (log_prob, advantage) == (0.0, 0.0)
+    covered = [i for turn in line["turns"] for i in range(*turn["action_span"])]
+    assert covered == [i for i in range(length) if line["loss_mask"][i]]
+
+
+def test_logged_names_are_the_glossarys_and_no_name_of_it_is_never_logged(run_dir):
+    logged = [name for line in read_metrics(run_dir) for name in line]
+    assert set(logged) - {"step"} == set(metrics.METRICS)
+    text = (run_dir / "timings.jsonl").read_text()
+    timed = [name for line in text.splitlines() for name in json.loads(line)]
+    assert set(timed) - {"step"} == set(metrics.TIMINGS)
+
+
+def test_ppo_epochs_are_optimizer_steps_and_the_learning_rate_is_the_stated_one(run_dir):
+    for line in read_metrics(run_dir):
+        assert line["policy/optimizer_steps"] == 2
+        assert line["policy/learning_rate"] == 4e-5
+
+
+def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_goes_on(
+    tmp_path, capsys
+):
+    with serve(Mute) as url:
+        code, run_dir = run_in_process(
+            tmp_path,
+            url,
+            rounds_scheduler="scaling_inter_stepwise",
+            rounds=(1, 2),
+            steps_scaling_inter=1,
+        )
+    assert code == 0
+    assert "step 1: no learning signal" in capsys.readouterr().out
+    for line, rounds in zip(read_metrics(run_dir), (1, 2), strict=True):
+        assert line["horizon/max_rounds"] == line["train/turns_mean"] == rounds
+        assert line["policy/optimizer_steps"] == line["train/trajectories_used"] == 0
+        assert line["train/groups_zero_variance"] == line["train/groups"] == 2
+    _, parts = checkpoint.load(run_dir, 2, "grpo")
+    start = load_policy(resolve_model("tiny")).state_dict()
+    assert all(torch.equal(parts["policy"]["model"][name], start[name]) for name in start)
+
+
+def test_the_first_step_moves_the_weights_by_the_stated_learning_rate(tmp_path):
+    """Trap 12: Adam's first step is lr · sign(gradient); a warm-up from 0 would leave it at 0."""
+    with serve() as url:
+        code, run_dir = run_in_process(
+            tmp_path, url, steps=1, learning_rate=1e-3, algorithm="rloo", group_size=4
+        )
+    assert code == 0
+    _, parts = checkpoint.load(run_dir, 1, "rloo")
+    start = load_policy(resolve_model("tiny")).state_dict()
+    moves = [(parts["policy"]["model"][n] - start[n]).abs().max().item() for n in start]
+    assert max(moves) == pytest.approx(1e-3, rel=0.02)
+
+
+# --- Misuse: exit code 2, one line, nothing left behind ------------------------------------------
+
+MISUSE = {
+    "unknown environment": (dict(env="nosuch"), "unknown environment 'nosuch'; choose one of"),
+    "unknown algorithm": (dict(algorithm="a2c"), "a2c"),
+    "unknown flag": (dict(no_such_flag=1), "no-such-flag"),
+    "not a number": (dict(steps="many"), "many"),
+    "unknown sub-task": (dict(subtasks=("prime",)), "unknown sub-task 'prime'"),
+    "no such id list": (dict(tasks="nosuch.json"), "cannot read the id list nosuch.json"),
+    "no such held-out list": (dict(eval_every=1, eval_tasks="nosuch.json"), "nosuch.json"),
+    "no address": (dict(env_addr=("localhost",)), "localhost"),
+    "no such warm start": (dict(warm_start="nosuch"), "--warm-start nosuch"),
+    "group of one": (dict(group_size=1), "--group-size 1 leaves grpo no other sample"),
+    "decreasing rounds": (
+        dict(rounds_scheduler="scaling_inter_stepwise", rounds=(10, 8, 20)),
+        "--rounds 10 8 20 must not decrease",
+    ),
+    "zero learning rate": (dict(learning_rate=0.0), "--learning-rate 0.0 must be above 0"),
+    "negative KL": (dict(kl_coef=-1.0), "--kl-coef -1.0 must not be negative"),
+    "gamma above 1": (dict(gamma=1.5), "--gamma 1.5 must lie between 0 and 1"),
+    "cap below 1": (dict(sampler_is_cap=0.5), "--sampler-is-cap 0.5"),
+    "turn over budget": (dict(max_tokens_per_turn=128), "--max-tokens-per-turn 128 does not fit"),
+    "target without KL": (dict(kl_target=0.1), "--kl-target"),
+    "k1 as a loss": (dict(kl_loss_coef=0.1, kl_estimator="k1"), "--kl-estimator k1"),
+    "resume of nothing": (dict(resume=True), "holds no run to resume"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, case):
+    changes, message = MISUSE[case]
+    settings = options(tmp_path, NOWHERE, **changes)
+    before = below(tmp_path)
+    with registered():
+        assert train_main(flags(**settings)) == 2
+    assert_one_line(capsys.readouterr().err, message)
+    assert below(tmp_path) == before
+
+
+def test_an_unknown_model_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    settings = options(tmp_path, NOWHERE, model=str(tmp_path / "nosuch"))
+    before = below(tmp_path)
+    with registered():
+        assert train_main(flags(**settings)) == 2
+    assert_one_line(capsys.readouterr().err, "nosuch", "neither smollm2-135m, tiny")
+    assert below(tmp_path) == before
+
+
+def test_a_prompt_over_the_budget_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    with serve() as url:
+        settings = options(tmp_path, url, max_trajectory_tokens=12)
+        before = below(tmp_path)
+        assert train_main(flags(**settings)) == 2
+    assert_one_line(capsys.readouterr().err, "--max-trajectory-tokens 12 is too small", "letters_0")
+    assert below(tmp_path) == before
+
+
+def test_a_run_directory_below_a_file_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with registered():
+        settings = options(tmp_path, NOWHERE, run_dir=str(tmp_path / "file" / "run"))
+        assert train_main(flags(**settings)) in (1, 2)
+    assert_one_line(capsys.readouterr().err, "file")
+
+
+def test_resume_without_a_run_directory_is_one_line(tmp_path, capsys):
+    assert train_main(["--resume"]) == 2
+    assert_one_line(capsys.readouterr().err, "--resume needs --run-dir")
+
+
+def test_misuse_as_a_process_prints_one_line_and_no_traceback(tmp_path):
+    process = spawn(["--env", "nosuch", "--run-dir", str(tmp_path / "run")])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert_one_line(err, "unknown environment 'nosuch'")
+    assert out == ""
+    assert below(tmp_path) == []
+
+
+@pytest.fixture
+def held_run(tmp_path):
+    """A directory that looks like a run with options of its own, and no checkpoint."""
+    settings = options(tmp_path, NOWHERE, steps=1)
+    run = rundir.open_run(train.complete(train.Config(**settings)))
+    run.close()
+    return Path(settings["run_dir"])
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path, held_run, capsys):
+    before = (held_run / "config.json").read_text()
+    with registered():
+        assert train_main(flags(**options(tmp_path, NOWHERE))) == 2
+    assert_one_line(capsys.readouterr().err, "holds a run; add --resume")
+    assert (held_run / "config.json").read_text() == before
+
+
+def test_a_directory_that_a_live_process_uses_is_refused(held_run, capsys):
+    before = below(held_run)
+    with open(held_run / ".lock", "w") as lock, registered():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert train_main(["--resume", "--run-dir", str(held_run)]) == 2
+    assert_one_line(capsys.readouterr().err, "in use by another process")
+    assert below(held_run) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(learning_rate=1e-3), ["--learning-rate"]),
+        (dict(rounds=(6,)), ["--rounds"]),  # the default of a new run, and not this run's
+        (dict(algorithm="rloo", group_size=4), ["--algorithm", "--group-size"]),
+    ],
+)
+def test_options_that_contradict_the_resumed_run_are_named(held_run, capsys, changes, named):
+    before = (held_run / "config.json").read_text()
+    with registered():
+        assert train_main(["--resume", "--run-dir", str(held_run), *flags(**changes)]) == 2
+    assert_one_line(capsys.readouterr().err, "--resume keeps the run's own options", *named)
+    assert (held_run / "config.json").read_text() == before
+
+
+# --- Servers and engines that fail: exit code 1, one line that names them ------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Time-outs and waits of a fraction of a second instead of minutes."""
+    pool = partial(EnvPool, timeout_s=0.5, dead_wait_s=0.5, back_off_s=0.05)
+    monkeypatch.setattr(worker, "EnvPool", pool)
+
+
+async def nothing():
+    await asyncio.sleep(2.0)
+    return Response(status_code=504)
+
+
+async def internal_error():
+    return Response("boom", status_code=500)
+
+
+async def html():
+    return HTMLResponse("<html>Welcome to nginx</html>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(internal_error, "HTTP 500: boom"), (html, "Welcome to nginx"), (nothing, "0.5 s")],
+)
+def test_a_server_that_fails_in_mid_episode_is_one_line_that_names_it(
+    tmp_path, capsys, impatient, answer, said
+):
+    async def fail_at_step(request, call_next):
+        return await (answer() if request.url.path == "/step" else call_next(request))
+
+    with serve(middleware=fail_at_step) as url:
+        code, run_dir = run_in_process(tmp_path, url)
+        assert code == 1
+        assert_one_line(capsys.readouterr().err, "4 of 4 trajectories were lost", url, said)
+    assert checkpoint.steps_saved(run_dir) == []
+
+
+def test_a_server_that_is_not_there_is_one_line_that_names_it(tmp_path, capsys, impatient):
+    with registered():
+        code, _ = run_in_process(tmp_path, NOWHERE)
+    assert code == 1
+    assert_one_line(capsys.readouterr().err, NOWHERE)
+
+
+def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
+    tmp_path, capsys, impatient, monkeypatch
+):
+    command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = re.search(r"http://\S+", server.stdout.readline())[0]
+        step = EnvClient.step
+
+        def last_step(client, text):
+            server.kill()
+            server.wait()
+            return step(client, "Thought: none\nAction: inventory")
+
+        monkeypatch.setattr(EnvClient, "step", last_step)
+        changes = {"env": "textcraft", "subtasks": ("depth 1",), "max_trajectory_tokens": 800}
+        settings = options(tmp_path, url, **changes)
+        settings["tasks"] = "envs/ids/textcraft_family_train.json"
+        assert train_main(flags(**settings)) == 1
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert_one_line(capsys.readouterr().err, "4 of 4 trajectories were lost", url)
+
+
+def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
+    """Trap 5: in the reference a lost episode is a failure of the policy and stays in the group."""
+    lost = set()
+
+    async def lose_one_session(request, call_next):
+        if request.url.path == "/step":
+            body = json.loads(await request.body())
+            lost.update([body["id"]] if not lost else [])
+            if body["id"] in lost:
+                return Response("boom", status_code=500)
+        return await call_next(request)
+
+    with serve(middleware=lose_one_session) as url:
+        code, run_dir = run_in_process(
+            tmp_path, url, steps=1, tasks_per_step=2, group_size=4, max_env_failures=0.5
+        )
+    assert code == 0
+    (line,) = read_metrics(run_dir)
+    text = (run_dir / "trajectories/step_000001.jsonl").read_text()
+    trajectories = [json.loads(t) for t in text.splitlines()]
+    failed = [t for t in trajectories if t["stop_reason"] == "env_error"]
+    assert line["train/env_failures"] == len(failed) <= 1
+    assert line["train/trajectories_used"] == 8 - len(failed)
+    assert not any(t["used_in_loss"] for t in failed)
+
+
+def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
+    tmp_path, capsys, monkeypatch
+):
+    polls = []
+    poll = TransformersEngine.poll
+
+    def failing_poll(engine):
+        polls.append(engine.num_running)
+        if len(polls) > 6:  # four first turns, one at a time, then two second turns
+            raise EngineError("out of memory")
+        return poll(engine)
+
+    monkeypatch.setattr(TransformersEngine, "poll", failing_poll)
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, deterministic=True)
+    assert code == 1
+    assert_one_line(capsys.readouterr().err, "out of memory")
+    assert (run_dir / "trajectories/step_000001.jsonl").exists()
+    assert read_metrics(run_dir) == []
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
+    steps_seen = []
+
+    async def count_steps(request, call_next):
+        steps_seen.extend([1] if request.url.path == "/step" else [])
+        return await call_next(request)
+
+    with serve(TextCraft, count_steps, name="textcraft") as url:
+        settings = options(
+            tmp_path,
+            url,
+            env="textcraft",
+            subtasks=("depth 1",),
+            steps=1,
+            deterministic=True,
+            rounds=(3,),
+            max_tokens_per_turn=24,
+            max_trajectory_tokens=1000,
+        )
+        settings["tasks"] = "envs/ids/textcraft_family_train.json"
+        process = spawn(flags(**settings))
+        give_up_at = time.monotonic() + 120
+        while not steps_seen and process.poll() is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, out + err
+        assert "Traceback" not in err
+        assert err.strip() == "stopping; Ctrl-C again leaves without saving"
+        assert "stopped after step 0, saved" in out
+        run_dir = Path(settings["run_dir"])
+        assert checkpoint.steps_saved(run_dir) == [0]
+        assert read_metrics(run_dir) == []
+
+        command = shlex.split(out.splitlines()[-1])
+        again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed after step 0" in again.stdout
+    assert [line["step"] for line in read_metrics(run_dir)] == [1]
+    assert checkpoint.steps_saved(run_dir) == [0, 1]
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)  # the handler runs between two byte codes
+
+
+def test_ctrl_c_is_answered_at_once_where_it_does_no_harm_and_later_elsewhere():
+    with rundir.StopRequests() as stop:
+        interrupt()  # in an update: remembered
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt), stop.allowed():
+            pytest.fail("the next rollout must not begin")
+    with rundir.StopRequests() as stop, pytest.raises(KeyboardInterrupt):
+        with stop.allowed():
+            interrupt()
+            pytest.fail("a rollout is interrupted on the spot")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
+    left = []
+    monkeypatch.setattr(rundir.os, "_exit", left.append)
+    with rundir.StopRequests():
+        interrupt()
+        interrupt()
+    assert left == [130]
+
+
+def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):
+    update = worker.Worker.update
+
+    def interrupted_update(self, step, *rest):
+        interrupt()
+        return update(self, step, *rest)
+
+    monkeypatch.setattr(worker.Worker, "update", interrupted_update)
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=3, save_every=3)
+    assert code == 130
+    assert "stopped after step 1, saved" in capsys.readouterr().out
+    assert checkpoint.steps_saved(run_dir) == [1]
+    assert [line["step"] for line in read_metrics(run_dir)] == [1]
+
+
+# --- Resume: the same as if nothing had happened (traps 11 and 13) -------------------------------
+
+
+def what_repeats(run_dir):
+    """Everything a run wrote that may not depend on whether it was interrupted."""
+    trajectories = {}
+    for path in sorted((run_dir / "trajectories").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for turn in line["turns"]:
+                del turn["generate_s"], turn["env_s"]
+        trajectories[path.name] = lines
+    evaluations = {p.name: p.read_text() for p in sorted((run_dir / "eval").iterdir())}
+    state, parts = checkpoint.load(run_dir, 4, "ppo")
+    return (run_dir / "metrics.jsonl").read_text().splitlines(), trajectories, evaluations, state, parts
+
+
+RESUMABLE = {
+    "algorithm": "ppo",  # the one with most to restore: a critic, two optimizers,
+    "kl_coef": 0.1,  # a reference and a KL controller
+    "kl_target": 0.001,
+    "mini_batch_size": 2,
+    "deterministic": True,
+    "learning_rate": 1e-3,
+    "tasks_per_step": 3,  # 8 tasks: the third step crosses an epoch
+    "rounds_scheduler": "scaling_inter_stepwise",
+    "rounds": (1, 2),
+    "steps_scaling_inter": 2,
+    "eval_every": 1,
+    "eval_samples": 1,
+    "keep_last": 9,
+}
+
+
+def resumable(tmp_path, url, steps, **changes):
+    tmp_path.mkdir(exist_ok=True)
+    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+    return options(tmp_path, url, **RESUMABLE, steps=steps, eval_tasks=held_out, **changes)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("uninterrupted")
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=4)
+        assert train_main(flags(**settings)) == 0
+    result = what_repeats(Path(settings["run_dir"]))
+    assert [json.loads(line)["horizon/max_rounds"] for line in result[0]] == [1, 1, 2, 2]
+    return result
+
+
+def assert_same(run_dir, uninterrupted):
+    lines, trajectories, evaluations, state, parts = what_repeats(run_dir)
+    assert lines == uninterrupted[0]
+    assert trajectories == uninterrupted[1]
+    assert evaluations == uninterrupted[2]
+    assert state == uninterrupted[3]
+    for name, part in uninterrupted[4].items():
+        torch.testing.assert_close(parts[name], part, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stops", [(2,), (1, 3)], ids=["at the boundary", "inside both stages"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stops):
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=stops[0])
+        assert train_main(flags(**settings)) == 0
+        for steps in (*stops[1:], 4):
+            argv = ["--resume", "--run-dir", settings["run_dir"], "--steps", str(steps)]
+            assert train_main(argv) == 0
+    assert_same(Path(settings["run_dir"]), uninterrupted)
+
+
+def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrupted, monkeypatch):
+    """Step 3 is logged and then the process dies: its line has no checkpoint and must go."""
+    show_step = train.show_step
+
+    def crash(logger, run, step, *rest):
+        if step == 3:
+            raise MemoryError("killed")
+        show_step(logger, run, step, *rest)
+
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=4, save_every=2)
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(train, "show_step", crash)
+            train_main(flags(**settings))
+        run_dir = Path(settings["run_dir"])
+        assert len(read_metrics(run_dir)) == 3
+        assert checkpoint.steps_saved(run_dir) == [2]
+        assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert_same(run_dir, uninterrupted)
+
+
+def test_another_seed_gives_another_run(tmp_path, uninterrupted):
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=1, seed=1)
+        assert train_main(flags(**settings)) == 0
+    assert read_metrics(settings["run_dir"])[0] != json.loads(uninterrupted[0][0])
+
+
+def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held_run):
+    saved = rundir.saved_config(str(held_run))
+    assert saved.steps == 1
+    argv = ["--resume", "--run-dir", str(held_run), "--steps", "60"]
+    assert train.parse_command_line(train.Config, argv, "train.py", saved).steps == 60
+
+
+# --- The real thing ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_steps_through_vllm_and_http(tmp_path):
+    """One process that starts its own environment server; vLLM samples, real HTTP in between."""
+    settings = options(
+        tmp_path,
+        NOWHERE,
+        env="textcraft",
+        engine="vllm",
+        algorithm="reinforce_plus_plus",  # needs no variance among the returns, which are all 0;
+        entropy_coef=0.01,  # the entropy bonus is what moves the weights
+        learning_rate=1e-3,
+        subtasks=("depth 1",),
+        max_tokens_per_turn=16,
+        max_trajectory_tokens=1000,
+        eval_every=2,
+        eval_samples=1,
+    )
+    del settings["env_addr"]
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
+    process = spawn(flags(**settings))
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    assert "Traceback" not in err
+    run_dir = Path(settings["run_dir"])
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["policy/optimizer_steps"] == 1
+        assert line["train/env_failures"] == 0
+        assert line["train/trajectories_used"] == 4
+        assert line["sampler/log_prob_diff_mean"] < 0.05  # bfloat16 on both sides
+        assert line["sync/log_prob_diff_mean"] < 0.05
+    assert "eval/avg" in lines[1]
+    assert checkpoint.steps_saved(run_dir) == [1, 2]

@@ -1,0 +1,375 @@
+"""The passes of one training step: optimizer steps counted, splits that do not matter, bad numbers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from batching import Batch, micro_batches
+from losses import kl_estimate, masked_mean
+from models import CriticModel, PolicyModel
+from update import Objective, score, update_critic, update_policy
+
+LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
+POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # of which the policy sampled the last ones
+WIDE = Objective(mini_batch_size=64, max_tokens=10_000, max_grad_norm=1e9, sampler_is_cap=0.0)
+OPTIONS = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+
+
+@pytest.fixture(autouse=True)
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="no", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def make_policy(seed=0):
+    torch.manual_seed(seed)
+    return PolicyModel(Qwen2ForCausalLM(Qwen2Config(**OPTIONS, **HEADS, initializer_range=0.3)))
+
+
+def make_critic():
+    critic = CriticModel(make_policy().lm.base_model)
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(1))
+    return critic
+
+
+@pytest.fixture
+def batch():
+    """Six rows that differ in length and in how many tokens are the policy's."""
+    generator = torch.Generator().manual_seed(0)
+    rows, width = len(LENGTHS), max(LENGTHS)
+    ids = torch.randint(3, 64, (rows, width), generator=generator)
+    mask = torch.zeros(rows, width)
+    for row, (length, count) in enumerate(zip(LENGTHS, POLICY_TOKENS, strict=True)):
+        mask[row, length - count : length] = 1
+        ids[row, length:] = 0
+    zeros = torch.zeros(rows, width)
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    return Batch(ids, mask, zeros.clone(), zeros.clone(), torch.tensor(LENGTHS), groups)
+
+
+@pytest.fixture
+def advantages(batch):
+    noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(2))
+    return noise * batch.loss_mask
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def sgd(model, lr=1.0):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def log_probs_of(policy, batch):
+    return score(policy, batch, 10_000, "cpu", temperature=1.0)
+
+
+def moved(accelerator, batch, advantages, objective, lr=1.0, **options):
+    """(how far one update with SGD moves the policy's parameters, its metrics)."""
+    policy = make_policy()
+    before = flat(policy)
+    metrics = update_policy(
+        accelerator, policy, sgd(policy, lr), batch, advantages, objective, **options
+    )
+    return flat(policy) - before, metrics
+
+
+class CountingSGD(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return super().step(closure)
+
+
+# --- Trap 3: the reference reads ppo_epochs and takes one pass whatever it says ------------------
+
+
+@pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, 64, 1), (1, 4, 2), (3, 2, 9)])
+def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
+    accelerator, batch, advantages, epochs, mini_batch, steps
+):
+    policy = make_policy()
+    optimizer = CountingSGD(policy.parameters(), lr=1e-3)
+    seen = []
+    policy.register_forward_hook(lambda module, args, out: seen.extend(args[0][:, 0].tolist()))
+    objective = replace(WIDE, ppo_epochs=epochs, mini_batch_size=mini_batch)
+    old = log_probs_of(make_policy(), batch)
+    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, objective, old)
+    assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
+    assert objective.num_optimizer_steps(len(batch)) == steps
+    assert sorted(seen) == sorted(batch.input_ids[:, 0].tolist() * epochs)
+
+
+def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(
+    accelerator, batch, advantages
+):
+    def order_of(seed):
+        policy, seen = make_policy(), []
+        policy.register_forward_hook(lambda module, args, out: seen.append(args[0][0].tolist()))
+        objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
+        old = log_probs_of(make_policy(), batch)
+        update_policy(
+            accelerator, policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed
+        )
+        return seen
+
+    first = order_of(1)
+    assert first == order_of(1)
+    assert first != order_of(2)
+    assert first[:6] != first[6:]
+
+
+def test_several_optimizer_steps_without_old_log_probs_are_refused(accelerator, batch, advantages):
+    policy = make_policy()
+    objective = replace(WIDE, ppo_epochs=2)
+    with pytest.raises(ValueError, match="several optimizer steps need old_log_probs"):
+        update_policy(accelerator, policy, sgd(policy), batch, advantages, objective)
+
+
+# --- Trap 14: a mean per micro-batch and then the mean of means depends on the split -------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 14, 24, 40])
+def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
+    accelerator, batch, advantages, max_tokens
+):
+    options = dict(
+        old_log_probs=log_probs_of(make_policy(1), batch),
+        ref_log_probs=log_probs_of(make_policy(2), batch),
+    )
+    objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
+    cut = replace(objective, max_tokens=max_tokens)
+    assert len(micro_batches(list(LENGTHS), max_tokens)) > 1
+    whole, whole_metrics = moved(accelerator, batch, advantages, objective, **options)
+    parts, parts_metrics = moved(accelerator, batch, advantages, cut, **options)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+    assert parts_metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
+
+
+def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
+    accelerator, batch, advantages
+):
+    """One forward over all rows, written out: -1/N Σ A log π."""
+    policy = make_policy()
+    log_probs, _ = policy(batch.input_ids, batch.loss_mask)
+    (-(log_probs * advantages).sum() / sum(POLICY_TOKENS)).backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    for max_tokens in (1, 10_000):
+        step, _ = moved(accelerator, batch, advantages, replace(WIDE, max_tokens=max_tokens))
+        torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
+    policy.zero_grad()
+    log_probs, _ = policy(batch.input_ids, batch.loss_mask)
+    row_means = (log_probs * advantages).sum(-1) / batch.loss_mask.sum(-1)
+    (-row_means.mean()).backward()
+    wrong = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert (wrong - expected).abs().max() > 1e-2
+
+
+def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, advantages):
+    def step(max_tokens):
+        critic = make_critic()
+        before = flat(critic)
+        objective = replace(WIDE, max_tokens=max_tokens, value_clip=100.0)
+        old = score(critic, batch, 10_000, "cpu")
+        metrics = update_critic(
+            accelerator, critic, sgd(critic), batch, old, advantages, objective
+        )
+        return flat(critic) - before, metrics
+
+    whole, metrics = step(10_000)
+    parts, parts_metrics = step(14)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+    assert parts_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24, 10_000])
+def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(batch, max_tokens):
+    policy = make_policy().eval()
+    expected = policy(batch.input_ids, batch.loss_mask)[0].detach()
+    got = score(policy, batch, max_tokens, "cpu", temperature=1.0)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert (got[batch.loss_mask == 0] == 0).all()
+    assert (got[batch.loss_mask == 1] < 0).all()
+    colder = score(policy, batch, max_tokens, "cpu", temperature=0.5)
+    assert not torch.allclose(colder, got)
+    values = score(make_critic(), batch, max_tokens, "cpu")
+    assert (values[batch.loss_mask == 0] == 0).all()
+    assert values.abs().sum() > 0
+
+
+# --- Trap 4: 0/0 in one trajectory, a NaN gradient, stepped without a check ----------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(
+    accelerator, batch, advantages, bad
+):
+    advantages[0, LENGTHS[0] - 1] = bad
+    step, metrics = moved(accelerator, batch, advantages, WIDE)
+    assert (step == 0).all()
+    assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages):
+    policy = make_policy()
+    before = flat(policy)
+    next(policy.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, WIDE)
+    assert math.isfinite(metrics["policy/loss"])
+    assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
+    assert torch.equal(flat(policy), before)
+    assert not optimizer.state  # no moment has seen it either
+
+
+def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, batch, advantages):
+    """Two mini-batches, the second row poisoned: the update is that of the healthy one alone."""
+    pair = batch.rows([0, 2])
+    healthy = advantages[[0, 2]]
+    objective = replace(WIDE, mini_batch_size=1)
+    poisoned = healthy.clone()
+    poisoned[1, LENGTHS[2] - 1] = math.nan
+    old = log_probs_of(make_policy(), pair)
+    for seed in range(4):  # whichever of the two comes first
+        step, metrics = moved(
+            accelerator, pair, poisoned, objective, old_log_probs=old, shuffle_seed=seed
+        )
+        alone, _ = moved(accelerator, batch.rows([0]), healthy[:1], objective)
+        torch.testing.assert_close(step, alone, atol=1e-5, rtol=1e-5)
+        assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (1, 1)
+
+
+def test_the_critic_skips_what_is_not_finite_too(accelerator, batch, advantages):
+    critic = make_critic()
+    before = flat(critic)
+    advantages[0, LENGTHS[0] - 1] = math.nan
+    old = score(critic, batch, 10_000, "cpu")
+    update_critic(accelerator, critic, sgd(critic), batch, old, advantages, WIDE)
+    assert torch.equal(flat(critic), before)
+
+
+# --- Trap 12: warm-up 0 gives lr 0 at the first step ---------------------------------------------
+
+
+def test_the_first_update_has_the_stated_learning_rate(accelerator, batch, advantages):
+    """Adam's first step is lr · sign(gradient), so the largest move is lr itself."""
+    policy = make_policy()
+    before = flat(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
+    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, WIDE)
+    assert (flat(policy) - before).abs().max().item() == pytest.approx(1e-3, rel=0.01)
+    assert metrics["policy/learning_rate"] == 1e-3
+
+
+def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(
+    accelerator, batch, advantages
+):
+    free, metrics = moved(accelerator, batch, advantages, WIDE)
+    assert metrics["policy/grad_norm"] == pytest.approx(free.norm().item(), rel=1e-3)
+    limit = free.norm().item() / 10
+    step, clipped = moved(accelerator, batch, advantages, replace(WIDE, max_grad_norm=limit))
+    assert step.norm().item() == pytest.approx(limit, rel=1e-3)
+    assert clipped["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
+
+
+# --- The terms of the objective ------------------------------------------------------------------
+
+
+def test_leaving_out_old_log_probs_is_exact_when_there_is_one_optimizer_step(
+    accelerator, batch, advantages
+):
+    old = log_probs_of(make_policy(), batch)
+    implicit, metrics = moved(accelerator, batch, advantages, WIDE)
+    explicit, same = moved(accelerator, batch, advantages, WIDE, old_log_probs=old)
+    torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
+    assert metrics == pytest.approx(same, abs=1e-5)
+    assert metrics["policy/clip_frac"] == 0
+
+
+def test_a_ratio_outside_the_clip_stops_the_gradient_on_the_gaining_side(accelerator, batch):
+    """π/π_old = e^0.5 > 1.2 everywhere: with A > 0 nothing moves, with A < 0 it does."""
+    old = (log_probs_of(make_policy(), batch) - 0.5) * batch.loss_mask
+    up, metrics = moved(accelerator, batch, batch.loss_mask.clone(), WIDE, old_log_probs=old)
+    assert (up == 0).all()
+    assert metrics["policy/clip_frac"] == pytest.approx(1.0)
+    down, _ = moved(accelerator, batch, -batch.loss_mask, WIDE, old_log_probs=old)
+    assert down.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("cap", "weight"), [(2.0, 1.5), (1.2, 1.2), (0.0, 1.0)])
+def test_the_sampler_correction_weighs_tokens_by_trainer_over_sampler_up_to_the_cap(
+    accelerator, batch, advantages, cap, weight
+):
+    """The sampler thought each token 1.5 times less probable than the trainer does."""
+    old = log_probs_of(make_policy(), batch)
+    plain, _ = moved(accelerator, batch, advantages, WIDE)
+    batch.rollout_log_probs = (old - math.log(1.5)) * batch.loss_mask
+    objective = replace(WIDE, sampler_is_cap=cap)
+    step, metrics = moved(accelerator, batch, advantages, objective)
+    torch.testing.assert_close(step, weight * plain, atol=1e-5, rtol=1e-4)
+    assert metrics["sampler/log_prob_diff_mean"] == pytest.approx(math.log(1.5), rel=1e-4)
+    assert metrics["sampler/log_prob_diff_max"] == pytest.approx(math.log(1.5), rel=1e-4)
+    assert metrics.get("sampler/is_weight_mean", 1.0) == pytest.approx(weight, rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_in_the_loss_moves_the_policy_towards_the_reference(accelerator, batch, estimator):
+    policy, nothing = make_policy(), torch.zeros_like(batch.loss_mask)
+    ref = log_probs_of(make_policy(1), batch)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+    objective = replace(WIDE, kl_loss_coef=1.0, kl_estimator=estimator)
+    distances = []
+    for _ in range(5):
+        kl = kl_estimate(log_probs_of(policy, batch), ref, estimator, batch.loss_mask)
+        distances.append(float(masked_mean(kl, batch.loss_mask)))
+        metrics = update_policy(
+            accelerator, policy, optimizer, batch, nothing, objective, ref_log_probs=ref
+        )
+        assert metrics["policy/kl"] == pytest.approx(distances[-1], rel=1e-4)
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.8 * distances[0]
+
+
+def test_the_entropy_bonus_raises_the_entropy(accelerator, batch):
+    policy, nothing = make_policy(), torch.zeros_like(batch.loss_mask)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+    entropies = []
+    for _ in range(5):
+        metrics = update_policy(
+            accelerator, policy, optimizer, batch, nothing, replace(WIDE, entropy_coef=1.0)
+        )
+        entropies.append(metrics["policy/entropy"])
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.05
+
+
+def test_the_critic_moves_towards_the_returns(accelerator, batch):
+    critic = make_critic()
+    returns = batch.loss_mask * torch.linspace(0, 1, len(batch))[:, None]
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3, weight_decay=0.0)
+    seen = []
+    for _ in range(40):
+        old = score(critic, batch, 10_000, "cpu")
+        seen.append(update_critic(accelerator, critic, optimizer, batch, old, returns, WIDE))
+    assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
+    assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
+
+
+def test_a_perfect_critic_explains_all_variance_and_does_not_move(accelerator, batch):
+    critic = make_critic()
+    before = flat(critic)
+    values = score(critic, batch, 10_000, "cpu")
+    metrics = update_critic(accelerator, critic, sgd(critic), batch, values, values, WIDE)
+    assert metrics["critic/explained_variance"] == pytest.approx(1.0)
+    assert metrics["critic/loss"] == pytest.approx(0.0, abs=1e-9)
+    torch.testing.assert_close(flat(critic), before, atol=1e-5, rtol=0)
