@@ -28,6 +28,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from models import PolicyModel, save_policy
 
@@ -85,7 +86,7 @@ def save(
         if folder.exists():  # the same step saved again after a resume
             shutil.rmtree(folder)
         tmp.rename(folder)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:  # three names of a full disk
         size = sum(p.stat().st_size for p in tmp.rglob("*") if p.is_file()) / 1e9
         free = shutil.disk_usage(folder.parent).free / 1e9
         raise CheckpointError(

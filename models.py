@@ -182,8 +182,10 @@ def save_policy(policy: PolicyModel, tokenizer: Any, folder: Path) -> None:
     bfloat16 is what the sampler runs in; the float32 master weights are part of `trainer_state/`.
     """
     state = {name: p.detach().to(torch.bfloat16) for name, p in policy.lm.state_dict().items()}
-    policy.lm.config.dtype = torch.bfloat16
     policy.lm.save_pretrained(folder, state_dict=state)
+    # NOTE: save_pretrained writes the module's own dtype, float32, and vLLM would serve float16.
+    policy.lm.config.dtype = torch.bfloat16
+    policy.lm.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

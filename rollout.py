@@ -277,13 +277,14 @@ def collect(
     answers: queue.SimpleQueue[_Episode] = (
         queue.SimpleQueue()
     )  # episodes whose environment has answered
-    threads = ThreadPoolExecutor(
-        min(settings.env_workers, len(episodes) or 1), thread_name_prefix="env"
-    )
+    # Two pools: resets wait when a server has no free session (429), and must not keep the calls
+    # waiting that will free one.
+    num_threads = min(settings.env_workers, len(episodes) or 1)
+    resets, threads = ThreadPoolExecutor(num_threads), ThreadPoolExecutor(num_threads)
     num_open = len(episodes)
     began = time.perf_counter()
 
-    def call_env(episode: _Episode, call: Callable[[], None]) -> None:
+    def call_env(pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], None]) -> None:
         def work() -> None:
             try:
                 call()
@@ -293,11 +294,11 @@ def collect(
                 episode.crash = error
             answers.put(episode)
 
-        threads.submit(work)
+        pool.submit(work)
 
     try:
         for episode in episodes:
-            call_env(episode, episode.reset)
+            call_env(resets, episode, episode.reset)
         while num_open:
             # 1. Environments that have answered: submit the next prompt, or close the episode.
             for episode in _drain(answers, block=not generating, stats=stats):
@@ -319,12 +320,13 @@ def collect(
                 episode = generating.pop(generation.request_id)
                 stats.generated_tokens += len(generation.token_ids)
                 episode.take(generation)
-                call_env(episode, episode.act)
+                call_env(threads, episode, episode.act)
     except BaseException:
         engine.abort()
         raise
     finally:
         stats.seconds += time.perf_counter() - began
+        resets.shutdown(wait=False, cancel_futures=True)
         threads.shutdown(wait=False, cancel_futures=True)
         if num_open:
             for episode in episodes:

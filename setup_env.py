@@ -58,7 +58,7 @@ class SetupError(Exception):
 
 
 class NotOnIndex(SetupError):
-    """The package index answers, but has no such version for this Python."""
+    """No package index that answers has such a version for this Python."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,8 @@ def explain_failure(output: str, code: int, log: Path) -> SetupError:
     if "No space left on device" in output:
         reason = "the disk is full; free some space and run again, it goes on where it stopped"
     elif "from versions: none" in output:
-        reason = (
-            "pip found no package index that answers; check the network and pip's configuration"
-        )
+        kind = NotOnIndex
+        reason = "no package index answers, or none has it; check the network and pip's settings"
     elif "No matching distribution found for" in output:
         kind = NotOnIndex
         missing = re.findall(r"No matching distribution found for (\S+)", output)[-1]

@@ -55,6 +55,7 @@ from rollout import RolloutHandler, RolloutStats, TooManyEnvFailures
 from worker import TrainingError, Worker
 
 PROG = "train.py"
+MISUSE = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 FAILURES = (TrainingError, EngineError, EnvError, TooManyEnvFailures, checkpoint.CheckpointError)
 
 
@@ -293,9 +294,12 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     except FAILURES as error:
         complain(PROG, error)
         return 1
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
+    except MISUSE as error:
         complain(PROG, error)
         return 2
+    except OSError as error:  # the disk is full or gone
+        complain(PROG, error)
+        return 1
 
 
 if __name__ == "__main__":
