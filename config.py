@@ -69,6 +69,8 @@ class Config:
     max_tokens_per_micro_batch: int = 4096
     """tokens of one forward and backward pass, padding included (tokens); lower it when memory runs
     out"""
+    share_prefix: bool = True
+    """compute the opening that the samples of a task share once per micro-batch (prefix.py)"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
@@ -152,6 +154,7 @@ class Config:
             mini_batch_size=self.mini_batch_size,
             ppo_epochs=self.ppo_epochs,
             max_tokens=self.max_tokens_per_micro_batch,
+            share_prefix=self.share_prefix,
         )
 
     @property

@@ -71,40 +71,51 @@ class PolicyModel(nn.Module):
         self.lm = lm
 
     def forward(
-        self, input_ids: torch.Tensor, loss_mask: torch.Tensor, temperature: float = 1.0
+        self,
+        input_ids: torch.Tensor,
+        loss_mask: torch.Tensor,
+        temperature: float = 1.0,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the tokens with loss_mask 1.
 
         Args:
             input_ids: (B, T) int64, padded on the right with any id. A causal model never looks to
-                the right, so padding needs no attention mask; and positions are 0..T-1 in every
-                row.
+                the right, so padding needs no attention mask.
             loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
                 it).
             temperature: the sampler's τ > 0.
+            position_ids, attention_mask, source: of packed rows, see `prefix.py`; without them
+                positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
             0.
         """
-        hidden = self.lm.base_model(
-            input_ids=input_ids, use_cache=False
-        ).last_hidden_state  # (B, T, H)
-        chosen = loss_mask[:, 1:].bool()  # (B, T-1): position t-1 predicts token t
-        states, targets = hidden[:, :-1][chosen], input_ids[:, 1:][chosen]  # (N, H), (N,)
+        packed = (
+            {}
+            if attention_mask is None
+            else {"position_ids": position_ids, "attention_mask": attention_mask}
+        )
+        out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
+        hidden = out.last_hidden_state  # (B, T, H)
+        chosen = loss_mask.bool()  # (B, T)
+        rows, columns = chosen.nonzero(as_tuple=True)  # (N,) each
+        before = columns - 1 if source is None else source[rows, columns]
+        states, targets = hidden[rows, before], input_ids[rows, columns]  # (N, H), (N,)
         pieces = [
             checkpoint(self._score, h, y, temperature, use_reentrant=False)
             if torch.is_grad_enabled()
             else self._score(h, y, temperature)
             for h, y in zip(states.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
         ]
-        log_probs = torch.zeros(
-            input_ids.shape, dtype=torch.float32, device=input_ids.device
-        )  # (B, T)
+        shape, device = input_ids.shape, input_ids.device
+        log_probs = torch.zeros(shape, dtype=torch.float32, device=device)  # (B, T)
         entropy = torch.zeros_like(log_probs)
-        if pieces:
-            where = torch.nn.functional.pad(chosen, (1, 0))  # (B, T)
-            log_probs = log_probs.masked_scatter(where, torch.cat([p[0] for p in pieces]))
-            entropy = entropy.masked_scatter(where, torch.cat([p[1] for p in pieces]))
+        if len(states):
+            log_probs = log_probs.masked_scatter(chosen, torch.cat([p[0] for p in pieces]))
+            entropy = entropy.masked_scatter(chosen, torch.cat([p[1] for p in pieces]))
         return log_probs, entropy
 
     def _score(

@@ -233,7 +233,7 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 def update_speed(batch: Batch, config: Config, clock: Clock) -> dict[str, float]:
     lengths = batch.lengths.tolist()
-    cuts = micro_batches(lengths, config.max_tokens_per_micro_batch)
+    cuts = [] if config.share_prefix else micro_batches(lengths, config.max_tokens_per_micro_batch)
     trained = sum(lengths) * config.ppo_epochs
     return {
         "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),

@@ -28,13 +28,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from batching import Batch, cut_rows, micro_batches
 from losses import kl_estimate, masked_mean, masked_sum, policy_loss, sampler_is_weights, value_loss
+from prefix import group_cuts, pack
 
 
 @dataclass(frozen=True)
@@ -51,31 +53,60 @@ class Objective:
     max_grad_norm: float = 1.0
     mini_batch_size: int = 64  # trajectories per optimizer step
     ppo_epochs: int = 1
-    max_tokens: int = 4096  # padded tokens per micro-batch
+    max_tokens: int = 4096  # tokens per micro-batch, padding included
+    share_prefix: bool = True  # compute the opening that a group shares once (prefix.py)
 
     def num_optimizer_steps(self, num_rows: int) -> int:
         """Optimizer steps that a batch of `num_rows` trajectories gets."""
         return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
 
 
-def score(
-    model: Any, batch: Batch, max_tokens: int, device: Any, temperature: float | None = None
-) -> torch.Tensor:
-    """One number per policy token without gradient: log-probs of a policy, or values of a critic.
+def forward_policy(
+    policy: Any, batch: Batch, objective: Objective, device: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of one micro-batch, (B, T) float32 each on `device`."""
+    temperature = objective.temperature
+    if not objective.share_prefix:
+        return policy(batch.input_ids.to(device), batch.loss_mask.to(device), temperature)
+    g = pack(batch)
+    log_probs, entropy = policy(
+        g.input_ids.to(device),
+        g.loss_mask.to(device),
+        temperature,
+        g.position_ids.to(device),
+        g.attention_mask.to(device),
+        g.source.to(device),
+    )
+    columns = g.columns.to(device)  # back from (1, L) to (B, T); padding reads column 0, which is 0
+    return log_probs[0, columns], entropy[0, columns]
 
-    Args:
-        model: a `PolicyModel` (with `temperature`) or a `CriticModel` (temperature None).
-        max_tokens: padded tokens per forward pass.
-    Returns:
-        (B, T) float32 on the CPU, 0 where loss_mask is 0.
-    """
+
+def cut(batch: Batch, rows: list[int], objective: Objective) -> list[list[int]]:
+    """Rows of a mini-batch -> rows of its micro-batches."""
+    if objective.share_prefix:
+        return group_cuts(batch, rows, objective.max_tokens)
+    by_length = micro_batches(batch.lengths[rows].tolist(), objective.max_tokens)
+    return [[rows[i] for i in micro] for micro in by_length]
+
+
+def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
+    """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU."""
+    out = torch.zeros(batch.loss_mask.shape)  # (B, T)
+    with torch.no_grad():
+        for rows in cut(batch, list(range(len(batch))), objective):
+            log_probs, _ = forward_policy(policy, batch.rows(rows), objective, device)
+            out[rows, : log_probs.shape[1]] = log_probs.float().cpu()
+    return out
+
+
+def score_critic(critic: Any, batch: Batch, max_tokens: int, device: Any) -> torch.Tensor:
+    """Values of a whole batch without gradient: (B, T) float32 on the CPU."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
     with torch.no_grad():
         for rows in micro_batches(batch.lengths.tolist(), max_tokens):
             part = batch.rows(rows)
-            ids, mask = part.input_ids.to(device), part.loss_mask.to(device)
-            scores = model(ids, mask) if temperature is None else model(ids, mask, temperature)[0]
-            out[rows, : ids.shape[1]] = scores.float().cpu()
+            values = critic(part.input_ids.to(device), part.loss_mask.to(device))
+            out[rows, : values.shape[1]] = values.float().cpu()
     return out
 
 
@@ -110,11 +141,9 @@ def update_policy(
         rows: list[int], denominator: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         part, device = batch.rows(rows), accelerator.device
-        ids, mask, sampled = (
-            x.to(device) for x in (part.input_ids, part.loss_mask, part.rollout_log_probs)
-        )
+        mask, sampled = part.loss_mask.to(device), part.rollout_log_probs.to(device)
         pick = _picker(batch, rows, device)
-        log_probs, entropy = policy(ids, mask, objective.temperature)  # (B, T) each
+        log_probs, entropy = forward_policy(policy, part, objective, device)  # (B, T) each
         old = pick(old_log_probs) if old_log_probs is not None else log_probs.detach()
         cap = objective.sampler_is_cap
         weights = sampler_is_weights(old, sampled, mask, cap) if cap else None
@@ -149,7 +178,10 @@ def update_policy(
             sums["sampler/is_weight_mean"] = masked_mean(weights, mask, denominator)
         return loss, sums
 
-    metrics = _optimize(accelerator, policy, optimizer, batch, objective, shuffle_seed, loss_of)
+    cuts_of = partial(cut, batch, objective=objective)
+    metrics = _optimize(
+        accelerator, policy, optimizer, batch, objective, shuffle_seed, loss_of, cuts_of
+    )
     named = {
         "grad_norm": "policy/grad_norm",
         "steps": "policy/optimizer_steps",
@@ -189,7 +221,10 @@ def update_critic(
         )
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
-    metrics = _optimize(accelerator, critic, optimizer, batch, objective, shuffle_seed, loss_of)
+    cuts_of = partial(cut, batch, objective=replace(objective, share_prefix=False))
+    metrics = _optimize(
+        accelerator, critic, optimizer, batch, objective, shuffle_seed, loss_of, cuts_of
+    )
     kept = {"critic/loss", "critic/clip_frac"}
     shown = {name: value for name, value in metrics.items() if name in kept}
     variance = _variance(returns, batch.loss_mask)
@@ -210,6 +245,7 @@ def _optimize(
     objective: Objective,
     shuffle_seed: int,
     loss_of: Callable[[list[int], float], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    cuts_of: Callable[[list[int]], list[list[int]]],
 ) -> dict[str, float]:
     """Mini-batches, micro-batches, backward, clip, step: shared by the policy and the critic."""
     totals: dict[str, float] = {}
@@ -219,8 +255,8 @@ def _optimize(
     for rows in mini_batches:
         denominator = float(batch.loss_mask[rows].sum())
         finite = True
-        for micro in micro_batches(batch.lengths[rows].tolist(), objective.max_tokens):
-            loss, sums = loss_of([rows[i] for i in micro], denominator)
+        for micro in cuts_of(rows):
+            loss, sums = loss_of(micro, denominator)
             if not torch.isfinite(loss):
                 finite = False
                 break

@@ -44,7 +44,7 @@ from models import describe, load_critic, load_policy, load_tokenizer, num_param
 from rollout import RolloutHandler, RolloutRequest, RolloutSettings, RolloutStats, collect
 from schedulers import make_scheduler
 from sft import SftSettings, warm_start
-from update import score, update_critic, update_policy
+from update import score_critic, score_policy, update_critic, update_policy
 
 
 class TrainingError(RuntimeError):
@@ -215,12 +215,13 @@ class Worker:
         (B, T) each."""
         c, device = self.config, self.accelerator.device
         several = c.objective.num_optimizer_steps(len(batch)) > 1
-        limit, tau = c.max_tokens_per_micro_batch, c.temperature
-        old = score(self.policy, batch, limit, device, tau) if several or c.kl_coef else None
-        ref = (
-            score(self.reference, batch, limit, device, tau) if self.reference is not None else None
-        )
-        values = score(self.critic, batch, limit, device) if self.critic is not None else None
+        old = ref = values = None
+        if several or c.kl_coef:
+            old = score_policy(self.policy, batch, c.objective, device)
+        if self.reference is not None:
+            ref = score_policy(self.reference, batch, c.objective, device)
+        if self.critic is not None:
+            values = score_critic(self.critic, batch, c.max_tokens_per_micro_batch, device)
         return old, ref, values
 
     def penalized_rewards(

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from advantages import gae, grpo, reinforce_plus_plus, rloo  # noqa: E402
+from advantages import gae, grpo, reinforce_plus_plus, rloo
 
 SHAPES = ((64, 1024), (256, 4096))  # (trajectories, tokens)
 GOAL = 0.01  # of a step

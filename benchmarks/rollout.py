@@ -12,10 +12,10 @@ against a real HTTP server in a process of its own whose steps take
 
     none    0 s          how much our loop costs
     100 ms  0.1 s        whether waiting is hidden behind decoding
-    tail    2 s for 5 %, the same steps for every loop      what one slow environment does to the others
+    tail    2 s for 5 %, the same ones for every loop     what a slow environment does to the others
 
-    ratio to engine   = tokens/s of collect / tokens/s of engine       goal: at least 0.85 at 100 ms
-    ratio to lockstep = tokens/s of collect / tokens/s of lockstep     goal: at least 1.5 with the tail
+    ratio to engine   = tokens/s of collect / tokens/s of engine     goal: at least 0.85 at 100 ms
+    ratio to lockstep = tokens/s of collect / tokens/s of lockstep    goal: at least 1.5 at tail
 
 Ratios are taken within a repeat, between runs that follow each other, and the median of five is
 reported. `idle` is the share of the time in which the engine had no request at all. Turns of equal
@@ -122,7 +122,7 @@ def serve() -> int:
 
 
 def play_engine(engine: Any, openings: Sequence[list[int]], between: list[int]) -> dict[str, float]:
-    """The same requests with no environment: prompts grow by the ids that observations would add."""
+    """The same requests with no environment: prompts grow by what observations would add."""
     from engines import SamplingSettings
 
     sampling = SamplingSettings(max_tokens=TOKENS_PER_TURN)
@@ -154,7 +154,7 @@ def play_collect(engine: Any, pool: Any, chat: Any, requests: Any, settings: Any
 def play_lockstep(engine: Any, pool: Any, chat: Any, requests: Any, settings: Any) -> dict:
     """Rounds: all generate, then all environments answer, then the next round.
 
-    Episodes are collect's own, environments are called in as many threads: only the waiting differs.
+    Episodes are collect's own, environment calls have as many threads: only waiting differs.
     """
     from rollout import _Episode
 
@@ -232,7 +232,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     for n in range(options.trajectories)
                 ]
                 loops = {
-                    "engine": lambda: play_engine(engine, [opening] * options.trajectories, between),
+                    "engine": lambda: play_engine(
+                        engine, [opening] * options.trajectories, between
+                    ),
                     "collect": lambda r=requests: play_collect(engine, pool, chat, r, settings),
                     "lockstep": lambda r=requests: play_lockstep(engine, pool, chat, r, settings),
                 }

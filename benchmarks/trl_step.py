@@ -17,9 +17,9 @@ checkpointing is off, which makes it faster here. Different is what each library
                     (--train-on-all keeps them),            padded on both sides
                     micro-batches by token budget
 
-Each side is a process of its own that takes a step when told to, so that the two alternate under the
-same conditions; the first step of each is a warm-up and not counted. Sampling differs, hence also the
-number of tokens: both are reported, in seconds and in tokens/s.
+Each side is a process of its own that takes a step when told to, so that the two alternate under
+the same conditions; the first step of each is a warm-up and not counted. Sampling differs, hence
+also the number of tokens: results are in seconds and in tokens/s.
 
 TRL is not part of the requirements:   pip install 'trl==1.16.*' datasets
 Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
@@ -211,7 +211,7 @@ def multi_turn_rollout(
 
 
 def run_trl(config: Config, start: str) -> None:
-    """GRPOTrainer on the same requests; its steps are timed by a callback and the rollout by itself."""
+    """GRPOTrainer on the same requests; a callback times its steps, the rollout itself."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
     import torch
@@ -267,7 +267,7 @@ def run_trl(config: Config, start: str) -> None:
             "prompt_ids": [h.input_ids[:n] for h, n in zip(handlers, first, strict=True)],
             "completion_ids": [h.input_ids[n:] for h, n in zip(handlers, first, strict=True)],
             "env_mask": [h.loss_mask[n:] for h, n in zip(handlers, first, strict=True)],
-            "logprobs": None,  # on-policy: TRL takes its own, as with its own transformers generation
+            "logprobs": None,  # on-policy, as with TRL's own transformers generation
             "episode_return": [h.total_return for h in handlers],
         }
 
@@ -350,7 +350,7 @@ class Side:
         return figures
 
     def read_until(self, mark: str) -> str:
-        """The rest of the next line that begins with `mark`; other lines are the libraries' talk."""
+        """The rest of the next line that begins with `mark`; other lines are libraries talking."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(mark):
@@ -440,7 +440,9 @@ def compare(options: argparse.Namespace, arguments: list[str], start: str) -> li
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
-    parser.add_argument("--warm-start", default="auto", help="as train.py: auto, never, or a folder")
+    parser.add_argument(
+        "--warm-start", default="auto", help="as train.py: auto, never, or a folder"
+    )
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument("--samples", type=int, default=8, help="trajectories per task")
     parser.add_argument("--repeats", type=int, default=3, help="steps, after one to warm up")

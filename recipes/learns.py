@@ -18,9 +18,9 @@ The sft arm runs through the very same update: with advantages of 1 on demonstra
 
     ∇ 1/N Σ ρ·1 = 1/N Σ ∇ log π_θ(token)          ρ = π_θ / stopgrad(π_θ)
 
-so optimizer, clipping, precision and micro-batches are equal. It gets a grid of learning rates (RL's
-and the warm start's), and the best of them *on the reported goals* stands for it, an advantage that
-RL does not have: its figure is always that of its last step.
+so optimizer, clipping, precision and micro-batches are equal. It gets a grid of learning rates
+(RL's and the warm start's), and the best of them *on the reported goals* stands for it, an
+advantage that RL does not have. Every arm's figure is that of its last step.
 
 What is measured, before and after: held-out goals of families that share no recipe with the
 training goals, 4 samples each, as the run itself measures them every ten steps; and AgentGym's
@@ -28,8 +28,8 @@ published TextCraft test split, 100 goals of all depths, of which training saw d
 The unit of every interval is the goal: goals are resampled, a goal's value being its mean over
 samples and seeds, and differences are paired by goal.
 
-    python recipes/learns.py run --arm rl --seed 0      runs or resumes; writes results/learns/rl-0.json
-    python recipes/learns.py report                     reads what is there: table and learns.png
+    python recipes/learns.py run --arm rl --seed 0    runs or resumes: results/learns/rl-0.json
+    python recipes/learns.py report                   table and learns.png of what is there
 
 Each run takes one to two hours on two CPU cores (the sft arm that for each learning rate), may be
 killed at any time and goes on from its last checkpoint. What follows the known options is handed on
@@ -45,7 +45,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,16 +137,20 @@ def train_sft(config: Any, learning_rate: float) -> None:
     Evaluation, checkpoints, files and resume are train.py's own; so is the update, with advantage 1
     on every demonstrated token. Each step sees demonstrations that no step before it saw.
     """
+    import torch
+
     import rundir
     from metrics import MetricsLogger
     from sft import SftSettings, demonstrations, encode
-    from train import is_due
+    from train import Clock, is_due
     from worker import Worker
 
     # The sampler's correction has no meaning for tokens that nobody sampled.
     config = replace(config, learning_rate=learning_rate, sampler_is_cap=0.0)
     if config.ppo_epochs != 1 or config.mini_batch_size < config.tasks_per_step * config.group_size:
-        raise ValueError("the sft arm takes one optimizer step per step, as the rl arm's defaults do")
+        raise ValueError(
+            "the sft arm takes one optimizer step per step, as the rl arm's defaults do"
+        )
     per_step = config.tasks_per_step * config.group_size
     settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
     with ExitStack() as stack:
@@ -160,14 +164,22 @@ def train_sft(config: Any, learning_rate: float) -> None:
         seed = 1_000_000 * (config.seed + 1)
         records = demonstrations(config.env, worker.tasks, config.steps * per_step, seed)
         if len(records) < config.steps * per_step:
-            raise SystemExit(f"only {len(records)} of {config.steps * per_step} demonstrations succeeded")
+            raise SystemExit(
+                f"only {len(records)} of {config.steps * per_step} demonstrations succeeded"
+            )
         if not run_of.has_evaluation(0):
             worker.evaluate(0)
         for step in range(first, config.steps + 1):
+            clock = Clock()
             chosen = records[(step - 1) * per_step : step * per_step]
             batch = encode(worker.chat, chosen, settings, worker.pad_id)
+            batch.group_ids = torch.arange(len(batch))  # no two of them need open alike
             ones = batch.loss_mask.clone()
-            metrics: dict[str, Any] = worker.update(step, batch, ones, ones, None, None, None)
+            with clock("time/update_s"):
+                metrics: dict[str, Any] = worker.update(step, batch, ones, ones, None, None, None)
+            # Nobody sampled these tokens: their rollout_log_probs are 0, so that the mean distance to
+            # them is the imitation loss; the surrogate with advantage 1 and ρ = 1 is always -1.
+            metrics["policy/loss"] = metrics["sampler/log_prob_diff_mean"]
             metrics = {name: value for name, value in metrics.items() if name.startswith("policy/")}
             metrics["data/policy_tokens"] = int(batch.loss_mask.sum())
             if is_due(step, config.eval_every, config.steps):
@@ -176,6 +188,7 @@ def train_sft(config: Any, learning_rate: float) -> None:
             logger.log(step, metrics)
             if is_due(step, config.save_every, config.steps):
                 worker.save(step)
+            logger.timings(step, clock.values | {"time/step_s": clock.total()})
             print(f"step {step} of {config.steps}: loss {metrics['policy/loss']:.4f}", flush=True)
 
 
@@ -473,7 +486,9 @@ def plot(analysis: Mapping[str, Any], missing: Sequence[str], path: Path) -> Non
         value, low, high = ([100 * p[key] for p in points] for key in ("value", "low", "high"))
         seeds = " ".join(map(str, row["seeds"]))
         axis.fill_between(x, low, high, color=COLORS[arm], alpha=0.13, lw=0)
-        axis.plot(x, value, color=COLORS[arm], marker="o", ms=4, lw=1.8, label=f"{arm}, seeds {seeds}")
+        axis.plot(
+            x, value, color=COLORS[arm], marker="o", ms=4, lw=1.8, label=f"{arm}, seeds {seeds}"
+        )
     axis.set(xlabel="training step", ylabel="held-out goals solved, %")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="#e6e8eb")
@@ -496,7 +511,9 @@ def report(folder: Path) -> str:
     """
     by_arm = read_results(folder)
     if not any(by_arm.values()):
-        raise ValueError(f"{folder} holds no result; run: python recipes/learns.py run --arm rl --seed 0")
+        raise ValueError(
+            f"{folder} holds no result; run: python recipes/learns.py run --arm rl --seed 0"
+        )
     missing = missing_runs(by_arm)
     analysis = analyse(by_arm)
     plot(analysis, missing, folder / "learns.png")
@@ -507,8 +524,10 @@ def report(folder: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["train-sft"]:  # how run_sft starts a run of its own
-        train_sft(load_config(argv[2:]), learning_rate=float(argv[1]))
-        return 0
+        with suppress(KeyboardInterrupt):
+            train_sft(load_config(argv[2:]), learning_rate=float(argv[1]))
+            return 0
+        return 130
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run or resume one arm with one seed")
@@ -518,7 +537,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     running.add_argument(
         "--learning-rates", type=float, nargs="+", default=list(SFT_LEARNING_RATES), help="of sft"
     )
-    running.add_argument("--test-samples", type=int, default=1, help="of the test split; 0: skip it")
+    running.add_argument(
+        "--test-samples", type=int, default=1, help="of the test split; 0: skip it"
+    )
     reporting = commands.add_parser("report", help="table and figure of the results present")
     for each in (running, reporting):
         each.add_argument("--results", type=Path, default=RESULTS)
@@ -534,6 +555,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"learns.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -172,7 +172,9 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         for path in sorted((folder / "scaling_inter").glob(f"{arm}-*.json"))
     ]
     if not found:
-        raise ValueError(f"{folder}/scaling_inter is empty; run: python recipes/scaling_inter.py run")
+        raise ValueError(
+            f"{folder}/scaling_inter is empty; run: python recipes/scaling_inter.py run"
+        )
     budgets = sorted({result["budget_turns"] for result in found})
     if len(budgets) > 1:
         raise ValueError(f"{folder}/scaling_inter mixes budgets of {budgets} turns; keep one")
@@ -267,6 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"scaling_inter.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -462,13 +462,13 @@ def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
 
 
 def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
-    steps_seen = []
+    resets = []
 
-    async def count_steps(request, call_next):
-        steps_seen.extend([1] if request.url.path == "/step" else [])
+    async def count_resets(request, call_next):
+        resets.extend([1] if request.url.path == "/reset" else [])
         return await call_next(request)
 
-    with serve(TextCraft, count_steps, name="textcraft") as url:
+    with serve(TextCraft, count_resets, name="textcraft") as url:
         settings = options(
             tmp_path,
             url,
@@ -483,8 +483,8 @@ def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
         settings["tasks"] = "envs/ids/textcraft_family_train.json"
         process = spawn(flags(**settings))
         give_up_at = time.monotonic() + 120
-        while not steps_seen and process.poll() is None and time.monotonic() < give_up_at:
-            time.sleep(0.01)
+        while len(resets) < 5 and process.poll() is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)  # one reset looks at the budget, four begin the rollout
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130, out + err

@@ -1,0 +1,106 @@
+"""Prefix sharing: what the samples of a task have in common is computed once, not once per sample.
+
+The G trajectories of a group open with the same tokens: instructions and first observation, in
+TextCraft two thirds of a short trajectory. A padded batch runs the model over them G times. Here a
+group becomes one packed row, and the attention mask is a tree instead of a triangle:
+
+    packed row     P P P P | a a a | b b b b | c c     P: opening, a b c: own parts
+    position_ids   0 1 2 3 | 4 5 6 | 4 5 6 7 | 4 5     as if each stood alone
+    attention      own tokens see all of P and what came before them in their own part, no sibling
+
+    tokens         G · (p + n)  ->  p + G · n               2.4x fewer for p = 230, n = 110, G = 8
+
+The first own token of every sample is predicted from the last state of P, which therefore receives
+the gradients of all of them: log-probs and gradients equal those of the padded batch, up to the
+rounding of another order of sums.
+
+Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row.
+Read next: `update.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from batching import Batch
+
+
+@dataclass
+class PackedGroup:
+    """Rows with a common opening as one row; the first five are `PolicyModel`'s arguments."""
+
+    input_ids: torch.Tensor  # (1, L) int64
+    loss_mask: torch.Tensor  # (1, L)
+    position_ids: torch.Tensor  # (1, L) int64
+    attention_mask: torch.Tensor  # (1, 1, L, L) bool, True where the query (dim 2) sees the key
+    source: torch.Tensor  # (1, L) int64, the column whose state predicts this token
+    columns: torch.Tensor  # (B, T) int64, where each token of the padded batch went; padding: 0
+
+
+def opening_length(batch: Batch) -> int:
+    """Tokens at the start that all rows share and no policy has sampled (p)."""
+    width = int(batch.lengths.min())
+    same = (batch.input_ids[:, :width] == batch.input_ids[:1, :width]).all(0)
+    given = (batch.loss_mask[:, :width] == 0).all(0)
+    differs = (~(same & given)).nonzero()
+    return int(differs[0]) if len(differs) else width
+
+
+def pack(batch: Batch) -> PackedGroup:
+    """One packed row of all rows of `batch`; they should be samples of one task."""
+    p = opening_length(batch)
+    own = [(b, p, int(n)) for b, n in enumerate(batch.lengths)]  # row, first, past the last token
+    ids, mask = [batch.input_ids[0, :p]], [batch.loss_mask[0, :p]]
+    positions, branch = [torch.arange(p)], [torch.full((p,), -1)]
+    columns = torch.zeros(batch.input_ids.shape, dtype=torch.long)  # (B, T)
+    columns[:, :p] = torch.arange(p)
+    source, start = [torch.arange(-1, p - 1).clamp(min=0)], p
+    for b, first, end in own:
+        count = end - first
+        ids.append(batch.input_ids[b, first:end])
+        mask.append(batch.loss_mask[b, first:end])
+        positions.append(torch.arange(first, end))
+        branch.append(torch.full((count,), b))
+        columns[b, first:end] = torch.arange(start, start + count)
+        before = torch.arange(start - 1, start + count - 1)
+        before[:1] = p - 1  # the first own token follows the opening, not the sibling packed before
+        source.append(before)
+        start += count
+    of = torch.cat(branch)  # (L,) which sample a column belongs to, -1: the opening
+    order = torch.arange(len(of))
+    visible = (of[None, :] == of[:, None]) | (of[None, :] == -1)  # (query, key)
+    tree = visible & (order[None, :] <= order[:, None])
+    return PackedGroup(
+        torch.cat(ids)[None],
+        torch.cat(mask)[None],
+        torch.cat(positions)[None],
+        tree[None, None],
+        torch.cat(source)[None],
+        columns,
+    )
+
+
+def group_cuts(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Micro-batches of rows that share an opening: one group each, cut where L is too long.
+
+    Args:
+        rows: the rows of the mini-batch.
+        max_tokens: of a packed row; a single trajectory longer than this gets its own.
+    """
+    cuts: list[list[int]] = []
+    for group in sorted({int(batch.group_ids[i]) for i in rows}):
+        members = [i for i in rows if int(batch.group_ids[i]) == group]
+        p = opening_length(batch.rows(members))
+        length, open_cut = 0, False
+        for i in members:
+            own = int(batch.lengths[i]) - p
+            if open_cut and length + own <= max_tokens:
+                cuts[-1].append(i)
+                length += own
+            else:
+                cuts.append([i])
+                length, open_cut = p + own, True
+    return cuts

@@ -1,0 +1,142 @@
+"""Options: defaults that fit the machine, what follows from what, and contradictions refused."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from test_train import MISUSE
+
+from cli import parse_command_line
+from config import PAPER, Config, check, complete, hardware_defaults
+from envs import load_tasks
+
+ROOT = Path(__file__).parents[1]
+CONTRACT = (
+    "env tasks split subtasks env_addr model engine algorithm rounds_scheduler rounds "
+    "steps_scaling_inter steps tasks_per_step group_size mini_batch_size ppo_epochs "
+    "max_tokens_per_micro_batch max_tokens_per_turn max_trajectory_tokens temperature "
+    "learning_rate critic_learning_rate clip_ratio gamma lam kl_coef kl_loss_coef kl_estimator "
+    "entropy_coef sampler_is_cap skip_zero_variance max_sync_error eval_every eval_tasks "
+    "eval_samples eval_rounds save_every keep_last run_dir resume seed deterministic record_state "
+    "warm_start"
+)
+
+
+def help_text(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(Config, ["--help"], "train.py")
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_promised_flags_exist():
+    assert set(CONTRACT.split()) <= {field.name for field in fields(Config)}
+
+
+def test_help_names_every_flag_with_its_meaning(capsys):
+    text = help_text(capsys)
+    for field in fields(Config):
+        assert "--" + field.name.replace("_", "-") in text, field.name
+    assert "[paper:" in text
+    lines = (ROOT / "config.py").read_text().splitlines()
+    for field in fields(Config):  # the docstring below a field is its help
+        where = next(i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
+        assert lines[where + 1].strip().startswith('"""'), field.name
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_defaults_of_both_machines_pass_their_own_check(gpu):
+    config = complete(hardware_defaults(gpu))
+    check(config)
+    assert load_tasks(config.env, config.split, config.tasks, config.subtasks)
+
+
+def test_with_a_gpu_the_defaults_are_the_papers():
+    config = hardware_defaults(gpu=True)
+    assert config == replace(Config(), **PAPER)
+    assert (config.rounds, config.steps_scaling_inter) == ((10, 20, 30), 100)
+    assert (config.learning_rate, config.kl_loss_coef) == (1e-6, 1e-3)
+    assert config.evaluation_rounds == 30
+
+
+def test_the_small_models_train_and_evaluate_on_families_that_do_not_overlap():
+    config = complete(Config())
+    train = load_tasks("textcraft", None, config.tasks, config.subtasks)
+    held_out = load_tasks("textcraft", None, config.eval_tasks, config.subtasks)
+    assert {task.subtask for task in train} == {"depth 1"}
+    assert not {t.task_id for t in train} & {t.task_id for t in held_out}
+
+
+def test_a_large_model_trains_on_the_environments_own_split():
+    config = complete(Config(model="Qwen/Qwen2.5-3B-Instruct"))
+    assert (config.tasks, config.split, config.subtasks) == (None, "train", ())
+
+
+@pytest.mark.parametrize("given", [dict(tasks="mine.json"), dict(split="test")])
+def test_named_tasks_are_taken_as_they_are(given):
+    config = Config(**given, subtasks=("depth 2",))
+    assert complete(config) == config
+
+
+def test_what_complete_fills_in_it_does_not_change_again():
+    """A resumed run completes the options that it saved."""
+    for config in (Config(), Config(deterministic=True), hardware_defaults(gpu=True)):
+        assert complete(complete(config)) == complete(config)
+
+
+def test_deterministic_runs_sample_with_transformers():
+    assert complete(Config(deterministic=True)).engine == "transformers"
+
+
+def test_the_objective_takes_its_numbers_from_the_options():
+    config = Config(clip_ratio=0.3, ppo_epochs=2, temperature=0.7, max_tokens_per_micro_batch=9)
+    objective = config.objective
+    assert (objective.clip_ratio, objective.ppo_epochs) == (0.3, 2)
+    assert (objective.temperature, objective.max_tokens) == (0.7, 9)
+
+
+def test_evaluation_has_the_longest_horizon_of_training_unless_told():
+    assert Config(rounds=(3, 5, 9)).evaluation_rounds == 9
+    assert Config(rounds=(3, 5, 9), eval_rounds=4).evaluation_rounds == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    "steps tasks_per_step group_size mini_batch_size ppo_epochs max_tokens_per_micro_batch "
+    "max_tokens_per_turn max_trajectory_tokens temperature learning_rate critic_learning_rate "
+    "max_grad_norm clip_ratio value_clip max_sync_error eval_samples save_every keep_last".split(),
+)
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_what_must_be_above_zero_says_so(name, value):
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{flag} {value} must be above 0"):
+        check(replace(Config(), **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(kl_coef=float("nan")),
+        dict(entropy_coef=float("nan")),
+        dict(learning_rate=float("inf")),
+        dict(temperature=float("inf")),
+        dict(eval_rounds=0),
+        dict(eval_rounds=-1),
+        dict(seed=-1),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_run_can_use_are_refused(changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
+        check(replace(Config(), **changes))
+
+
+def test_every_message_of_misuse_names_what_was_given():
+    for changes, message in MISUSE.values():
+        given = [str(v) for values in changes.values() for v in _as_list(values)]
+        assert any(word in message for word in given) or "--" in message or "run" in message
+
+
+def _as_list(value):
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,342 @@
+"""engines.py: what a sampler says of its tokens is what the trainer would say of them."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from engines import (
+    EngineError,
+    SamplingSettings,
+    TransformersEngine,
+    VLLMEngine,
+    make_engine,
+    sample,
+)
+from models import PolicyModel, load_causal_lm, load_tokenizer, resolve_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The tiny model with stronger opinions: as built, every token is about as likely as any."""
+    tiny = resolve_model("tiny")
+    lm = with_noise(load_causal_lm(tiny), seed=1)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    lm.save_pretrained(folder)
+    load_tokenizer(tiny).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint):
+    """The trainer's copy of the weights, float32."""
+    return load_causal_lm(checkpoint).eval()
+
+
+def with_noise(lm, seed):
+    """The same model with other weights everywhere, its tied head included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in lm.parameters():
+            if p.ndim == 2:
+                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+    return lm
+
+
+def prompt_of(length, seed=0):
+    """Ids without the model's three special tokens."""
+    return torch.randint(
+        3, 1024, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+@torch.no_grad()
+def trainer_log_probs(lm, prompt_ids, token_ids, temperature):
+    """What the update computes for the same tokens."""
+    input_ids = torch.tensor([prompt_ids + token_ids])
+    mask = torch.tensor([[0] * len(prompt_ids) + [1] * len(token_ids)])
+    return PolicyModel(lm)(input_ids, mask, temperature)[0][0, len(prompt_ids) :]
+
+
+def run(engine, **requests):
+    """{name: Generation} of {name: (prompt_ids, SamplingSettings)}, all submitted at once."""
+    for name, (prompt_ids, sampling) in requests.items():
+        engine.submit(name, prompt_ids, sampling)
+    assert engine.num_running == len(requests)
+    return finish(engine)
+
+
+def finish(engine):
+    """All that is running, polled to the end."""
+    done = {}
+    while engine.num_running:
+        done |= {generation.request_id: generation for generation in engine.poll()}
+    return done
+
+
+# ----------------------------------------------------------------------------------- sample
+
+
+def test_tokens_are_drawn_from_the_softmax_at_the_temperature():
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(-1)
+        drawn = [sample(logits, temperature, generator) for _ in range(4000)]
+        counts = torch.bincount(torch.tensor([token for token, _ in drawn]), minlength=4)
+        torch.testing.assert_close(counts / 4000, expected, atol=0.03, rtol=0)
+        for token, log_prob in drawn[:50]:
+            assert log_prob == pytest.approx(float(expected[token].log()), abs=1e-5)
+
+
+def test_temperature_zero_takes_the_most_probable_token():
+    logits = torch.tensor([1.0, 0.0, 2.0])
+    assert sample(logits, 0.0, torch.Generator()) == (2, 0.0)
+
+
+# ------------------------------------------------------------------------------ transformers
+
+
+@pytest.fixture
+def plain(checkpoint):
+    return TransformersEngine(checkpoint)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_a_forward_pass_also_for_a_padded_batch(plain, lm, temperature):
+    prompts = {f"r{n}": prompt_of(n, seed=n) for n in (5, 17, 40)}
+    sampling = SamplingSettings(12, temperature, seed=3)
+    done = run(plain, **{name: (ids, sampling) for name, ids in prompts.items()})
+    for name, ids in prompts.items():
+        expected = trainer_log_probs(lm, ids, done[name].token_ids, temperature)
+        actual = torch.tensor(done[name].log_probs)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        assert len(done[name].token_ids) == 12 and done[name].finish_reason == "length"
+
+
+def test_a_batch_says_greedily_what_each_says_alone(plain):
+    sampling = SamplingSettings(10, temperature=0.0)
+    requests = {f"r{n}": (prompt_of(n, seed=n), sampling) for n in (3, 9, 30)}
+    together = run(plain, **requests)
+    assert len({tuple(g.token_ids) for g in together.values()}) == 3
+    for name, request in requests.items():
+        assert run(plain, **{name: request})[name].token_ids == together[name].token_ids
+
+
+def test_generation_ends_at_a_stop_token_or_at_the_limit(plain):
+    prompt = prompt_of(8)
+    greedy = run(plain, a=(prompt, SamplingSettings(8, 0.0)))["a"].token_ids
+    stop = greedy[3]
+    first = greedy.index(stop)
+    others = (prompt_of(20, seed=1), SamplingSettings(8, 0.0))
+    done = run(plain, a=(prompt, SamplingSettings(8, 0.0, stop_token_ids=(stop,))), b=others)
+    assert done["a"].token_ids == greedy[: first + 1] and done["a"].finish_reason == "stop"
+    assert len(done["a"].log_probs) == first + 1
+    assert len(done["b"].token_ids) == 8 and done["b"].finish_reason == "length"
+    done = run(plain, a=(prompt, SamplingSettings(first + 1, 0.0, stop_token_ids=(stop,))))
+    assert done["a"].finish_reason == "stop", "the stop token was the last one allowed"
+
+
+def test_deterministic_sampling_depends_on_the_request_alone(checkpoint):
+    engine = TransformersEngine(checkpoint, deterministic=True)
+    requests = {
+        f"r{n}": (prompt_of(n, seed=n), SamplingSettings(10, 1.0, seed=n)) for n in (4, 11, 25)
+    }
+    together = run(engine, **requests)
+    backwards = run(engine, **dict(reversed(requests.items())))
+    assert together == backwards
+    for name, request in requests.items():
+        assert run(engine, **{name: request})[name] == together[name]
+    prompt = requests["r4"][0]
+    other_seed = run(engine, r4=(prompt, SamplingSettings(10, 1.0, seed=5)))["r4"]
+    assert other_seed.token_ids != together["r4"].token_ids
+
+
+def test_requests_beyond_the_batch_wait_for_the_next_poll(checkpoint):
+    engine = TransformersEngine(checkpoint, max_batch=2)
+    for name in "abc":
+        engine.submit(name, prompt_of(4), SamplingSettings(2, 0.0))
+    assert [g.request_id for g in engine.poll()] == ["a", "b"] and engine.num_running == 1
+    engine.submit("d", prompt_of(4), SamplingSettings(2, 0.0))
+    assert [g.request_id for g in engine.poll()] == ["c", "d"]
+    assert engine.poll() == []
+    engine.submit("e", prompt_of(4), SamplingSettings(2, 0.0))
+    engine.abort()
+    assert engine.num_running == 0 and engine.poll() == []
+
+
+def test_new_weights_are_sampled_from_at_once(plain, lm, checkpoint):
+    changed = with_noise(load_causal_lm(checkpoint), seed=2)
+    plain.load_weights(changed.state_dict().items())
+    prompt = prompt_of(10)
+    done = run(plain, a=(prompt, SamplingSettings(8, seed=1)))["a"]
+    actual = torch.tensor(done.log_probs)
+    expected = trainer_log_probs(changed, prompt, done.token_ids, 1.0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert (actual - trainer_log_probs(lm, prompt, done.token_ids, 1.0)).abs().max() > 0.1
+
+
+def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
+    """Trap 20: a weight left stale in silence."""
+    weights = lm.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(EngineError, match=f"left stale, 1 not sent, first: {name}"):
+        plain.load_weights((n, p) for n, p in weights.items() if n != name)
+    with pytest.raises(EngineError, match="weight model.extra is not part"):
+        plain.load_weights([*weights.items(), ("model.extra", torch.zeros(1))])
+
+
+# -------------------------------------------------------------------------------------- vLLM
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def vllm(request, checkpoint):
+    """(engine, largest difference to the trainer in nats: in float32 of any token, else mean)."""
+    if importlib.util.find_spec("vllm") is None:
+        if os.environ.get("CI"):
+            pytest.fail("vLLM is not installed, and CI may not skip its tests: run `make setup`")
+        pytest.skip("vLLM is not installed: run `make setup`")
+    engine = VLLMEngine(
+        checkpoint, 512, dtype=request.param, max_num_seqs=8, kv_cache_bytes=64 << 20
+    )
+    yield engine, request.param
+    engine.close()
+
+
+def assert_trainer_agrees(lm, dtype, prompt_ids, generation, temperature):
+    actual = torch.tensor(generation.log_probs)
+    expected = trainer_log_probs(lm, prompt_ids, generation.token_ids, temperature)
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs()
+    if dtype == "float32":
+        assert difference.max() < 1e-4
+    else:
+        assert difference.mean() < 2e-2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_vllm_reports_the_log_probs_that_the_trainer_computes(vllm, lm, temperature):
+    """At 0.7 too: vLLM's default reports them before temperature, off by 0.3 nats and more."""
+    engine, dtype = vllm
+    prompts = {f"r{n}": prompt_of(n, seed=n) for n in (5, 17, 150)}
+    sampling = SamplingSettings(24, temperature)
+    done = run(engine, **{name: (ids, sampling) for name, ids in prompts.items()})
+    for name, ids in prompts.items():
+        assert_trainer_agrees(lm, dtype, ids, done[name], temperature)
+        raw = trainer_log_probs(lm, ids, done[name].token_ids, 1.0)
+        tempered = trainer_log_probs(lm, ids, done[name].token_ids, temperature)
+        assert temperature == 1.0 or (raw - tempered).abs().mean() > 0.1
+
+
+def test_vllm_takes_requests_while_others_run(vllm, lm):
+    engine, dtype = vllm
+    early, late = prompt_of(30, seed=1), prompt_of(60, seed=2)
+    engine.submit("early", early, SamplingSettings(24))
+    for _ in range(5):
+        assert engine.poll() == []
+    engine.submit("late", late, SamplingSettings(4))
+    order = []
+    while engine.num_running:
+        order += engine.poll()
+    assert [g.request_id for g in order] == ["late", "early"]
+    assert_trainer_agrees(lm, dtype, late, order[0], 1.0)
+    assert_trainer_agrees(lm, dtype, early, order[1], 1.0)
+
+
+def test_vllm_continues_a_trajectory_from_its_cache_with_the_same_log_probs(vllm, lm):
+    """The next turn's prompt is the last one, the sampled ids and an observation."""
+    engine, dtype = vllm
+    prompt = prompt_of(200, seed=3)
+    for turn in range(3):
+        done = run(engine, a=(prompt, SamplingSettings(16)))["a"]
+        assert_trainer_agrees(lm, dtype, prompt, done, 1.0)
+        prompt = prompt + done.token_ids + prompt_of(10, seed=turn)
+
+
+def test_vllm_keeps_the_stop_token_and_says_why_it_ended(vllm):
+    engine, _ = vllm
+    prompt = prompt_of(8)
+    greedy = run(engine, a=(prompt, SamplingSettings(8, 0.0)))["a"]
+    assert len(greedy.token_ids) == 8 and greedy.finish_reason == "length"
+    stop = greedy.token_ids[3]
+    first = greedy.token_ids.index(stop)
+    done = run(engine, a=(prompt, SamplingSettings(8, 0.0, stop_token_ids=(stop,))))["a"]
+    assert done.token_ids == greedy.token_ids[: first + 1] and done.finish_reason == "stop"
+    assert len(done.log_probs) == len(done.token_ids)
+
+
+def test_new_weights_reach_vllms_tied_head_and_its_cached_prefixes(vllm, lm, checkpoint):
+    """Trap 20: a stale head is off by half a nat without an error; so are keys of old weights."""
+    engine, dtype = vllm
+    prompt, sampling = prompt_of(300, seed=5), SamplingSettings(16)
+    assert lm.config.tie_word_embeddings
+    run(engine, a=(prompt, sampling))  # now the prompt's keys and values are cached
+    embeddings_changed = load_causal_lm(checkpoint)
+    with torch.no_grad():  # the embedding alone: all else stale would go unnoticed, the head not
+        weight = embeddings_changed.get_input_embeddings().weight
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(6)), alpha=0.1)
+    try:
+        for changed in (embeddings_changed, with_noise(load_causal_lm(checkpoint), seed=7)):
+            assert "lm_head.weight" in changed.state_dict()
+            engine.load_weights(changed.state_dict().items())
+            done = run(engine, a=(prompt, sampling))["a"]
+            assert_trainer_agrees(changed, dtype, prompt, done, 1.0)
+            old = trainer_log_probs(lm, prompt, done.token_ids, 1.0)
+            assert (old - torch.tensor(done.log_probs)).abs().mean() > 0.3
+    finally:
+        engine.load_weights(lm.state_dict().items())
+    done = run(engine, a=(prompt, sampling))["a"]
+    assert_trainer_agrees(lm, dtype, prompt, done, 1.0)
+
+
+def test_vllm_drops_what_is_aborted_and_takes_its_name_again(vllm):
+    engine, _ = vllm
+    engine.submit("a", prompt_of(10), SamplingSettings(50))
+    engine.submit("b", prompt_of(20), SamplingSettings(50))
+    engine.poll()
+    engine.abort()
+    assert engine.num_running == 0 and engine.poll() == []
+    done = run(engine, a=(prompt_of(10), SamplingSettings(3)))
+    assert list(done) == ["a"] and len(done["a"].token_ids) == 3
+
+
+def test_a_prompt_that_vllm_cannot_hold_is_an_engine_error(vllm):
+    engine, _ = vllm
+    with pytest.raises(EngineError, match="refused request a"):
+        engine.submit("a", prompt_of(600), SamplingSettings(4))
+    assert engine.num_running == 0
+
+
+def test_whatever_fails_inside_vllm_is_an_engine_error(vllm, monkeypatch):
+    """vLLM's own EngineDeadError is no RuntimeError; a run saves its trajectories on EngineError."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine, _ = vllm
+    engine.submit("a", prompt_of(10), SamplingSettings(4))
+    for error in (EngineDeadError(), RuntimeError("out of memory"), AssertionError()):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._llm.llm_engine, "step", lambda error=error: raise_(error))
+            with pytest.raises(EngineError, match="vLLM failed"):
+                engine.poll()
+    engine.abort()
+
+
+def raise_(error):
+    raise error
+
+
+# ------------------------------------------------------------------------------- make_engine
+
+
+def test_an_engine_that_does_not_exist_or_cannot_repeat_itself_is_refused():
+    with pytest.raises(ValueError, match="--engine sglang is unknown; use vllm or transformers"):
+        make_engine("sglang", "nowhere", 512)
+    with pytest.raises(ValueError, match="--deterministic needs --engine transformers"):
+        make_engine("vllm", "nowhere", 512, deterministic=True)
+
+
+def test_make_engine_gives_the_engine_that_was_named(checkpoint):
+    engine = make_engine("transformers", checkpoint, 512, deterministic=True)
+    assert isinstance(engine, TransformersEngine) and engine.max_batch == 1
+    assert next(engine.lm.parameters()).dtype == torch.float32

@@ -1,0 +1,109 @@
+"""Prefix sharing changes how much is computed and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batching import Batch
+from models import load_policy, resolve_model
+from prefix import group_cuts, opening_length, pack
+from update import Objective, cut, forward_policy
+
+
+def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:
+    """A padded batch; openings[g] is shared by the samples owns[g]; half of every own part is policy."""
+    rows, masks, groups = [], [], []
+    for g, (opening, samples) in enumerate(zip(openings, owns, strict=True)):
+        for own in samples:
+            rows.append(opening + own)
+            half = (len(own) + 1) // 2
+            masks.append([0] * len(opening) + [1] * half + [0] * (len(own) - half - 1) + [1])
+            masks[-1] = masks[-1][: len(rows[-1])]
+            groups.append(g)
+    width = max(map(len, rows))
+    ids = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+    mask = torch.tensor([m + [0.0] * (width - len(m)) for m in masks])
+    lengths = torch.tensor([len(r) for r in rows])
+    zeros = torch.zeros_like(mask)
+    return Batch(ids, mask, zeros, zeros, lengths, torch.tensor(groups))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    torch.manual_seed(1)
+
+    def some(n: int) -> list[int]:
+        return torch.randint(3, 1000, (n,)).tolist()
+
+    return make(
+        [some(23), some(9)], [[some(n) for n in (7, 1, 12, 4)], [some(n) for n in (5, 5, 30)]]
+    )
+
+
+def test_the_tree_mask_of_a_small_group_drawn() -> None:
+    small = make([[5, 6]], [[[7, 8], [9]]])
+    packed = pack(small)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    assert packed.source.tolist() == [[0, 0, 1, 2, 1]]
+    assert packed.columns.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0]]
+    assert packed.attention_mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_an_opening_ends_where_rows_differ_or_a_policy_spoke() -> None:
+    assert opening_length(make([[5, 6]], [[[7, 8], [9]]])) == 2
+    same_words = make([[5, 6]], [[[7, 8], [7, 8]]])  # both samples said the same: still their own
+    assert opening_length(same_words) == 2
+    assert opening_length(make([[5, 6], [5, 9]], [[[7]], [[7]]])) == 1
+
+
+def test_every_row_is_in_one_cut_and_a_cut_holds_one_group(batch: Batch) -> None:
+    for limit in (1, 40, 60, 10_000):
+        cuts = group_cuts(batch, range(len(batch)), limit)
+        assert sorted(i for rows in cuts for i in rows) == list(range(len(batch)))
+        for rows in cuts:
+            assert len({int(batch.group_ids[i]) for i in rows}) == 1
+            p = opening_length(batch.rows(rows))
+            length = p + sum(int(batch.lengths[i]) - p for i in rows)
+            assert length <= limit or len(rows) == 1
+
+
+def outcome(
+    policy: torch.nn.Module, batch: Batch, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Log-probs, entropies and the gradient of a weighted sum of both."""
+    policy.zero_grad()
+    log_probs = torch.zeros(batch.loss_mask.shape)
+    entropies = torch.zeros(batch.loss_mask.shape)
+    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
+    for rows in cut(batch, list(range(len(batch))), objective):
+        part = batch.rows(rows)
+        lp, entropy = forward_policy(policy, part, objective, "cpu")
+        width = lp.shape[1]
+        (lp * weights[rows, :width] + 0.1 * entropy).sum().backward()
+        log_probs[rows, :width], entropies[rows, :width] = lp.detach(), entropy.detach()
+    return log_probs, entropies, [p.grad.clone() for p in policy.parameters()]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 10_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_gradients_equal_the_unshared_path(
+    batch: Batch, max_tokens: int, temperature: float
+) -> None:
+    policy = load_policy(resolve_model("tiny"))
+    shared = Objective(max_tokens=max_tokens, temperature=temperature, share_prefix=True)
+    a = outcome(policy, batch, shared)
+    b = outcome(policy, batch, replace(shared, share_prefix=False))
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(a[1], b[1], rtol=0, atol=1e-4)
+    assert (a[0] != 0).sum() == batch.loss_mask.sum()
+    scale = max(float(g.abs().max()) for g in b[2])
+    for x, y in zip(a[2], b[2], strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4 * scale)

@@ -1,0 +1,66 @@
+"""README.md says what is there: files, line counts, defaults, flags."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from config import Config, hardware_defaults
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FLAGS = {"--" + f.name.replace("_", "-") for f in fields(Config)}
+NOT_A_CONCEPT = {"setup_env.py", "conftest.py", "cli.py"}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading."""
+    section = README.split(heading, 1)[1].split("\n#", 1)[0]
+    table = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_file_map_names_every_concept_file() -> None:
+    named = {re.sub("`", "", row[0]) for row in rows("## Read it")}
+    assert named - {"envs/"} == {p.name for p in ROOT.glob("*.py")} - NOT_A_CONCEPT
+
+
+@pytest.mark.parametrize("row", [r for r in rows("## Read it") if r[1]], ids=lambda r: r[0])
+def test_line_counts_in_the_file_map_are_right_to_a_tenth(row: list[str]) -> None:
+    lines = len((ROOT / row[0].strip("`")).read_text(encoding="utf-8").splitlines())
+    assert abs(lines - int(row[1])) <= lines / 10
+
+
+def test_the_table_of_defaults_shows_the_defaults() -> None:
+    cpu, gpu = hardware_defaults(gpu=False), hardware_defaults(gpu=True)
+    for option, on_cpu, on_gpu in rows("### Defaults"):
+        for name in re.findall(r"`--([a-z-]+)`", option):
+            field = name.replace("-", "_")
+            for config, shown in ((cpu, on_cpu), (gpu, on_gpu)):
+                value = getattr(config, field)
+                values = value if isinstance(value, tuple) else (value,)
+                for v in values:
+                    text = f"{v:g}" if isinstance(v, float) else str(v)
+                    assert text in shown or str(v) in shown, f"--{name} is {v}, README says {shown}"
+
+
+def test_every_flag_that_the_readme_names_exists() -> None:
+    table = [row[1] for row in rows("### From AgentGym-RL's keys to ours")]
+    named = set(re.findall(r"`(--[a-z-]+)`", " ".join(table)))
+    assert named
+    assert named <= FLAGS
+    commands = re.findall(r"python train\.py (.*)", README)
+    assert set(re.findall(r"--[a-z-]+", " ".join(commands))) <= FLAGS
+
+
+def test_tutorials_linked_from_the_readme_exist() -> None:
+    linked = re.findall(r"\((tutorials/[\w.]+)\)", README)
+    assert linked
+    assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
+def test_no_file_names_an_index_host_or_a_machine() -> None:
+    forbidden = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|/work/(main|shared)|/root/")
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.txt"), ROOT / "Makefile"]:
+        assert not forbidden.search(path.read_text(encoding="utf-8")), path

@@ -1,0 +1,292 @@
+"""The recipes: what each arm runs, and the arithmetic of the reports on results made up by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs import load_tasks
+from recipes import learns, scaling_inter
+
+GOALS = [f"textcraft_{n}" for n in range(10)]
+
+
+def result(arm, seed, before, after, steps=20, test=None):
+    """A result as `learns.py run` writes it, with these shares for ten goals."""
+
+    def evaluation(step, shares):
+        items = dict(zip(GOALS, shares, strict=False))
+        mean = sum(items.values()) / len(items)
+        return {"step": step, "items": items, "avg": {"value": mean, "low": 0.0, "high": 1.0}}
+
+    held_out = [evaluation(0, before), evaluation(steps, after)]
+    shown = {"arm": arm, "seed": seed, "steps": steps}
+    return shown | {"held_out": held_out, "test": test or {}}
+
+
+def write(folder, *results):
+    for r in results:
+        (folder / f"{r['arm']}-{r['seed']}.json").write_text(json.dumps(r))
+
+
+# ------------------------------------------------------------------------------------------- arms
+
+
+def test_arms_differ_in_nothing_but_what_they_are_named_after(tmp_path):
+    rl = learns.load_config(learns.arm_arguments("rl", 1, tmp_path))
+    shuffled = learns.load_config(learns.arm_arguments("shuffled", 1, tmp_path))
+    differing = [name for name in vars(rl) if getattr(rl, name) != getattr(shuffled, name)]
+    assert differing == ["shuffle_rewards"]
+    assert shuffled.shuffle_rewards
+    assert (rl.seed, rl.run_dir, rl.eval_every) == (1, str(tmp_path), 10)
+    assert learns.arm_arguments("sft", 1, tmp_path) == learns.arm_arguments("rl", 1, tmp_path)
+
+
+def test_options_of_train_py_reach_every_arm_alike(tmp_path):
+    for arm in learns.ARMS:
+        arguments = learns.arm_arguments(arm, 0, tmp_path, ["--steps", "7"])
+        assert learns.load_config(arguments).steps == 7
+
+
+def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
+    with pytest.raises(ValueError, match="--arm dpo is unknown; choose one of: rl sft shuffled"):
+        learns.arm_arguments("dpo", 0, tmp_path)
+
+
+def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
+    configs = {
+        arm: learns.load_config(scaling_inter.arm_arguments(arm, 0, tmp_path))
+        for arm in scaling_inter.ARMS
+    }
+    assert {arm: c.rounds for arm, c in configs.items()} == {
+        "short": (4,),
+        "long": (12,),
+        "stepwise": (4, 8, 12),
+    }
+    assert {c.evaluation_rounds for c in configs.values()} == {12}
+    horizon = {"rounds", "rounds_scheduler", "steps_scaling_inter"}
+    for c in configs.values():
+        differing = {n for n in vars(c) if getattr(c, n) != getattr(configs["short"], n)}
+        assert differing <= horizon
+
+
+def test_imitation_through_the_policy_update_has_the_gradient_of_the_imitation_loss():
+    """The sft arm: advantage 1, π_old = π_θ, and no sampler correction."""
+    import torch
+
+    from losses import policy_loss
+
+    logits = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]], dtype=torch.float32)
+    log_probs = logits.log_softmax(-1)[..., 0] * mask
+    count = float(mask.sum())
+    surrogate = policy_loss(log_probs, log_probs.detach(), mask, mask, 0.2, count).loss
+    (ours,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+    (imitation,) = torch.autograd.grad(-(log_probs * mask).sum() / count, logits)
+    torch.testing.assert_close(ours, imitation)
+
+
+# ---------------------------------------------------------------------------------- report: learns
+
+
+def test_seeds_are_averaged_within_a_goal_before_goals_are_resampled(tmp_path):
+    write(
+        tmp_path,
+        result("rl", 0, [0.0] * 10, [1.0] * 10),
+        result("rl", 1, [0.5] * 10, [0.5] * 10),
+    )
+    row = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]
+    assert row["seeds"] == [0, 1]
+    assert (row["before"]["value"], row["after"]["value"]) == (0.25, 0.75)
+    assert row["difference"]["value"] == 0.5
+    assert row["difference"]["items"] == 10
+    assert row["per_seed"] == {"0": [0.0, 1.0], "1": [0.5, 0.5]}
+
+
+def test_goals_that_one_seed_lost_are_left_out_of_the_pairing(tmp_path):
+    short = result("rl", 1, [0.0] * 10, [1.0] * 10)
+    del short["held_out"][1]["items"]["textcraft_3"]
+    write(tmp_path, result("rl", 0, [0.0] * 10, [1.0] * 10), short)
+    row = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]
+    assert row["difference"]["items"] == 9
+
+
+def test_a_gain_that_most_goals_share_is_certain_and_a_gain_of_one_goal_is_not():
+    before = dict.fromkeys(GOALS, 0.25)
+    most = learns.difference(before, {g: 0.5 if n else 0.25 for n, g in enumerate(GOALS)})
+    one = learns.difference(before, {g: 0.25 if n else 1.0 for n, g in enumerate(GOALS)})
+    assert most["low"] > 0
+    assert one["value"] > 0
+    assert one["low"] == 0
+
+
+def test_rl_is_compared_with_each_control_after_training(tmp_path):
+    write(
+        tmp_path,
+        result("rl", 0, [0.5] * 10, [0.9] * 10),
+        result("sft", 0, [0.5] * 10, [0.6] * 10),
+        result("shuffled", 0, [0.5] * 10, [0.4] * 10),
+    )
+    against = learns.analyse(learns.read_results(tmp_path))["rl_minus"]
+    assert {arm: round(d["value"], 6) for arm, d in against.items()} == {
+        "sft": 0.3,
+        "shuffled": 0.5,
+    }
+
+
+def test_the_report_names_every_run_that_is_missing_and_draws_what_is_there(tmp_path):
+    write(
+        tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10), result("sft", 2, [0.5] * 10, [0.6] * 10)
+    )
+    text = learns.report(tmp_path)
+    assert "Not run: rl-1 rl-2 sft-0 sft-1 shuffled-0 shuffled-1 shuffled-2." in text
+    assert "| rl | 0 | 10 | 50.0" in text
+    assert "shuffled, after training" not in text
+    assert (tmp_path / "learns.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["arms"]["rl"]["after"]["value"] == pytest.approx(0.9)
+    assert learns.report(tmp_path) == text  # report.json is no result of a run
+
+
+def test_the_published_split_is_reported_per_depth(tmp_path):
+    ids = [task.task_id for task in load_tasks("textcraft", "test")]
+    items = {task_id: float(n % 2) for n, task_id in enumerate(ids)}
+    test = {"before": {"items": dict.fromkeys(items, 0.0)}, "after": {"items": items}}
+    write(tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10, test=test))
+    rows = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]["test"]
+    sizes = {name: row["difference"]["items"] for name, row in rows.items()}
+    assert sizes == {"depth 1": 31, "depth 2": 41, "depth 3": 25, "depth 4": 3, "all": 100}
+    assert rows["all"]["difference"]["value"] == 0.5
+    assert "| depth 4 | 3 |" in learns.report(tmp_path)
+
+
+def test_runs_of_different_length_are_not_pooled(tmp_path):
+    write(
+        tmp_path,
+        result("rl", 0, [0.5] * 10, [0.9] * 10, steps=60),
+        result("rl", 1, [0.5] * 10, [0.9] * 10, steps=20),
+    )
+    with pytest.raises(ValueError, match=r"mixes runs of \[20, 60\] steps; keep one length"):
+        learns.report(tmp_path)
+
+
+def test_a_report_without_results_says_what_to_run(tmp_path, capsys):
+    assert learns.main(["report", "--results", str(tmp_path)]) == 2
+    assert "run: python recipes/learns.py run --arm rl --seed 0" in capsys.readouterr().err
+
+
+def test_evaluations_are_read_from_a_run_directory_in_order(tmp_path):
+    (tmp_path / "eval").mkdir()
+    avg = {"value": 0.5, "low": 0.2, "high": 0.8}
+    for step in (10, 0):
+        items = {"textcraft_1": {"avg": step / 20}}
+        summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}, "items": items}
+        (tmp_path / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
+    found = learns.read_evaluations(tmp_path)
+    assert [(e["step"], e["items"]) for e in found] == [
+        (0, {"textcraft_1": 0.0}),
+        (10, {"textcraft_1": 0.5}),
+    ]
+
+
+# --------------------------------------------------------------------------- report: scaling_inter
+
+
+def test_turns_are_the_mean_turns_times_the_trajectories_that_were_not_lost():
+    metrics = [
+        {"train/turns_mean": 3.5, "train/env_failures": 0},
+        {"train/turns_mean": 4.0, "train/env_failures": 14},
+        {"train/turns_mean": None, "train/env_failures": 64},
+    ]
+    assert scaling_inter.turns_by_step(metrics, per_step=64) == [224, 200, 0]
+
+
+@pytest.mark.parametrize(("turns_per_step", "horizon"), [(180, 4), (500, 12), (768, 12)])
+def test_every_arm_ends_within_one_step_of_the_same_number_of_turns(turns_per_step, horizon):
+    turns, pieces = [], []
+    while piece := scaling_inter.next_piece(turns, 12_000, horizon, per_step=64):
+        pieces.append(piece)
+        turns += [turns_per_step] * piece
+    assert abs(sum(turns) - 12_000) <= turns_per_step
+    assert max(pieces) <= scaling_inter.PIECE
+
+
+def test_pieces_end_where_evaluations_are_due():
+    assert scaling_inter.next_piece([100] * 4, 100_000, 4, 64) == scaling_inter.PIECE - 4
+
+
+def test_the_horizon_report_compares_stepwise_with_both_fixed_arms(tmp_path):
+    (tmp_path / "scaling_inter").mkdir()
+    for arm, share in (("short", 0.25), ("long", 0.5), ("stepwise", 0.75)):
+        points = [
+            {"step": step, "turns": turns, "items": dict.fromkeys(GOALS, value)}
+            | {"avg": {"value": value, "low": value - 0.1, "high": value + 0.1, "items": 10}}
+            for step, turns, value in ((0, 0, 0.25), (6, 1000, share))
+        ]
+        r = {"arm": arm, "seed": 0, "budget_turns": 1000, "turns": [500, 500], "points": points}
+        (tmp_path / f"scaling_inter/{arm}-0.json").write_text(json.dumps(r))
+    text = scaling_inter.report(tmp_path)
+    assert "stepwise minus short, seed 0: +50.0" in text
+    assert "stepwise minus long, seed 0: +25.0" in text
+    assert (tmp_path / "scaling_inter.png").exists()
+    (tmp_path / "scaling_inter/long-0.json").unlink()
+    assert "Not run: long." in scaling_inter.report(tmp_path)
+
+
+def test_results_with_different_budgets_are_not_compared(tmp_path):
+    (tmp_path / "scaling_inter").mkdir()
+    for arm, budget in (("short", 1000), ("long", 2000)):
+        r = {"arm": arm, "seed": 0, "budget_turns": budget, "turns": [], "points": []}
+        (tmp_path / f"scaling_inter/{arm}-0.json").write_text(json.dumps(r))
+    with pytest.raises(ValueError, match=r"mixes budgets of \[1000, 2000\] turns"):
+        scaling_inter.report(tmp_path)
+
+
+# -------------------------------------------------------------------------------------- benchmarks
+
+
+def test_ratios_are_taken_within_a_repeat_and_then_their_median():
+    from benchmarks.rollout import summarize
+
+    def repeat(engine, collect, lockstep):
+        seconds = {"engine": engine, "collect": collect, "lockstep": lockstep}
+        return {"tail": {k: {"tokens": 100, "seconds": s, "idle_s": 0} for k, s in seconds.items()}}
+
+    # The machine is twice as slow in the second repeat; the ratios do not notice.
+    row = summarize([repeat(1, 2, 6), repeat(2, 4, 12), repeat(1, 4, 4)])["tail"]
+    assert (row["ratio_to_engine"], row["ratio_to_lockstep"]) == (0.5, 3.0)
+
+
+def test_the_benchmark_world_is_slow_at_the_same_steps_for_the_same_seed(monkeypatch):
+    from benchmarks import rollout
+
+    def slept(seed):
+        seconds = []
+        monkeypatch.setattr(rollout.time, "sleep", seconds.append)
+        world = rollout.Delay()
+        world.reset(list(rollout.LATENCIES).index("tail"), seed)
+        for _ in range(400):
+            world.step("x")
+        return seconds
+
+    assert slept(1) == slept(1)
+    assert slept(1) != slept(2)
+    assert set(slept(1)) == {0.0, 2.0}
+    assert 4 <= slept(1).count(2.0) <= 40  # 5 % of 400 are 20
+
+
+def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it():
+    root = Path(__file__).parent.parent
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "def version(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = version\n"
+        "sys.argv = ['trl_step.py']\n"
+        "runpy.run_path('benchmarks/trl_step.py', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "pip install 'trl==1.16.*' datasets" in ended.stderr

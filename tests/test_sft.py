@@ -1,0 +1,303 @@
+"""Warm start: demonstrations are encoded as sampling encodes, and only actions are learned."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import sft
+import torch
+from fakes import FakePool, ScriptedEngine
+from toy_env import fresh_process_state
+
+from chat import ChatTemplate
+from envclient import StepResult
+from envs import load_tasks
+from envs.textcraft import TextCraft
+from models import load_policy, load_tokenizer, resolve_model
+from rollout import RolloutRequest, RolloutSettings, collect
+
+TASKS = load_tasks("textcraft", split="train")
+SETTINGS = sft.SftSettings(num_demonstrations=8, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return resolve_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def chat(tiny):
+    return ChatTemplate(load_tokenizer(tiny))
+
+
+@pytest.fixture(scope="module")
+def records():
+    return sft.demonstrations("textcraft", list(TASKS), count=8, seed=0)
+
+
+def actions_of(record):
+    return [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
+
+
+# --- Demonstrations ------------------------------------------------------------------------------
+
+
+def test_demonstrations_solve_their_task_and_cover_the_sub_tasks_in_equal_parts(records):
+    assert len(records) == 8
+    by_id = {task.task_id: task for task in TASKS}
+    subtasks = [by_id[record["item_id"]].subtask for record in records]
+    assert sorted(subtasks) == sorted(["depth 1", "depth 2", "depth 3", "depth 4"] * 2)
+    for record in records:
+        world = TextCraft()
+        observations = [t["value"] for t in record["conversations"] if t["from"] == "human"]
+        assert observations[0] == world.reset(by_id[record["item_id"]].task_index, seed=0)
+        for text in actions_of(record):
+            _, _, terminated, _, info = world.step(world.parse(text))
+        assert terminated
+        assert info["success"]
+
+
+def test_demonstrations_repeat_by_seed_and_reuse_tasks_with_another_one_when_all_are_used():
+    one = [task for task in TASKS if task.subtask == "depth 4"][:1]
+    first = sft.demonstrations("textcraft", one, count=3, seed=5)
+    assert first == sft.demonstrations("textcraft", one, count=3, seed=5)
+    texts = [record["conversations"][1]["value"] for record in first]
+    assert len(set(texts)) == 3  # the world's seed differs, and with it its text
+
+
+def test_an_oracle_that_needs_too_long_demonstrates_nothing():
+    deep = next(task for task in TASKS if task.subtask == "depth 4")
+    assert sft.demonstrate("textcraft", deep, seed=0, max_turns=1) is None
+
+
+# --- Encoding: one path for sampling and for demonstrations (traps 6 and 8) ----------------------
+
+
+def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(chat, records):
+    record = max(records, key=lambda r: len(actions_of(r)))
+    task = next(t for t in TASKS if t.task_id == record["item_id"])
+    world, script = TextCraft(), iter(actions_of(record))
+
+    def play(task_index, turn, text):
+        return StepResult(*world.step(world.parse(text)))
+
+    class Pool(FakePool):
+        env = "textcraft"
+
+        def client(self):
+            client = super().client()
+            client.prompt = TextCraft.PROMPT
+            return client
+
+    pool = Pool(play, on_reset=lambda index: world.reset(index, seed=0))
+    engine = ScriptedEngine(lambda name, prompt: chat.action(next(script)))
+    request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1)
+    settings = RolloutSettings(50, max_tokens_per_turn=200, max_trajectory_tokens=4000)
+    (sampled,) = collect(engine, pool, chat, [request], settings)
+    handler = sft.from_agenttraj(chat, record)
+    assert sampled.success
+    assert len(handler.turns) > 3
+    assert handler.input_ids == sampled.input_ids
+    assert handler.loss_mask == sampled.loss_mask
+    assert handler.messages == sampled.messages
+
+
+def test_the_loss_is_on_the_actions_with_their_end_of_turn_and_on_nothing_else(chat, records):
+    for record in records:
+        handler = sft.from_agenttraj(chat, record)
+        learned = [i for i, mask in zip(handler.input_ids, handler.loss_mask, strict=True) if mask]
+        expected = [i for text in actions_of(record) for i in chat.action(text)]
+        assert learned == expected
+        assert learned.count(chat.end_of_turn) == len(actions_of(record))
+
+
+def test_a_turn_without_loss_stays_in_the_sequence_and_out_of_the_loss(chat, records):
+    record = json.loads(json.dumps(max(records, key=lambda r: len(actions_of(r)))))
+    whole = sft.from_agenttraj(chat, record)
+    gpt = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
+    gpt[1]["loss"] = False
+    partial = sft.from_agenttraj(chat, record)
+    assert partial.input_ids == whole.input_ids
+    start, end = whole.turns[1].action_span
+    assert not any(partial.loss_mask[start:end])
+    assert partial.loss_mask[:start] + partial.loss_mask[end:] == (
+        whole.loss_mask[:start] + whole.loss_mask[end:]
+    )
+
+
+def test_an_agenttraj_conversation_survives_import_and_export(chat, records):
+    for record in records:
+        handler = sft.from_agenttraj(chat, record)
+        assert sft.to_agenttraj(handler.task_id, handler.messages) == record
+
+
+def test_agentgyms_opening_by_human_and_gpt_is_prompt_and_not_learned(chat):
+    turns = [
+        {"from": "human", "loss": None, "value": "You are to craft."},
+        {"from": "gpt", "loss": False, "value": "OK."},
+        {"from": "human", "loss": None, "value": "Goal: craft stick."},
+        {"from": "gpt", "loss": True, "value": "Action: get 1 stick"},
+        {"from": "human", "loss": None, "value": "Got 1 stick"},
+    ]
+    handler = sft.from_agenttraj(chat, {"item_id": "textcraft_0", "conversations": turns})
+    assert [m["role"] for m in handler.messages] == ["user", "assistant", "user", "assistant"]
+    assert [t.action_text for t in handler.turns] == ["Action: get 1 stick"]
+    learned = sum(handler.loss_mask)
+    assert learned == len(chat.action("Action: get 1 stick"))
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([("human", None), ("gpt", None)], "conversation x has no gpt turn with loss"),
+        ([("human", None), ("gpt", True), ("gpt", True)], "turn 2 is from gpt, expected human"),
+        (
+            [("human", None), ("gpt", True), ("human", None), ("human", None), ("gpt", True)],
+            "turn 3 is from human, expected gpt",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_learned_from_are_named(chat, turns, message):
+    record = {
+        "item_id": "x",
+        "conversations": [{"from": who, "loss": loss, "value": "go"} for who, loss in turns],
+    }
+    with pytest.raises(ValueError, match=message):
+        sft.from_agenttraj(chat, record)
+
+
+def test_demonstrations_over_the_token_limit_are_left_out_and_counted(chat, records, capsys):
+    lengths = sorted(len(sft.from_agenttraj(chat, r).input_ids) for r in records)
+    settings = replace(SETTINGS, max_trajectory_tokens=lengths[5])
+    batch = sft.encode(chat, records, settings, pad_id=0)
+    assert sorted(batch.lengths.tolist()) == [n for n in lengths if n <= lengths[5]]
+    assert f"{len(records) - len(batch)} demonstrations over" in capsys.readouterr().out
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls_and_its_first_value_is_the_mean_over_action_tokens(tiny, chat, records):
+    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    policy = load_policy(tiny)
+    settings = replace(SETTINGS, learning_rate=3e-3, batch_size=8, max_tokens=600)
+    with fresh_process_state(), torch.no_grad():
+        log_probs, _ = policy(batch.input_ids, batch.loss_mask)
+        expected = -float(log_probs.sum() / batch.loss_mask.sum())
+    with fresh_process_state():
+        losses = sft.finetune(policy, batch, settings, progress=False, steps=8)
+    assert len(losses) == 8
+    assert losses[0] == pytest.approx(expected, rel=0.01)  # bfloat16, and cut into micro-batches
+    assert losses[-1] < losses[0] - 1.5  # from ln 1024 = 6.9 nats
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """A cache of its own, and a list of what was trained instead of training."""
+    calls = []
+
+    def train_to(folder, model, records, settings):
+        calls.append((model, settings))
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sft, "train_to", train_to)
+    return calls
+
+
+def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(trained):
+    tasks = TASKS[:4]
+    first = sft.warm_start("tiny", "textcraft", tasks, SETTINGS)
+    assert sft.warm_start("tiny", "textcraft", tasks, SETTINGS) == first
+    assert len(trained) == 1
+    others = {
+        sft.warm_start("smollm2-135m", "textcraft", tasks, SETTINGS),
+        sft.warm_start("tiny", "textcraft", TASKS[4:8], SETTINGS),
+        sft.warm_start("tiny", "textcraft", tasks, replace(SETTINGS, epochs=1)),
+        sft.warm_start("tiny", "textcraft", tasks, replace(SETTINGS, seed=1)),
+    }
+    assert len(others | {first}) == len(trained) == 5
+
+
+def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatch, tmp_path):
+    def fail(folder, *_):
+        (folder / "half").write_text("")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sft, "train_to", fail)
+    with pytest.raises(OSError, match="No space"):
+        sft.warm_start("tiny", "textcraft", TASKS[:4], SETTINGS)
+    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
+
+
+# --- The command line ----------------------------------------------------------------------------
+
+
+def run(argv):
+    with fresh_process_state():
+        try:
+            return sft.command_line([str(word) for word in argv])
+        except SystemExit as stop:
+            return stop.code
+
+
+def test_the_command_writes_a_checkpoint_with_its_data_and_losses(tmp_path, capsys, chat, records):
+    data, out = tmp_path / "data.json", tmp_path / "warm"
+    data.write_text(json.dumps(records[:4]))
+    argv = ["--model", "tiny", "--data", data, "--out", out, "--epochs", 1, "--batch-size", 2]
+    assert run(argv) == 0
+    assert f"saved {out}" in capsys.readouterr().out
+    assert json.loads((out / "sft_data.json").read_text()) == records[:4]
+    report = json.loads((out / "sft.json").read_text())
+    assert len(report["losses"]) == 2
+    assert report["settings"]["batch_size"] == 2
+    load_policy(str(out))
+    assert ChatTemplate(load_tokenizer(str(out))).end_of_turn == chat.end_of_turn
+
+
+def content(text):
+    def write(tmp_path):
+        (tmp_path / "data.json").write_text(text)
+        return ["--data", tmp_path / "data.json"]
+
+    return write
+
+
+MISUSE = {
+    "unknown flag": (lambda _: ["--no-such-flag", "1"], "no-such-flag"),
+    "unknown environment": (lambda _: ["--env", "nosuch"], "unknown environment 'nosuch'"),
+    "unknown sub-task": (lambda _: ["--subtasks", "depth 9"], "unknown sub-task 'depth 9'"),
+    "unknown model": (lambda p: ["--model", p / "nosuch", *content("[]")(p)], "nosuch"),
+    "no such data": (lambda p: ["--data", p / "nosuch.json"], "nosuch.json"),
+    "data that is no JSON": (content("{"), ""),
+    "data without conversations": (content('[{"item_id": "textcraft_0"}]'), "conversations"),
+    "data of one object": (content('{"item_id": "textcraft_0"}'), ""),
+    "an unknown speaker": (
+        content('[{"item_id": "x", "conversations": [{"from": "tool", "value": ""}]}]'),
+        "x",
+    ),
+    "no data": (content("[]"), ""),
+    "no demonstrations": (lambda _: ["--num-demonstrations", "0"], ""),
+    "no epochs": (lambda _: ["--epochs", "0"], "--epochs"),
+    "empty batches": (lambda _: ["--batch-size", "0"], "--batch-size"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, case):
+    arguments, message = MISUSE[case]
+    argv = ["--model", "tiny", "--num-demonstrations", "2", "--out", tmp_path / "out"]
+    assert run([*argv, *arguments(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if "it/s" not in line and line.strip()]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("sft.py: ")
+    assert message in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert run(["--model", "tiny", "--out", tmp_path / "out"]) == 2
+    assert "exists; choose another folder" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
