@@ -33,6 +33,7 @@ Read next: `rollout.py`.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
@@ -52,6 +53,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        # NOTE: whether control tokens are recognised is a switch inside the tokenizer, set by each
+        # call; threads that share one tokenizer flip it under each other. Plain text has its own.
+        self._plain = copy.deepcopy(tokenizer)
         history = [
             {"role": "user", "content": USER},
             {"role": "assistant", "content": ASSISTANT},
@@ -96,7 +100,7 @@ class ChatTemplate:
 
     def plain(self, text: str) -> list[int]:
         """Ids of untrusted text: control tokens written in it become ordinary characters."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._plain.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text_of(self, action_ids: list[int]) -> str:
         """What the policy said, without its stop token."""

@@ -36,6 +36,7 @@ Read next: `train.py`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import time
@@ -46,7 +47,7 @@ from typing import Any
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import EnvClient, EnvError, EnvPool, StepResult
+from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
 from envs import Task
 
 NUM_TRIES = (
@@ -428,7 +429,8 @@ class _Episode:
             result = self.client.step(turn.action_text)
             turn.env_s = time.perf_counter() - began
             if self.settings.record_state:
-                turn.state = self.client.state()
+                with contextlib.suppress(NotSupported):  # AgentGym's own servers have none
+                    turn.state = self.client.state()
         except EnvError as error:
             if self.restarts_left:
                 self.restarts_left -= 1
@@ -494,7 +496,7 @@ class _Episode:
 
     def _fail(self, error: EnvError) -> None:
         self.close()
-        self.handler.error = str(error)
+        self.handler.error = " ".join(str(error).split())
         self.handler.stop("env_error")
 
 

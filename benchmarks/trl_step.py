@@ -384,7 +384,10 @@ def trl_version() -> str:
 
 
 def summarize(repeats: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians per side, and how many times longer TRL took, the median of the repeats' ratios.
+    """Medians per side, and TRL over ours, the median of the repeats' ratios.
+
+    Where groups of equal returns left us nothing to train on, no time of the update or of the whole
+    step is compared.
 
     >>> both = {"ours": {"step_s": 2.0}, "trl": {"step_s": 5.0}}
     >>> summarize([both, both])
@@ -395,10 +398,13 @@ def summarize(repeats: list[dict[str, dict[str, float]]]) -> dict[str, dict[str,
         side: {name: round(statistics.median(r[side][name] for r in repeats), 3) for name in names}
         for side in ("ours", "trl")
     }
+    trained = all(r["ours"].get("trained_tokens", 1) for r in repeats)
+    compared = ["rollout_s", "generated_per_s"]
+    compared += ["update_s", "step_s", "trained_per_s"] if trained else []
     table["trl_over_ours"] = {
         name: round(statistics.median(r["trl"][name] / r["ours"][name] for r in repeats), 2)
         for name in names
-        if name.endswith(("_s", "_per_s")) and all(r["ours"][name] for r in repeats)
+        if name in compared
     }
     return table
 
@@ -466,7 +472,11 @@ def main() -> int:
     repeats = compare(options, sys.argv[1:], start)
     table = summarize(repeats)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    settings = {"model": options.model, "start": start, "tasks": options.tasks}
+    settings = {
+        "model": options.model,
+        "start": start.removeprefix(f"{ROOT}/"),
+        "tasks": options.tasks,
+    }
     settings |= {"samples": options.samples, "train_on_all": options.train_on_all}
     document = {"date": date} | about | {"settings": settings, "summary": table, "repeats": repeats}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -475,6 +485,8 @@ def main() -> int:
     for name in table["ours"]:
         ratio = table["trl_over_ours"].get(name, "")
         print(f"{name:<24}{table['ours'][name]:>12.1f}{table['trl'][name]:>12.1f}{ratio:>12}")
+    if table["ours"]["trained_trajectories"] < table["trl"]["trained_trajectories"]:
+        print("ours left groups of equal returns out of the update; --train-on-all keeps them")
     return 0
 
 

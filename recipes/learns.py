@@ -177,7 +177,7 @@ def train_sft(config: Any, learning_rate: float) -> None:
             ones = batch.loss_mask.clone()
             with clock("time/update_s"):
                 metrics: dict[str, Any] = worker.update(step, batch, ones, ones, None, None, None)
-            # Nobody sampled these tokens: their rollout_log_probs are 0, so that the mean distance to
+            # Nobody sampled these tokens: their rollout_log_probs are 0, so the mean distance to
             # them is the imitation loss; the surrogate with advantage 1 and ρ = 1 is always -1.
             metrics["policy/loss"] = metrics["sampler/log_prob_diff_mean"]
             metrics = {name: value for name, value in metrics.items() if name.startswith("policy/")}
@@ -298,9 +298,11 @@ def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Aside and renamed; paths inside the checkout lose its place on this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1).replace(f"{ROOT}/", "")
+    aside.write_text(text + "\n", encoding="utf-8")
     aside.rename(path)
 
 

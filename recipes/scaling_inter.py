@@ -62,15 +62,15 @@ COLORS = {"short": "#d9822b", "long": "#4c78a8", "stepwise": "#3a8f5c"}
 def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
     """train.py's arguments of an arm, without `--steps` and `--resume`.
 
-    >>> arm_arguments("short", 0, Path("runs/x"))[-2:]
-    ['--rounds', '4']
+    >>> arm_arguments("short", 0, Path("runs/x"))[-4:]
+    ['--rounds', '4', '--run-dir', 'runs/x']
     """
     if arm not in HORIZONS:
         raise ValueError(f"--arm {arm} is unknown; choose one of: all {' '.join(ARMS)}")
     arguments = ["--env", "textcraft", "--subtasks", "depth 1", "depth 2", "--seed", str(seed)]
     arguments += ["--eval-rounds", str(LONG), "--eval-samples", "2"]
     arguments += ["--eval-every", str(PIECE), "--save-every", str(PIECE)]
-    return [*arguments, *extra, "--run-dir", str(run_dir), *HORIZONS[arm]]
+    return [*arguments, *HORIZONS[arm], *extra, "--run-dir", str(run_dir)]
 
 
 def turns_by_step(metrics: Sequence[Mapping[str, Any]], per_step: int) -> list[int]:
@@ -97,7 +97,7 @@ def next_piece(turns: Sequence[int], budget: int, horizon: int, per_step: int) -
     Returns: 0 when the budget is used up, or nearer than half a step.
 
     >>> next_piece([], budget=1000, horizon=4, per_step=64), next_piece([100] * 9, 1000, 4, 64)
-    (3, 1)
+    (4, 1)
     """
     left = budget - sum(turns)
     expected = turns[-1] if turns and turns[-1] else per_step * horizon

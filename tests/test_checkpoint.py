@@ -116,7 +116,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing_half_written(tmp_path, model, monke
 
 
 def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(tmp_path, model):
-    """A 60 MB disk holds one checkpoint of `tiny` (20 MB) and the parts of a second, not a third."""
+    """A 60 MB disk holds a few checkpoints of `tiny` (20 MB each) and not one more."""
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["-t", "tmpfs", "-o", "size=60m", "tmpfs", str(disk)]

@@ -73,7 +73,7 @@ def below(folder):
 
 
 class Later(Letters):
-    """Success is granted from the third episode on: the step-0 evaluation fails, later ones do not."""
+    """Success is granted from the third episode on, so that step 1 beats step 0."""
 
     num_ended = 0
 
@@ -514,10 +514,9 @@ def test_ctrl_c_is_answered_at_once_where_it_does_no_harm_and_later_elsewhere():
         assert stop.requested
         with pytest.raises(KeyboardInterrupt), stop.allowed():
             pytest.fail("the next rollout must not begin")
-    with rundir.StopRequests() as stop, pytest.raises(KeyboardInterrupt):
-        with stop.allowed():
-            interrupt()
-            pytest.fail("a rollout is interrupted on the spot")
+    with rundir.StopRequests() as stop, pytest.raises(KeyboardInterrupt), stop.allowed():
+        interrupt()
+        pytest.fail("a rollout is interrupted on the spot")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -560,7 +559,13 @@ def what_repeats(run_dir):
         trajectories[path.name] = lines
     evaluations = {p.name: p.read_text() for p in sorted((run_dir / "eval").iterdir())}
     state, parts = checkpoint.load(run_dir, 4, "ppo")
-    return (run_dir / "metrics.jsonl").read_text().splitlines(), trajectories, evaluations, state, parts
+    return (
+        (run_dir / "metrics.jsonl").read_text().splitlines(),
+        trajectories,
+        evaluations,
+        state,
+        parts,
+    )
 
 
 RESUMABLE = {

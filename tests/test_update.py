@@ -1,4 +1,4 @@
-"""The passes of one training step: optimizer steps counted, splits that do not matter, bad numbers."""
+"""The passes of one training step: steps counted, splits that do not matter, bad numbers."""
 
 import math
 from dataclasses import replace
@@ -7,14 +7,20 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from batching import Batch, micro_batches
+from batching import Batch
 from losses import kl_estimate, masked_mean
 from models import CriticModel, PolicyModel
-from update import Objective, score, update_critic, update_policy
+from update import Objective, cut, score_critic, score_policy, update_critic, update_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
 POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # of which the policy sampled the last ones
-WIDE = Objective(mini_batch_size=64, max_tokens=10_000, max_grad_norm=1e9, sampler_is_cap=0.0)
+WIDE = Objective(
+    mini_batch_size=64,
+    max_tokens=10_000,
+    max_grad_norm=1e9,
+    sampler_is_cap=0.0,
+    share_prefix=False,
+)
 OPTIONS = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
 
@@ -42,10 +48,11 @@ def make_critic():
 
 @pytest.fixture
 def batch():
-    """Six rows that differ in length and in how many tokens are the policy's."""
+    """Two samples of each of three tasks, different in length and in how much the policy wrote."""
     generator = torch.Generator().manual_seed(0)
     rows, width = len(LENGTHS), max(LENGTHS)
     ids = torch.randint(3, 64, (rows, width), generator=generator)
+    ids[1::2, :2] = ids[::2, :2]  # the opening of a group
     mask = torch.zeros(rows, width)
     for row, (length, count) in enumerate(zip(LENGTHS, POLICY_TOKENS, strict=True)):
         mask[row, length - count : length] = 1
@@ -70,7 +77,7 @@ def sgd(model, lr=1.0):
 
 
 def log_probs_of(policy, batch):
-    return score(policy, batch, 10_000, "cpu", temperature=1.0)
+    return score_policy(policy, batch, WIDE, "cpu")
 
 
 def moved(accelerator, batch, advantages, objective, lr=1.0, **options):
@@ -139,19 +146,20 @@ def test_several_optimizer_steps_without_old_log_probs_are_refused(accelerator, 
 # --- Trap 14: a mean per micro-batch and then the mean of means depends on the split -------------
 
 
+@pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 14, 24, 40])
 def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
-    accelerator, batch, advantages, max_tokens
+    accelerator, batch, advantages, max_tokens, share_prefix
 ):
     options = dict(
         old_log_probs=log_probs_of(make_policy(1), batch),
         ref_log_probs=log_probs_of(make_policy(2), batch),
     )
     objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
-    cut = replace(objective, max_tokens=max_tokens)
-    assert len(micro_batches(list(LENGTHS), max_tokens)) > 1
+    split = replace(objective, max_tokens=max_tokens, share_prefix=share_prefix)
+    assert len(cut(batch, list(range(len(batch))), split)) > 1
     whole, whole_metrics = moved(accelerator, batch, advantages, objective, **options)
-    parts, parts_metrics = moved(accelerator, batch, advantages, cut, **options)
+    parts, parts_metrics = moved(accelerator, batch, advantages, split, **options)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
 
@@ -180,10 +188,8 @@ def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, adv
         critic = make_critic()
         before = flat(critic)
         objective = replace(WIDE, max_tokens=max_tokens, value_clip=100.0)
-        old = score(critic, batch, 10_000, "cpu")
-        metrics = update_critic(
-            accelerator, critic, sgd(critic), batch, old, advantages, objective
-        )
+        old = score_critic(critic, batch, 10_000, "cpu")
+        metrics = update_critic(accelerator, critic, sgd(critic), batch, old, advantages, objective)
         return flat(critic) - before, metrics
 
     whole, metrics = step(10_000)
@@ -192,28 +198,37 @@ def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, adv
     assert parts_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 24, 10_000])
-def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(batch, max_tokens):
-    policy = make_policy().eval()
+def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(
+    batch, max_tokens, share_prefix
+):
+    policy, objective = make_policy().eval(), replace(WIDE, share_prefix=share_prefix)
+    objective = replace(objective, max_tokens=max_tokens)
     expected = policy(batch.input_ids, batch.loss_mask)[0].detach()
-    got = score(policy, batch, max_tokens, "cpu", temperature=1.0)
+    got = score_policy(policy, batch, objective, "cpu")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert (got[batch.loss_mask == 0] == 0).all()
     assert (got[batch.loss_mask == 1] < 0).all()
-    colder = score(policy, batch, max_tokens, "cpu", temperature=0.5)
+    colder = score_policy(policy, batch, replace(objective, temperature=0.5), "cpu")
     assert not torch.allclose(colder, got)
-    values = score(make_critic(), batch, max_tokens, "cpu")
-    assert (values[batch.loss_mask == 0] == 0).all()
-    assert values.abs().sum() > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24])
+def test_values_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(batch, max_tokens):
+    critic = make_critic()
+    whole = score_critic(critic, batch, 10_000, "cpu")
+    assert (whole[batch.loss_mask == 0] == 0).all()
+    assert (whole[batch.loss_mask == 1] != 0).all()
+    parts = score_critic(critic, batch, max_tokens, "cpu")
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
 
 
 # --- Trap 4: 0/0 in one trajectory, a NaN gradient, stepped without a check ----------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(
-    accelerator, batch, advantages, bad
-):
+def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages, bad):
     advantages[0, LENGTHS[0] - 1] = bad
     step, metrics = moved(accelerator, batch, advantages, WIDE)
     assert (step == 0).all()
@@ -253,7 +268,7 @@ def test_the_critic_skips_what_is_not_finite_too(accelerator, batch, advantages)
     critic = make_critic()
     before = flat(critic)
     advantages[0, LENGTHS[0] - 1] = math.nan
-    old = score(critic, batch, 10_000, "cpu")
+    old = score_critic(critic, batch, 10_000, "cpu")
     update_critic(accelerator, critic, sgd(critic), batch, old, advantages, WIDE)
     assert torch.equal(flat(critic), before)
 
@@ -359,7 +374,7 @@ def test_the_critic_moves_towards_the_returns(accelerator, batch):
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3, weight_decay=0.0)
     seen = []
     for _ in range(40):
-        old = score(critic, batch, 10_000, "cpu")
+        old = score_critic(critic, batch, 10_000, "cpu")
         seen.append(update_critic(accelerator, critic, optimizer, batch, old, returns, WIDE))
     assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
     assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
@@ -368,7 +383,7 @@ def test_the_critic_moves_towards_the_returns(accelerator, batch):
 def test_a_perfect_critic_explains_all_variance_and_does_not_move(accelerator, batch):
     critic = make_critic()
     before = flat(critic)
-    values = score(critic, batch, 10_000, "cpu")
+    values = score_critic(critic, batch, 10_000, "cpu")
     metrics = update_critic(accelerator, critic, sgd(critic), batch, values, values, WIDE)
     assert metrics["critic/explained_variance"] == pytest.approx(1.0)
     assert metrics["critic/loss"] == pytest.approx(0.0, abs=1e-9)

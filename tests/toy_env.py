@@ -1,4 +1,4 @@
-"""A world that a random model learns in a minute: write letters from the first half of the alphabet.
+"""A world that a random model learns in a minute: write letters of the alphabet's first half.
 
 Description
     Two turns. A random text has about half of its letters in a..m, so that the very first step's
@@ -49,7 +49,7 @@ class Letters:
 
     def reset(self, task_index, seed=0):
         if not 0 <= task_index < self.num_tasks():
-            raise TaskIndexError(f"task {task_index} does not exist; 0 to {self.num_tasks() - 1} do")
+            raise TaskIndexError(f"task {task_index} is not one of 0 to {self.num_tasks() - 1}")
         self.task_index, self.turn, self.score = task_index, 0, 0.0
         return f"craft {task_index}"
 
