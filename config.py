@@ -12,6 +12,7 @@ Read next: `train.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -136,7 +137,8 @@ class Config:
     seed: int = 0
     """of task order, environments and sampling"""
     deterministic: bool = False
-    """bitwise repeatable: transformers engine, float32, every sequence sampled alone; slow"""
+    """bitwise repeatable: transformers engine, float32, every sequence sampled alone, no prefix
+    sharing; slow"""
     record_state: bool = False
     """keep what people look at (inventory, map) in the trajectory files"""
 
@@ -195,7 +197,7 @@ def complete(config: Config) -> Config:
     """Fill in what follows from other options: the laptop's id lists, and what --deterministic
     implies."""
     if config.deterministic:
-        config = replace(config, engine="transformers")
+        config = replace(config, engine="transformers", share_prefix=False)
     if config.tasks is None and config.split is None:
         if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
             train, test = (f"envs/ids/{name}" for name in LAPTOP_LISTS[config.env])
@@ -236,14 +238,16 @@ def check(config: Config) -> None:
         "keep_last",
     ]
     for name in positive:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0")
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0, and finite")
     for name in ["kl_coef", "kl_loss_coef", "entropy_coef", "sampler_is_cap", "eval_every"]:
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
     for name in ["gamma", "lam", "max_env_failures"]:
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must lie between 0 and 1")
+    if config.eval_rounds is not None and config.eval_rounds < 1:
+        raise ValueError(f"--eval-rounds {config.eval_rounds} must be at least 1")
     if 0 < config.sampler_is_cap < 1:
         raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
     if config.group_size < 2 and config.algorithm in GROUPED:

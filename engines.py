@@ -156,7 +156,7 @@ class VLLMEngine:
                     disable_log_stats=True,
                     **options,
                 )
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
         self._running: set[str] = set()
         self._asleep = False
@@ -180,7 +180,7 @@ class VLLMEngine:
             self._llm.llm_engine.add_request(
                 request_id, {"prompt_token_ids": list(prompt_ids)}, params
             )
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # vLLM's own classes share no base
             raise EngineError(f"vLLM refused request {request_id}: {error}") from error
         self._running.add(request_id)
 
@@ -190,7 +190,7 @@ class VLLMEngine:
             return []
         try:
             outputs = self._llm.llm_engine.step()
-        except RuntimeError as error:
+        except Exception as error:
             raise EngineError(f"vLLM failed in a step: {error}") from error
         finished = []
         for output in outputs:

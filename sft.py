@@ -123,6 +123,19 @@ def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
     return {"item_id": item_id, "conversations": turns}
 
 
+def read_agenttraj(path: Path) -> list[Conversation]:
+    """The conversations of an AgentTraj file; ValueError when it holds something else."""
+    records = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(records, list) or not all(
+        isinstance(r, dict) and isinstance(r.get("conversations"), list) for r in records
+    ):
+        raise ValueError(
+            f"--data {path} holds no AgentTraj conversations: expected "
+            '[{"item_id": ..., "conversations": [...]}, ...]'
+        )
+    return records
+
+
 def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
     """An AgentTraj conversation as a trajectory, encoded like a sampled one.
 
@@ -134,10 +147,17 @@ def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> R
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
     turns = record["conversations"]
     item_id = str(record.get("item_id"))
-    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn["loss"]]
+    for i, turn in enumerate(turns):
+        if turn.get("from") not in roles or not isinstance(turn.get("value"), str):
+            raise ValueError(
+                f"conversation {item_id}: turn {i} must be from human, gpt or system, with a value"
+            )
+    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
     if not actions:
         raise ValueError(f"conversation {item_id} has no gpt turn with loss: nothing to learn from")
     first = actions[0]
+    if first == 0 or turns[first - 1]["from"] != "human":
+        raise ValueError(f"conversation {item_id}: no observation stands before its first action")
     prompt = [{"role": roles[t["from"]], "content": t["value"]} for t in turns[: first - 1]]
     handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
     handler.start(chat, prompt, turns[first - 1]["value"])
@@ -154,7 +174,7 @@ def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> R
         handler.next_prompt()
         ids = chat.action(turns[i]["value"])
         handler.add_action(chat, ids, [0.0] * len(ids))
-        if not turns[i]["loss"]:
+        if not turns[i].get("loss"):
             start = handler.turns[-1].action_span[0]
             handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
     handler.stop("success", success=True)
@@ -285,12 +305,18 @@ def main(config: Config) -> int:
     out = Path(config.out)
     if out.exists():
         raise ValueError(f"--out {out} exists; choose another folder")
+    for name in ("num_demonstrations", "epochs", "batch_size", "learning_rate"):
+        if not getattr(config, name) > 0:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(config, name)} must be above 0")
+    if config.max_trajectory_tokens < 1:
+        raise ValueError(f"--max-trajectory-tokens {config.max_trajectory_tokens} must be above 0")
     names = SftSettings.__dataclass_fields__
     settings = SftSettings(
         **{name: value for name, value in asdict(config).items() if name in names}
     )
     if config.data:
-        records = json.loads(Path(config.data).read_text())
+        records = read_agenttraj(Path(config.data))
     else:
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split=split, file=config.tasks, subtasks=config.subtasks)

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 from pathlib import Path
 
 import httptools
@@ -46,7 +47,7 @@ class Connection:
     async def open(cls, port: int) -> "Connection":
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
-    async def post(self, path: str, body: dict):
+    async def post(self, path: str, body: dict) -> Any:
         started = time.perf_counter()
         content = json.dumps(body).encode()
         head = (

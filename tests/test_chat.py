@@ -1,6 +1,6 @@
 """chat.py: pieces cut from a template are the template, for every family; text is never control."""
 
-import threading
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -177,18 +177,20 @@ class SlowTokenizer:
     into the one tokenizer by every call and read back when it encodes."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.lock, self.splits = tokenizer, threading.Lock(), False
+        self.tokenizer, self.splits = tokenizer, False
 
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
+    def __deepcopy__(self, memo):
+        return SlowTokenizer(copy.deepcopy(self.tokenizer, memo))
+
     def encode(self, text, add_special_tokens=True, split_special_tokens=False):
         self.splits = split_special_tokens
         time.sleep(1e-4)
-        with self.lock:
-            return self.tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, split_special_tokens=self.splits
-            )
+        return self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, split_special_tokens=self.splits
+        )
 
 
 def test_threads_that_encode_at_the_same_time_do_not_disturb_each_other():

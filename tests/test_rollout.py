@@ -449,7 +449,7 @@ def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, whe
 def wait_for_threads():
     """Until no environment call is under way."""
     for thread in threading.enumerate():
-        if thread.name.startswith("env_"):
+        if thread is not threading.current_thread() and not thread.daemon:
             thread.join(timeout=10)
 
 

