@@ -137,8 +137,7 @@ class Config:
     seed: int = 0
     """of task order, environments and sampling"""
     deterministic: bool = False
-    """bitwise repeatable: transformers engine, float32, every sequence sampled alone, no prefix
-    sharing; slow"""
+    """bitwise repeatable: transformers engine, float32, every sequence sampled alone; slow"""
     record_state: bool = False
     """keep what people look at (inventory, map) in the trajectory files"""
 
@@ -197,7 +196,7 @@ def complete(config: Config) -> Config:
     """Fill in what follows from other options: the laptop's id lists, and what --deterministic
     implies."""
     if config.deterministic:
-        config = replace(config, engine="transformers", share_prefix=False)
+        config = replace(config, engine="transformers")
     if config.tasks is None and config.split is None:
         if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
             train, test = (f"envs/ids/{name}" for name in LAPTOP_LISTS[config.env])

@@ -22,8 +22,8 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import httptools
 

@@ -1,9 +1,9 @@
-"""Stand-ins that the tests of the rollout share: tokenizers, an engine, an environment, all scripted.
+"""Stand-ins that tests of the rollout share: tokenizers, an engine, an environment, all scripted.
 
-    word_tokenizer()     one word, one id: token lists can be drawn and read
-    byte_tokenizer(...)  one byte, one id: any text, any chat template, nothing merges
-    ScriptedEngine       a function writes the policy's answers
-    FakePool             a function is the environment; counts the sessions that are open
+word_tokenizer()     one word, one id: token lists can be drawn and read
+byte_tokenizer(...)  one byte, one id: any text, any chat template, nothing merges
+ScriptedEngine       a function writes the policy's answers
+FakePool             a function is the environment; counts the sessions that are open
 """
 
 import threading
@@ -51,7 +51,7 @@ def byte_tokenizer(
     pad: str = "<|endoftext|>",
     bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Special tokens are one id each, everything else one id a byte: nothing merges across pieces."""
+    """Special tokens are one id each, all else is one id a byte: nothing merges across pieces."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
     by_bytes = Tokenizer(models.BPE(vocab, merges=[]))
@@ -84,8 +84,8 @@ class ScriptedEngine:
     """`answer(request_id, prompt_ids)` says what is sampled; all that was asked for is kept.
 
     Ids beyond `max_tokens` or behind a stop token are cut as an engine would. The n-th id of an
-    answer has log-prob -(n + 1) / 8. A request is decoded until `is_ready(request_id)`, and `on_poll()`
-    runs first in each poll: what it raises, the engine raises.
+    answer has log-prob -(n + 1) / 8. A request is decoded until `is_ready(request_id)`, and
+    `on_poll()` runs first in each poll: what it raises, the engine raises.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class FakePool:
     """An environment written as functions.
 
     Arguments:
-        play: (task_index, number of the turn from 1, what the policy wrote) -> StepResult, or raises.
+        play: (task_index, turn counted from 1, what the policy wrote) -> StepResult, or raises.
         on_reset: task_index -> first observation, or raises.
         on_open: called while a session is being opened.
-        on_state: (task_index, number of the turn) -> what people look at, or raises.
+        on_state: (task_index, turn counted from 1) -> what people look at, or raises.
     """
 
     env = "fake"

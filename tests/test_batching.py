@@ -1,4 +1,4 @@
-"""batching.py: every row once, nothing lost by padding, and what belongs to a row travels with it."""
+"""batching.py: every row once, nothing lost by padding, what belongs to a row travels with it."""
 
 import pytest
 import torch

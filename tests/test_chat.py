@@ -98,7 +98,7 @@ def rendered(tokenizer, messages):
 
 @pytest.mark.parametrize("prompt", [SYSTEM, DIALOGUE], ids=["system", "dialogue"])
 def test_pieces_laid_end_to_end_are_the_templates_own_rendering(family, prompt):
-    """Trap 8. THINKING differs by design: what opened a turn stays where the policy continued it."""
+    """Trap 8. THINKING differs by design: what opened a turn stays where the policy went on."""
     tokenizer, _ = family
     chat = ChatTemplate(tokenizer)
     ids = chat.opening(prompt, "a stick?") + chat.action("get 1 stick")

@@ -114,7 +114,7 @@ def test_without_a_key_none_is_sent_and_a_key_is_never_shown(serve):
 
 
 @pytest.mark.parametrize(
-    "base, url",
+    ("base", "url"),
     [
         ("http://h:1", "http://h:1/v1/chat/completions"),
         ("http://h:1/", "http://h:1/v1/chat/completions"),
@@ -364,7 +364,7 @@ class Fails:
 
 
 @pytest.mark.parametrize(
-    "kind, at, error, stop_reason",
+    ("kind", "at", "error", "stop_reason"),
     [
         ("reset", {1, 2}, EnvConnectionError, "success"),
         ("reset", {1, 2, 3}, EnvConnectionError, "env_error"),

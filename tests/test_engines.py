@@ -1,5 +1,6 @@
 """engines.py: what a sampler says of its tokens is what the trainer would say of them."""
 
+import gc
 import importlib.util
 import os
 
@@ -46,9 +47,7 @@ def with_noise(lm, seed):
 
 def prompt_of(length, seed=0):
     """Ids without the model's three special tokens."""
-    return torch.randint(
-        3, 1024, (length,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
+    return torch.randint(3, 1024, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @torch.no_grad()
@@ -192,7 +191,7 @@ def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def vllm(request, checkpoint):
-    """(engine, largest difference to the trainer in nats: in float32 of any token, else mean)."""
+    """(engine, its dtype); one engine at a time, the second in the process that held the first."""
     if importlib.util.find_spec("vllm") is None:
         if os.environ.get("CI"):
             pytest.fail("vLLM is not installed, and CI may not skip its tests: run `make setup`")
@@ -200,8 +199,15 @@ def vllm(request, checkpoint):
     engine = VLLMEngine(
         checkpoint, 512, dtype=request.param, max_num_seqs=8, kv_cache_bytes=64 << 20
     )
+    # Whatever still refers to a closed engine, as a traceback may, must not end the next one.
+    CLOSED.clear()
+    gc.collect()
     yield engine, request.param
+    CLOSED.append(engine._llm)
     engine.close()
+
+
+CLOSED = []
 
 
 def assert_trainer_agrees(lm, dtype, prompt_ids, generation, temperature):
@@ -275,7 +281,9 @@ def test_new_weights_reach_vllms_tied_head_and_its_cached_prefixes(vllm, lm, che
     embeddings_changed = load_causal_lm(checkpoint)
     with torch.no_grad():  # the embedding alone: all else stale would go unnoticed, the head not
         weight = embeddings_changed.get_input_embeddings().weight
-        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(6)), alpha=0.04)
+        weight.add_(
+            torch.randn(weight.shape, generator=torch.Generator().manual_seed(6)), alpha=0.04
+        )
     try:
         for changed in (embeddings_changed, with_noise(load_causal_lm(checkpoint), seed=7)):
             assert "lm_head.weight" in changed.state_dict()
@@ -309,7 +317,7 @@ def test_a_prompt_that_vllm_cannot_hold_is_an_engine_error(vllm):
 
 
 def test_whatever_fails_inside_vllm_is_an_engine_error(vllm, monkeypatch):
-    """vLLM's own EngineDeadError is no RuntimeError; a run saves its trajectories on EngineError."""
+    """vLLM's own EngineDeadError is no RuntimeError; a run that catches EngineError saves."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     engine, _ = vllm

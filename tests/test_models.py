@@ -107,7 +107,10 @@ def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_ch
 
 def test_padding_changes_nothing_whatever_id_it_is(lm, input_ids):
     policy = PolicyModel(lm)
-    alone = [policy(input_ids[row : row + 1, :n], MASK[row : row + 1, :n]) for row, n in enumerate((9, 6, 5))]
+    alone = [
+        policy(input_ids[row : row + 1, :n], MASK[row : row + 1, :n])
+        for row, n in enumerate((9, 6, 5))
+    ]
     for pad_id in (0, 39):
         padded_ids = input_ids.clone()
         padded_ids[1, 6:], padded_ids[2, 5:] = pad_id, pad_id

@@ -12,7 +12,8 @@ from update import Objective, cut, forward_policy
 
 
 def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:
-    """A padded batch; openings[g] is shared by the samples owns[g]; half of every own part is policy."""
+    """A padded batch; openings[g] is shared by the samples owns[g]; half of every own part is
+    policy."""
     rows, masks, groups = [], [], []
     for g, (opening, samples) in enumerate(zip(openings, owns, strict=True)):
         for own in samples:

@@ -1,4 +1,4 @@
-"""rollout.py: exact tokens and masks, budgets, and what becomes of a trajectory when things fail."""
+"""rollout.py: exact tokens and masks, budgets, what becomes of a trajectory when things fail."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def failing(turns, then=None, error=None):
 
 
 def test_three_turns_have_exactly_this_mask(chat):
-    """Trap 7 too: the second turn is cut at 3 tokens, its end is [not] the policy's, and it acts."""
+    """Trap 7 too: the second turn is cut at 3 tokens, its end is not the policy's, and it acts."""
     pool = FakePool(playing(observe("bright"), observe("no"), observe("home", 1.0, True)))
     engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_tokens_per_turn=3))
@@ -105,7 +105,11 @@ def test_three_turns_have_exactly_this_mask(chat):
         "[go] [north] [go] <e> ⏎ <s> user ⏎ no <e> ⏎ <s> assistant ⏎ "
         "[open] [door] [<e>]"
     ).split(" ")
-    assert [turn.action_text for turn in handler.turns] == ["light lamp", "go north go", "open door"]
+    assert [turn.action_text for turn in handler.turns] == [
+        "light lamp",
+        "go north go",
+        "open door",
+    ]
     spans = [handler.loss_mask[slice(*turn.action_span)] for turn in handler.turns]
     assert spans == [[1, 1, 1]] * 3 and sum(handler.loss_mask) == 9
     assert handler.stop_reason == "success" and handler.total_return == 1.0
@@ -199,7 +203,9 @@ def test_a_turn_that_the_trajectory_budget_cuts_is_not_played(chat):
 
 @pytest.mark.parametrize("budget", range(10, 60))
 def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
-    pool = FakePool(playing(observe("bright", 0.25), observe("no", 0.25), observe("home", 0.5, True)))
+    pool = FakePool(
+        playing(observe("bright", 0.25), observe("no", 0.25), observe("home", 0.5, True))
+    )
     engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
     settings = settings_of(max_tokens_per_turn=4, max_trajectory_tokens=budget)
     (handler,) = collect(engine, pool, chat, requests_of(1), settings)

@@ -412,14 +412,17 @@ def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
 
 
 def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
-    """Trap 5: in the reference a lost episode is a failure of the policy and stays in the group."""
+    """Trap 5: in the reference a lost episode is a failure of the policy and stays in the group.
+
+    Session 0 looks at the budget, 1 to 8 are the step's; only a lost episode opens another one.
+    """
     lost = set()
 
     async def lose_one_session(request, call_next):
         if request.url.path == "/step":
             body = json.loads(await request.body())
             lost.update([body["id"]] if not lost else [])
-            if body["id"] in lost:
+            if body["id"] in lost or body["id"] > 8:
                 return Response("boom", status_code=500)
         return await call_next(request)
 
@@ -432,9 +435,12 @@ def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
     text = (run_dir / "trajectories/step_000001.jsonl").read_text()
     trajectories = [json.loads(t) for t in text.splitlines()]
     failed = [t for t in trajectories if t["stop_reason"] == "env_error"]
-    assert line["train/env_failures"] == len(failed) <= 1
-    assert line["train/trajectories_used"] == 8 - len(failed)
-    assert not any(t["used_in_loss"] for t in failed)
+    assert line["train/env_failures"] == len(failed) == 1
+    assert line["train/trajectories_used"] == sum(t["used_in_loss"] for t in trajectories) == 7
+    assert not failed[0]["used_in_loss"]
+    assert "HTTP 500: boom" in failed[0]["error"]
+    played = [t["return"] for t in trajectories if t not in failed]
+    assert line["train/return_mean"] == pytest.approx(sum(played) / 7)
 
 
 def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(

@@ -230,8 +230,9 @@ def test_values_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(b
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages, bad):
     advantages[0, LENGTHS[0] - 1] = bad
-    step, metrics = moved(accelerator, batch, advantages, WIDE)
+    step, metrics = moved(accelerator, batch, advantages, replace(WIDE, max_tokens=14))
     assert (step == 0).all()
+    assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
 
 
@@ -262,6 +263,21 @@ def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, bat
         alone, _ = moved(accelerator, batch.rows([0]), healthy[:1], objective)
         torch.testing.assert_close(step, alone, atol=1e-5, rtol=1e-5)
         assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (1, 1)
+
+
+def test_a_skipped_gradient_is_not_added_to_the_next(accelerator, batch, advantages):
+    policy, calls = make_policy(), []
+
+    def first_is_infinite(gradient):
+        calls.append(1)
+        return gradient * (math.inf if len(calls) == 1 else 1.0)
+
+    next(policy.parameters()).register_hook(first_is_infinite)
+    objective = replace(WIDE, mini_batch_size=1)
+    old = log_probs_of(make_policy(), batch)
+    metrics = update_policy(accelerator, policy, sgd(policy), batch, advantages, objective, old)
+    assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (5, 1)
+    assert torch.isfinite(flat(policy)).all()
 
 
 def test_the_critic_skips_what_is_not_finite_too(accelerator, batch, advantages):
