@@ -56,6 +56,7 @@ class ChatTemplate:
         # NOTE: whether control tokens are recognised is a switch inside the tokenizer, set by each
         # call; threads that share one tokenizer flip it under each other. Plain text has its own.
         self._plain = copy.deepcopy(tokenizer)
+        self.plain("")  # the first call sets the switch, before any thread is there
         history = [
             {"role": "user", "content": USER},
             {"role": "assistant", "content": ASSISTANT},

@@ -238,6 +238,10 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._running.clear()
+        if self._llm is not None:
+            # NOTE: dropping the reference is not enough: collected later, vLLM shuts down then,
+            # and with it the process groups of the next engine ("... group is not initialized").
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
 
 

@@ -221,6 +221,17 @@ class MetricsLogger:
         """One line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
         self._append("metrics.jsonl", METRICS, step, metrics)
 
+    def amend(self, step: int, metrics: dict[str, Any]) -> None:
+        """Add to the last line of `metrics.jsonl`: an evaluation that was made up for on resume."""
+        path = self.run_dir / "metrics.jsonl"
+        last = read_log(path)[-1]
+        if last.pop("step") != step:
+            raise ValueError(f"step {step} is not the last of {path}")
+        self._files["metrics.jsonl"].close()
+        truncate_log(path, step - 1)
+        self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.log(step, last | metrics)
+
     def timings(self, step: int, timings: dict[str, Any]) -> None:
         """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
         self._append("timings.jsonl", TIMINGS, step, timings)

@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -180,7 +181,7 @@ class RolloutHandler:
     @property
     def total_return(self) -> float:
         """Sum of the turns' rewards, 0..1."""
-        return sum(turn.reward for turn in self.turns)
+        return sum((turn.reward for turn in self.turns), 0.0)
 
     @property
     def is_valid(self) -> bool:
@@ -273,7 +274,10 @@ def collect(
     """
     stats = stats if stats is not None else RolloutStats()
     finished = finished if finished is not None else []
-    episodes = [_Episode(pool, chat, request, settings, weight_version) for request in requests]
+    stopping = threading.Event()  # set when the loop ends early: threads open no session any more
+    episodes = [
+        _Episode(pool, chat, request, settings, weight_version, stopping) for request in requests
+    ]
     generating: dict[str, _Episode] = {}
     answers: queue.SimpleQueue[_Episode] = (
         queue.SimpleQueue()
@@ -293,6 +297,8 @@ def collect(
                 BaseException
             ) as error:  # a bug in a thread must surface in the loop, not hang it
                 episode.crash = error
+            if stopping.is_set():  # the loop has closed all sessions; this call may have opened one
+                episode.close()
             answers.put(episode)
 
         pool.submit(work)
@@ -330,6 +336,7 @@ def collect(
         resets.shutdown(wait=False, cancel_futures=True)
         threads.shutdown(wait=False, cancel_futures=True)
         if num_open:
+            stopping.set()
             for episode in episodes:
                 episode.close()
     handlers = [episode.handler for episode in episodes]
@@ -377,9 +384,10 @@ class _Episode:
         request: RolloutRequest,
         settings: RolloutSettings,
         weight_version: int,
+        stopping: threading.Event,
     ) -> None:
         self.pool, self.chat, self.request, self.settings = pool, chat, request, settings
-        self.weight_version = weight_version
+        self.weight_version, self.stopping = weight_version, stopping
         self.client: EnvClient | None = None
         self.crash: BaseException | None = None
         self.restarts_left = 1
@@ -405,6 +413,8 @@ class _Episode:
         self.close()
         self.handler = self._new_handler()
         for left in reversed(range(NUM_TRIES)):
+            if self.stopping.is_set():
+                return
             try:
                 self.client = self.pool.client()
                 observation = self.client.reset(
@@ -490,9 +500,9 @@ class _Episode:
             handler.stop("length")
 
     def close(self) -> None:
-        if self.client is not None:
-            self.client.close()
-            self.client = None
+        client, self.client = self.client, None  # in one step: the loop and a thread may both close
+        if client is not None:
+            client.close()
 
     def _fail(self, error: EnvError) -> None:
         self.close()

@@ -76,12 +76,13 @@ def main(config: Config) -> int:
         stack.callback(logger.close)
         saved = first - 1
         try:
-            if is_due(first - 1, config.eval_every, config.steps) and not run.has_evaluation(
-                first - 1
-            ):
+            done = first - 1
+            if is_due(done, config.eval_every, config.steps) and not run.has_evaluation(done):
                 with stop.allowed():
-                    w.evaluate(first - 1)
-                w.mark_if_best(first - 1)
+                    evaluation = w.evaluate(done)
+                if done:  # it was due when Ctrl-C came
+                    logger.amend(done, evaluation)
+                    w.mark_if_best(done)
             for step in range(first, config.steps + 1):
                 clock = Clock()
                 # ------------------------------------------------------------------------ 1 horizon

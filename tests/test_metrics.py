@@ -352,3 +352,24 @@ def test_the_command_line_draws_and_refuses_misuse_in_one_line(tmp_path):
     assert run().returncode == 2
     missing = run(str(tmp_path / "nowhere"))
     assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+
+
+def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    logger.log(1, {"train/return_mean": 0.25})
+    logger.log(2, {"train/return_mean": 0.5})
+    logger.amend(2, {"eval/avg": 0.75})
+    logger.log(3, {"train/return_mean": 1.0})
+    logger.close()
+    assert read_log(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/return_mean": 0.25},
+        {"step": 2, "train/return_mean": 0.5, "eval/avg": 0.75},
+        {"step": 3, "train/return_mean": 1.0},
+    ]
+
+
+def test_only_the_last_line_can_be_amended(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    logger.log(1, {"train/return_mean": 0.25})
+    with pytest.raises(ValueError, match="step 2 is not the last"):
+        logger.amend(2, {"eval/avg": 0.75})
