@@ -667,7 +667,6 @@ def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held
 # --- The real thing ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_two_steps_through_vllm_and_http(tmp_path):
     """One process that starts its own environment server; vLLM samples, real HTTP in between."""
     settings = options(
