@@ -1,7 +1,7 @@
 """Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
 
 The defaults fit the machine. Without a GPU they train the 135M model on the shallow goals of
-TextCraft in about an hour on two cores; with one they are the published settings for Qwen2.5-3B.
+TextCraft on two cores; with one they are the published settings for Qwen2.5-3B.
 `hardware_defaults` is the difference.
 
 Options that contradict each other are refused before anything is written, each with one line that

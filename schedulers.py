@@ -52,12 +52,13 @@ Read next: advantages.py (what the rewards of those turns become). Lesson: tutor
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 
-class RoundsScheduler:
+class RoundsScheduler(ABC):
     """Counts finished steps; a subclass says how many rounds a given step has.
 
     The loop that `train.py` runs:
@@ -74,9 +75,9 @@ class RoundsScheduler:
     def __init__(self) -> None:
         self.global_steps = 0  # steps done; the next one is number global_steps + 1
 
+    @abstractmethod
     def rounds_at(self, step: int) -> int:
         """The cap on turns in training step `step` (1, 2, ...). ValueError below 1."""
-        raise NotImplementedError(f"{type(self).__name__} does not define rounds_at(step)")
 
     def get_rounds(self) -> int:
         """The cap on turns in the step about to be done."""

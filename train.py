@@ -19,7 +19,7 @@ in one loop.
 This is GRPO, PPO, RLOO or REINFORCE++ depending on banner 4 alone, ScalingInter-RL depending on
 banner 1 alone.
 
-    python train.py --env textcraft                                  # two CPU cores, about an hour
+    python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
 

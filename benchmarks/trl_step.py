@@ -22,7 +22,7 @@ the same conditions; the first step of each is a warm-up and not counted. Sampli
 also the number of tokens: results are in seconds and in tokens/s.
 
 TRL is not part of the requirements:   pip install 'trl==1.16.*' datasets
-Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
+Run it:   python benchmarks/trl_step.py --repeats 3         an estimated half hour on two cores
 It prints a table and writes benchmarks/results/trl_step.json.
 """
 

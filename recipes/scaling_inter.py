@@ -23,7 +23,7 @@ allows. An arm therefore ends within about one step's turns of the budget; how f
     python recipes/scaling_inter.py run --arm all            one after the other
     python recipes/scaling_inter.py report                   table and results/scaling_inter.png
 
-With the 135M model an arm of 12,000 turns takes about an hour on two cores; what follows the known
+With the 135M model an arm of 12,000 turns takes an hour or so (estimated); what follows the known
 options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
 """
 
