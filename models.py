@@ -33,6 +33,8 @@ done with the log-probs.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import glob
 import importlib.util
 import json
@@ -48,6 +50,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
+from prefix import tree_attention
 
 CHATML = (
     "{% for message in messages %}"
@@ -67,7 +70,11 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(self, lm: Any) -> None:
+        from transformers import AttentionInterface
+
         super().__init__()
+        AttentionInterface.register("tree", tree_attention)
+        lm.set_attn_implementation("tree")  # any other would ignore the parts of a packed row
         self.lm = lm
 
     def forward(
@@ -76,7 +83,7 @@ class PolicyModel(nn.Module):
         loss_mask: torch.Tensor,
         temperature: float = 1.0,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        parts: tuple[int, ...] | None = None,
         source: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the tokens with loss_mask 1.
@@ -87,17 +94,13 @@ class PolicyModel(nn.Module):
             loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
                 it).
             temperature: the sampler's τ > 0.
-            position_ids, attention_mask, source: of packed rows, see `prefix.py`; without them
+            position_ids, parts, source: of a packed row, see `prefix.py`; without them
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
             0.
         """
-        packed = (
-            {}
-            if attention_mask is None
-            else {"position_ids": position_ids, "attention_mask": attention_mask}
-        )
+        packed = {} if parts is None else {"position_ids": position_ids, "parts": parts}
         out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
         hidden = out.last_hidden_state  # (B, T, H)
         chosen = loss_mask.bool()  # (B, T)
@@ -163,7 +166,22 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def load_policy(path: str) -> PolicyModel:
     """The policy in float32: master weights, autocast does the rest."""
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     return PolicyModel(load_causal_lm(path))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what torch frees on a CPU, for the next micro-batch.
+
+    glibc gives every large buffer back to the kernel at once and asks for it again a moment later,
+    page by page, each zeroed: 800,000 page faults in the update of one group. On a virtual machine
+    that is up to half of the time. The price is that the process stays as large as it once was.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library has other habits
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no buffer is a mapping of its own
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap's end is not given back either
 
 
 def load_critic(path: str) -> CriticModel:

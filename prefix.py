@@ -2,7 +2,7 @@
 
 The G trajectories of a group open with the same tokens: instructions and first observation, in
 TextCraft two thirds of a short trajectory. A padded batch runs the model over them G times. Here a
-group becomes one packed row, and the attention mask is a tree instead of a triangle:
+group becomes one packed row, and attention follows a tree instead of a line:
 
     packed row     P P P P | a a a | b b b b | c c     P: opening, a b c: own parts
     position_ids   0 1 2 3 | 4 5 6 | 4 5 6 7 | 4 5     as if each stood alone
@@ -14,18 +14,29 @@ The first own token of every sample is predicted from the last state of P, which
 the gradients of all of them: log-probs and gradients equal those of the padded batch, up to the
 rounding of another order of sums.
 
-Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row.
-Read next: `update.py`.
+A dense mask over the packed row would say the same and cost L² in time and memory, most of it for
+pairs of siblings that may not see each other. `tree_attention` takes the tree apart instead: one
+causal attention for P and one for each own part over (P, itself), every one of a shape that
+scaled_dot_product_attention has a fast kernel for. The layers of the model call it through
+transformers' AttentionInterface.
+
+Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row; A
+attention heads of D dimensions. Read next: `update.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from batching import Batch
+
+NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
 
 
 @dataclass
@@ -35,7 +46,7 @@ class PackedGroup:
     input_ids: torch.Tensor  # (1, L) int64
     loss_mask: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L) int64
-    attention_mask: torch.Tensor  # (1, 1, L, L) bool, True where the query (dim 2) sees the key
+    parts: tuple[int, ...]  # (p, n_1, ..., n_B), their sum is L
     source: torch.Tensor  # (1, L) int64, the column whose state predicts this token
     columns: torch.Tensor  # (B, T) int64, where each token of the padded batch went; padding: 0
 
@@ -52,35 +63,75 @@ def opening_length(batch: Batch) -> int:
 def pack(batch: Batch) -> PackedGroup:
     """One packed row of all rows of `batch`; they should be samples of one task."""
     p = opening_length(batch)
-    own = [(b, p, int(n)) for b, n in enumerate(batch.lengths)]  # row, first, past the last token
+    lengths = [int(n) for n in batch.lengths]
     ids, mask = [batch.input_ids[0, :p]], [batch.loss_mask[0, :p]]
-    positions, branch = [torch.arange(p)], [torch.full((p,), -1)]
+    positions = [torch.arange(p)]
     columns = torch.zeros(batch.input_ids.shape, dtype=torch.long)  # (B, T)
     columns[:, :p] = torch.arange(p)
     source, start = [torch.arange(-1, p - 1).clamp(min=0)], p
-    for b, first, end in own:
-        count = end - first
-        ids.append(batch.input_ids[b, first:end])
-        mask.append(batch.loss_mask[b, first:end])
-        positions.append(torch.arange(first, end))
-        branch.append(torch.full((count,), b))
-        columns[b, first:end] = torch.arange(start, start + count)
+    for b, length in enumerate(lengths):
+        count = length - p
+        ids.append(batch.input_ids[b, p:length])
+        mask.append(batch.loss_mask[b, p:length])
+        positions.append(torch.arange(p, length))
+        columns[b, p:length] = torch.arange(start, start + count)
         before = torch.arange(start - 1, start + count - 1)
         before[:1] = p - 1  # the first own token follows the opening, not the sibling packed before
         source.append(before)
         start += count
-    of = torch.cat(branch)  # (L,) which sample a column belongs to, -1: the opening
-    order = torch.arange(len(of))
-    visible = (of[None, :] == of[:, None]) | (of[None, :] == -1)  # (query, key)
-    tree = visible & (order[None, :] <= order[:, None])
     return PackedGroup(
         torch.cat(ids)[None],
         torch.cat(mask)[None],
         torch.cat(positions)[None],
-        tree[None, None],
+        (p, *(length - p for length in lengths)),
         torch.cat(source)[None],
         columns,
     )
+
+
+def tree_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    parts: tuple[int, ...] | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention, in a packed row along the tree: what a layer of the model calls.
+
+    Args:
+        query: (1, A, L, D); key and value: (1, A_kv, L, D), A a multiple of A_kv.
+        attention_mask: None; the trainer pads on the right, where a causal model never looks.
+        parts: (p, n_1, ..., n_B) of a packed row; None: ordinary rows (B, A, T, D).
+    Returns:
+        (1, L, A, D) and None in place of attention weights.
+    Raises:
+        ValueError: the model asks for attention that is not plain and causal.
+    """
+    unknown = [name for name in NOT_PLAIN if others.get(name) is not None]
+    if attention_mask is not None or unknown:
+        raise ValueError(
+            "the trainer knows plain causal attention only; this model's layers want "
+            f"{' and '.join(unknown) or 'a mask'}: choose another --model"
+        )
+    # Under autocast the rotary embedding has promoted two of the three to float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if key.shape[1] != query.shape[1]:  # grouped-query attention: several heads read one key
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
+    if parts is None:
+        return attend(query, key, value, is_causal=True).transpose(1, 2), None
+    queries, keys, values = (x.split(parts, dim=2) for x in (query, key, value))
+    p = parts[0]
+    outputs = [attend(queries[0], keys[0], values[0], is_causal=True)]
+    for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
+        k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
+        n = q.shape[2]
+        outputs.append(attend(q, k, v, attn_mask=causal_lower_right(n, p + n)))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def group_cuts(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:

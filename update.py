@@ -74,7 +74,7 @@ def forward_policy(
         g.loss_mask.to(device),
         temperature,
         g.position_ids.to(device),
-        g.attention_mask.to(device),
+        g.parts,
         g.source.to(device),
     )
     columns = g.columns.to(device)  # back from (1, L) to (B, T); padding reads column 0, which is 0

@@ -7,7 +7,7 @@ import torch
 
 from batching import Batch
 from models import load_policy, resolve_model
-from prefix import group_cuts, opening_length, pack
+from prefix import group_cuts, opening_length, pack, tree_attention
 from update import Objective, cut, forward_policy
 
 
@@ -42,20 +42,50 @@ def batch() -> Batch:
     )
 
 
-def test_the_tree_mask_of_a_small_group_drawn() -> None:
+def test_a_small_group_packed() -> None:
     small = make([[5, 6]], [[[7, 8], [9]]])
     packed = pack(small)
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2]]
     assert packed.source.tolist() == [[0, 0, 1, 2, 1]]
     assert packed.columns.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0]]
-    assert packed.attention_mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
+    assert packed.parts == (2, 2, 1)
+
+
+def test_tree_attention_is_attention_under_this_mask() -> None:
+    tree = torch.tensor(
+        [
+            [1, 0, 0, 0, 0, 0],  # P
+            [1, 1, 0, 0, 0, 0],  # P
+            [1, 1, 1, 0, 0, 0],  # a
+            [1, 1, 1, 1, 0, 0],  # a
+            [1, 1, 0, 0, 1, 0],  # b sees P and not a
+            [1, 1, 0, 0, 1, 1],  # b
+        ]
+    ).bool()
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 6, 8)  # four heads,
+    k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)  # two of them to a key
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=tree, enable_gqa=True
+    )
+    for parts in ((2, 2, 2), (2, 2, 0, 2)):  # a sample may end with the opening
+        got, _ = tree_attention(None, q, k, v, None, parts=parts)
+        torch.testing.assert_close(got, wanted.transpose(1, 2))
+    line, _ = tree_attention(None, q, k, v, None)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(line, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
+def test_attention_that_is_not_plain_is_refused(name: str) -> None:
+    x = torch.randn(1, 1, 3, 8)
+    with pytest.raises(ValueError, match=name):
+        tree_attention(None, x, x, x, None, **{name: 2})
+    with pytest.raises(ValueError, match="a mask"):
+        tree_attention(None, x, x, x, torch.ones(3, 3))
 
 
 def test_an_opening_ends_where_rows_differ_or_a_policy_spoke() -> None:
