@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from advantages import token_rewards_of
-from rollout import RolloutHandler
+from trajectory import RolloutHandler
 
 
 @dataclass

@@ -47,14 +47,8 @@ import requests
 from envclient import EnvClient, EnvError, EnvPool
 from envs import Task
 from metrics import LOST
-from rollout import (
-    NUM_TRIES,
-    RolloutRequest,
-    RolloutSettings,
-    TooManyEnvFailures,
-    Turn,
-    sampling_seed,
-)
+from rollout import NUM_TRIES, RolloutRequest, RolloutSettings, TooManyEnvFailures, sampling_seed
+from trajectory import Turn
 
 MAX_WAIT_S = 60.0  # no single back-off is longer, whatever the server asks for
 

@@ -49,15 +49,9 @@ from chatapi import ApiError, ApiTrajectory, ChatApi, collect_api
 from cli import complain, parse_command_line
 from envclient import EnvError, EnvPool, local_server
 from envs import Task, load_tasks
-from rollout import (
-    EngineError,
-    RolloutHandler,
-    RolloutRequest,
-    RolloutSettings,
-    TooManyEnvFailures,
-    collect,
-)
+from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from scoring import compare, format_table, plot_curves, summarize
+from trajectory import RolloutHandler
 
 Trajectory = RolloutHandler | ApiTrajectory
 PROG = "evaluate.py"
@@ -262,8 +256,9 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> tuple[Play, str]
     import torch
 
     from chat import ChatTemplate
+    from default_models import resolve_model
     from engines import make_engine
-    from models import load_tokenizer, resolve_model
+    from models import load_tokenizer
 
     default = "Qwen/Qwen2.5-3B-Instruct" if torch.cuda.is_available() else "smollm2-135m"
     model = config.model or default

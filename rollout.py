@@ -1,29 +1,16 @@
-"""Multi-turn rollouts: one trajectory as token ids and masks, and the event-driven loop that grows
-many of them.
+"""Multi-turn rollouts: the event-driven loop that grows many trajectories at once.
 
-A trajectory is an alternation of what the environment says (o) and what the policy says (a), kept
-as token ids:
-
-    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   what the model is fed
-    loss_mask           0  0  0   1  1   1     0  0   1  1  1   1: sampled by the policy
-    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •   log μ when it was drawn
-
-Three rules make it exact, and each has broken a published system:
-  * token ids in, token ids out. Sampled ids are appended as sampled; nothing is decoded and encoded
-    again. Each prompt sent to the engine is therefore a prefix of the final sequence, which
-    `check()` verifies every time.
-  * mask 1 only on sampled tokens. A turn cut at `max_tokens_per_turn` gets its end-of-turn appended
-  with mask 0.
-  * the budget is checked while rolling. A trajectory cut by `max_trajectory_tokens` stops with
-    `length`, so no reward is earned by tokens that training never sees.
-
-The loop is event-driven. AgentGym-RL advances all trajectories in rounds: generate for all, step
-all environments, again; every round lasts as long as its slowest environment. Here an environment's
-answer goes back to the engine the moment it arrives, and the engine decodes whatever is there:
+AgentGym-RL advances all trajectories in rounds: generate for all, step all environments, again;
+every round lasts as long as its slowest environment. Here an environment's answer goes back to the
+engine the moment it arrives, and the engine decodes whatever is there:
 
         ┌── a generation ends ──> env.step in a thread ──> observation ids appended ──┐
         │                                                                             │
       engine (continuous batching) <───────────── submit the longer prompt ───────────┘
+
+Budgets are checked while rolling: a trajectory that reaches `max_trajectory_tokens` stops with
+`length` before the action that was cut is played, so no reward is earned by tokens that training
+never sees.
 
 What the policy caused (an unparsable action, a wrong one, too long a text) is its reward 0 and its
 lesson. What it cannot have caused (a server that dies, a time-out) is retried, and then the
@@ -31,7 +18,7 @@ trajectory is marked `env_error`: left out of the loss and of its group's statis
 AgentGym-RL scores both as 0 and trains on both; one user's report had 1172 of 1280 rollouts fail in
 reset that way.
 
-Read next: `train.py`.
+Read first: `trajectory.py`. Read next: `train.py`.
 """
 
 from __future__ import annotations
@@ -43,172 +30,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
 from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
 from envs import Task
+from trajectory import RolloutHandler, Turn
 
-NUM_TRIES = (
-    3  # resets before an episode is given up; an episode that fails in mid-step starts over once
-)
+# Resets before an episode is given up; one that fails in the middle of a step starts over once.
+NUM_TRIES = 3
 IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to do
-
-
-@dataclass
-class Turn:
-    """One exchange: the action the policy took and the environment's answer to it."""
-
-    action_span: tuple[int, int]  # [start, end) in input_ids, sampled tokens only
-    action_text: str
-    observation_text: str = (
-        ""  # the answer; empty when the turn was not played (budget ran out in mid-turn)
-    )
-    reward: float = 0.0  # this turn's increment
-    parse_error: str | None = None
-    generate_s: float = 0.0
-    env_s: float = 0.0
-    state: dict[str, Any] | None = None  # what people look at, with --record-state
-
-
-@dataclass
-class RolloutHandler:
-    """One trajectory, growing. All token lists have the same length.
-
-    The engine is always sent `input_ids` as they are, so `check()` can prove that what was sampled
-    from is what is trained on.
-    """
-
-    trajectory_id: str
-    step: int
-    env: str
-    task_id: str
-    subtask: str
-    group_id: int
-    seed: int
-    max_rounds: int
-    messages: list[dict[str, str]] = field(default_factory=list)
-    input_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    success: bool = False
-    terminated: bool = False
-    truncated: bool = False
-    stop_reason: str | None = None
-    weight_version: int = 0
-    used_in_loss: bool = False
-    advantages: list[float] | None = None
-    error: str | None = None  # what the infrastructure said, for stop_reason env_error
-    _prompts: list[tuple[int, int]] = field(
-        default_factory=list, repr=False
-    )  # (length, hash) of each one sent
-
-    def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
-        """Open the sequence with the environment's prompt and first observation."""
-        self.messages = [*prompt, {"role": "user", "content": observation}]
-        self._append(chat.opening(prompt, observation))
-
-    def add_observation(self, chat: ChatTemplate, text: str) -> None:
-        """Append what the environment said; its tokens get loss_mask 0."""
-        self.messages.append({"role": "user", "content": text})
-        self._append(chat.observation(text))
-
-    def add_action(
-        self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]
-    ) -> Turn:
-        """Append what the policy sampled; its tokens, and only they, get loss_mask 1.
-
-        Raises:
-            ValueError: token_ids and log_probs differ in length, or there are none.
-        """
-        if len(token_ids) != len(log_probs) or not token_ids:
-            raise ValueError(
-                f"{self.trajectory_id}: {len(token_ids)} sampled ids, {len(log_probs)} log-probs"
-            )
-        start = len(self.input_ids)
-        self.input_ids += token_ids
-        self.loss_mask += [1] * len(token_ids)
-        self.rollout_log_probs += log_probs
-        turn = Turn((start, len(self.input_ids)), chat.text_of(list(token_ids)))
-        if (
-            token_ids[-1] != chat.end_of_turn
-        ):  # cut by a limit: the turn is closed for the policy, not by it
-            self._append([chat.end_of_turn])
-        self.messages.append({"role": "assistant", "content": turn.action_text})
-        self.turns.append(turn)
-        return turn
-
-    def next_prompt(self) -> list[int]:
-        """The ids to sample from now; remembered, so that `check` can compare them with the final
-        sequence."""
-        self._prompts.append((len(self.input_ids), hash(tuple(self.input_ids))))
-        return self.input_ids
-
-    def check(self) -> None:
-        """Raise RuntimeError unless every list lines up and every prompt sent is a prefix of the
-        sequence."""
-        lengths = {len(self.input_ids), len(self.loss_mask), len(self.rollout_log_probs)}
-        if len(lengths) != 1:
-            raise RuntimeError(
-                f"{self.trajectory_id}: token lists of different lengths {sorted(lengths)}"
-            )
-        for length, digest in self._prompts:
-            if hash(tuple(self.input_ids[:length])) != digest:
-                raise RuntimeError(
-                    f"{self.trajectory_id}: a prompt of {length} ids is no prefix of the sequence"
-                )
-
-    def stop(self, reason: str, success: bool = False) -> None:
-        """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
-        self.stop_reason, self.success = reason, success
-        self.terminated = reason in ("success", "failure")
-        self.truncated = not self.terminated
-        self.check()
-
-    @property
-    def attention_mask(self) -> list[int]:
-        """1 on every token: padding exists only in batches, and is known there by length, not by
-        token id."""
-        return [1] * len(self.input_ids)
-
-    @property
-    def position_ids(self) -> list[int]:
-        return list(range(len(self.input_ids)))
-
-    @property
-    def total_return(self) -> float:
-        """Sum of the turns' rewards, 0..1."""
-        return sum((turn.reward for turn in self.turns), 0.0)
-
-    @property
-    def is_valid(self) -> bool:
-        """False when the infrastructure failed or the policy never spoke: nothing to learn from,
-        nothing to count."""
-        return self.stop_reason not in (None, "env_error", "engine_error") and any(self.loss_mask)
-
-    def to_line(self) -> dict[str, Any]:
-        """The trajectory as one JSON object of `trajectories/*.jsonl`."""
-        line = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_prompts", "turns")
-        }
-        turns = [asdict(turn) for turn in self.turns]
-        return line | {"turns": turns, "return": self.total_return}
-
-    def _append(self, ids: list[int]) -> None:
-        self.input_ids += ids
-        self.loss_mask += [0] * len(ids)
-        self.rollout_log_probs += [0.0] * len(ids)
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One trajectory to roll: the task, its group, which sample of the group, the environment's
-    seed."""
+    """One trajectory to roll: which sample of which group, and the environment's seed."""
 
     task: Task
     group_id: int
@@ -266,8 +103,7 @@ def collect(
     Args:
         progress: called with each trajectory as it ends, from this thread.
         stats: filled in with where the time went.
-        finished: receives each trajectory as it ends, so that a caller has them after an exception
-            or Ctrl-C.
+        finished: receives each trajectory as it ends: what there is after an exception or Ctrl-C.
     Raises:
         EngineError: the sampler failed; running requests were dropped.
         TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
@@ -275,13 +111,9 @@ def collect(
     stats = stats if stats is not None else RolloutStats()
     finished = finished if finished is not None else []
     stopping = threading.Event()  # set when the loop ends early: threads open no session any more
-    episodes = [
-        _Episode(pool, chat, request, settings, weight_version, stopping) for request in requests
-    ]
+    episodes = [_Episode(pool, chat, r, settings, weight_version, stopping) for r in requests]
     generating: dict[str, _Episode] = {}
-    answers: queue.SimpleQueue[_Episode] = (
-        queue.SimpleQueue()
-    )  # episodes whose environment has answered
+    answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()  # their environment has answered
     # Two pools: resets wait when a server has no free session (429), and must not keep the calls
     # waiting that will free one.
     num_threads = min(settings.env_workers, len(episodes) or 1)
@@ -293,9 +125,7 @@ def collect(
         def work() -> None:
             try:
                 call()
-            except (
-                BaseException
-            ) as error:  # a bug in a thread must surface in the loop, not hang it
+            except BaseException as error:  # a bug in a thread must surface in the loop
                 episode.crash = error
             if stopping.is_set():  # the loop has closed all sessions; this call may have opened one
                 episode.close()
@@ -318,10 +148,9 @@ def collect(
                     if progress:
                         progress(episode.handler)
                     continue
-                generating[episode.handler.trajectory_id] = episode
-                engine.submit(
-                    episode.handler.trajectory_id, episode.handler.next_prompt(), sampling
-                )
+                name = episode.handler.trajectory_id
+                generating[name] = episode
+                engine.submit(name, episode.handler.next_prompt(), sampling)
             # 2. A piece of decoding; every finished turn goes to its environment at once.
             for generation in engine.poll():
                 episode = generating.pop(generation.request_id)
@@ -370,10 +199,9 @@ def _check_failures(handlers: list[RolloutHandler], limit: float) -> None:
 
 
 class _Episode:
-    """One trajectory in the making: its handler, its environment session, and what may be done
-    next.
+    """One trajectory in the making: its handler, its environment session, what may be done next.
 
-    `reset` and `act` run in a thread and touch nothing shared; `next_request` and `take` run in the
+    `reset` and `act` run in a thread and touch nothing shared, `next_request` and `take` in the
     loop.
     """
 
@@ -417,9 +245,8 @@ class _Episode:
                 return
             try:
                 self.client = self.pool.client()
-                observation = self.client.reset(
-                    self.request.task.task_index, seed=self.request.seed
-                )
+                index, seed = self.request.task.task_index, self.request.seed
+                observation = self.client.reset(index, seed=seed)
                 self.handler.start(self.chat, self.client.prompt, observation)
                 return
             except EnvError as error:
@@ -462,10 +289,9 @@ class _Episode:
             handler.stop("max_rounds", success)
         else:
             ids = self.chat.observation(result.observation)
+            # The observation, one token of an answer, its end-of-turn.
             if len(handler.input_ids) + len(ids) + 2 > self.settings.max_trajectory_tokens:
-                handler.stop(
-                    "length", success
-                )  # no room for the observation and one token of an answer
+                handler.stop("length", success)
             else:
                 handler.add_observation(self.chat, result.observation)
         if handler.stop_reason:

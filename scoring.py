@@ -52,7 +52,7 @@ from metrics import LOST
 
 if TYPE_CHECKING:  # both bring torch; numbers need neither
     from chatapi import ApiTrajectory
-    from rollout import RolloutHandler
+    from trajectory import RolloutHandler
 
     Trajectory = RolloutHandler | ApiTrajectory
 

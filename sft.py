@@ -43,10 +43,11 @@ import torch
 from batching import Batch, make_batch, micro_batches
 from chat import ChatTemplate
 from cli import complain, parse_command_line
+from default_models import build_aside, cache_dir, resolve_model
 from envs import Task, get_env, load_tasks
 from losses import masked_mean
-from models import build_aside, cache_dir, load_policy, load_tokenizer, resolve_model, save_policy
-from rollout import RolloutHandler
+from models import load_policy, load_tokenizer, save_policy
+from trajectory import RolloutHandler
 
 Conversation = dict[str, Any]
 

@@ -50,8 +50,10 @@ from cli import complain, parse_command_line
 from config import GROUPED, Config, check, complete, hardware_defaults
 from engines import EngineError
 from envclient import EnvError
-from metrics import MetricsLogger, plot, summarize_trajectories
-from rollout import RolloutHandler, RolloutStats, TooManyEnvFailures
+from metrics import MetricsLogger, summarize_trajectories
+from plots import plot
+from rollout import RolloutStats, TooManyEnvFailures
+from trajectory import RolloutHandler
 from worker import TrainingError, Worker
 
 PROG = "train.py"

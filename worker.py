@@ -29,6 +29,7 @@ import rundir
 from batching import Batch
 from chat import ChatTemplate
 from config import Config
+from default_models import resolve_model
 from engines import Engine, EngineError, SamplingSettings, make_engine
 from envclient import EnvPool, local_server
 from envs import Task, load_tasks
@@ -40,10 +41,11 @@ from losses import (
     kl_penalized_rewards,
     masked_mean,
 )
-from models import describe, load_critic, load_policy, load_tokenizer, num_parameters, resolve_model
-from rollout import RolloutHandler, RolloutRequest, RolloutSettings, RolloutStats, collect
+from models import describe, load_critic, load_policy, load_tokenizer, num_parameters
+from rollout import RolloutRequest, RolloutSettings, RolloutStats, collect
 from schedulers import make_scheduler
 from sft import SftSettings, warm_start
+from trajectory import RolloutHandler
 from update import score_critic, score_policy, update_critic, update_policy
 
 

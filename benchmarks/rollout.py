@@ -198,9 +198,10 @@ def make_benchmark_engine(path: str, max_num_seqs: int) -> Any:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All repeats; {"repeats": [{latency: {loop: {tokens, seconds, idle_s}}}], ...}."""
     from chat import ChatTemplate
+    from default_models import resolve_model
     from envclient import EnvPool
     from envs import Task
-    from models import load_tokenizer, resolve_model
+    from models import load_tokenizer
     from rollout import RolloutRequest, RolloutSettings
 
     path = resolve_model("tiny")

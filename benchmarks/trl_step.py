@@ -143,7 +143,7 @@ def multi_turn_rollout(
 
     import torch
 
-    from rollout import RolloutHandler
+    from trajectory import RolloutHandler
 
     clients = [pool.client() for _ in requests]
     horizon = max(config.rounds)

@@ -82,8 +82,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from advantages import grpo
     from batching import make_batch, padding_share
+    from default_models import resolve_model
     from losses import policy_loss, sampler_is_weights
-    from models import load_policy, load_tokenizer, num_parameters, resolve_model
+    from models import load_policy, load_tokenizer, num_parameters
     from prefix import pack
     from update import Objective, cut, forward_policy, update_policy
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from default_models import CHATML
 from engines import Generation, SamplingSettings
 from envclient import SessionLost, StepResult
 from envs import Task
-from models import CHATML
-from rollout import RolloutHandler, RolloutRequest, RolloutSettings
+from rollout import RolloutRequest, RolloutSettings
+from trajectory import RolloutHandler
 
 CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = "system user assistant rules dark lamp bright door open go north take light wait home no"

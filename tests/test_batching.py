@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from batching import Batch, make_batch, micro_batches, padding_share
 from chat import ChatTemplate
-from rollout import RolloutHandler, Turn, collect
+from rollout import collect
+from trajectory import RolloutHandler, Turn
 
 PAD = 99
 lengths_and_budget = st.tuples(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat import ChatTemplate
-from models import CHATML, load_tokenizer, resolve_model
+from default_models import CHATML, resolve_model
+from models import load_tokenizer
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -275,7 +275,7 @@ def test_a_perfect_player_solves_every_task_and_its_line_has_the_contract_fields
 
 
 def test_the_line_has_the_same_fields_as_a_trajectory_of_token_ids(serve):
-    from rollout import RolloutHandler
+    from trajectory import RolloutHandler
 
     (t,) = collect_api(
         api_of(serve(oracle_answer)), LocalPool(), requests_of(TASKS[:1]), settings_of()

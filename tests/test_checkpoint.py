@@ -11,7 +11,8 @@ import torch
 
 import checkpoint
 from checkpoint import CheckpointError
-from models import load_causal_lm, load_policy, load_tokenizer, resolve_model
+from default_models import resolve_model
+from models import load_causal_lm, load_policy, load_tokenizer
 
 STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
 

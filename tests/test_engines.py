@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from default_models import resolve_model
 from engines import (
     EngineError,
     SamplingSettings,
@@ -15,7 +16,7 @@ from engines import (
     make_engine,
     sample,
 )
-from models import PolicyModel, load_causal_lm, load_tokenizer, resolve_model
+from models import PolicyModel, load_causal_lm, load_tokenizer
 
 
 @pytest.fixture(scope="module")

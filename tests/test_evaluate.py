@@ -15,14 +15,16 @@ import pytest
 import uvicorn
 
 from chat import ChatTemplate
+from default_models import resolve_model
 from engines import Generation
 from envclient import EnvPool, EnvServerError
 from envs import load_tasks
 from envs.server import create_app
 from envs.textcraft import TextCraft
 from evaluate import EvalConfig, evaluate_policy, main, parse_command_line
-from metrics import MetricsLogger, plot, summarize_trajectories
-from models import load_tokenizer, resolve_model
+from metrics import MetricsLogger, summarize_trajectories
+from models import load_tokenizer
+from plots import plot
 from rollout import RolloutSettings, TooManyEnvFailures
 from scoring import summarize
 

@@ -1,8 +1,5 @@
 """models.py against the plain computation: all logits, one softmax, nothing clever."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import models
+from default_models import CHATML, resolve_model
 from models import (
     CriticModel,
     PolicyModel,
@@ -19,7 +17,6 @@ from models import (
     load_policy,
     load_tokenizer,
     num_parameters,
-    resolve_model,
     save_policy,
 )
 
@@ -78,7 +75,7 @@ def plain_log_probs(lm, input_ids, temperature):
 def test_log_probs_and_entropy_are_those_of_a_softmax_over_all_logits(
     lm, input_ids, temperature, head_chunk, monkeypatch
 ):
-    monkeypatch.setattr(models, "HEAD_CHUNK", head_chunk)
+    monkeypatch.setitem(models.HEAD_BYTES, "cpu", head_chunk * 4 * 40)  # vocabulary 40
     log_probs, entropy = PolicyModel(lm)(input_ids, MASK, temperature)
     expected, expected_entropy = plain_log_probs(lm, input_ids, temperature)
     torch.testing.assert_close(log_probs, expected * MASK, atol=1e-5, rtol=1e-5)
@@ -91,7 +88,7 @@ def test_log_probs_and_entropy_are_those_of_a_softmax_over_all_logits(
 @pytest.mark.parametrize("head_chunk", [2, 1024])
 def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_chunk, monkeypatch):
     """The head is run again in the backward pass, in slices; its gradient adds up all the same."""
-    monkeypatch.setattr(models, "HEAD_CHUNK", head_chunk)
+    monkeypatch.setitem(models.HEAD_BYTES, "cpu", head_chunk * 4 * 40)  # vocabulary 40
     weights = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(2))
 
     def gradients(log_probs, entropy):
@@ -187,7 +184,7 @@ def test_a_saved_policy_loads_with_transformers_and_says_the_same(tied, tiny, in
     expected, _ = plain_log_probs(policy.lm, input_ids, 1.0)
     actual, _ = plain_log_probs(load_causal_lm(str(tmp_path)), input_ids, 1.0)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == models.CHATML
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == CHATML
 
 
 def test_saving_leaves_the_weights_that_are_being_trained_in_float32(tiny, tmp_path):
@@ -221,95 +218,3 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template; use an instruct model"):
         load_tokenizer(str(tmp_path))
-
-
-# ----------------------------------------------------------------------------- resolve_model
-
-
-def test_a_model_is_built_once_and_kept_in_the_cache(monkeypatch, tmp_path):
-    built = []
-
-    def build(folder):
-        built.append(folder)
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "build_tiny", build)
-    assert resolve_model("tiny") == resolve_model("tiny") == str(tmp_path / "models" / "tiny")
-    assert len(built) == 1 and built[0] != tmp_path / "models" / "tiny"
-    assert (tmp_path / "models" / "tiny" / "config.json").read_text() == "{}"
-
-
-def test_a_build_that_fails_leaves_nothing_that_looks_like_a_model(monkeypatch, tmp_path):
-    def build(folder):
-        (folder / "config.json").write_text("{}")
-        raise OSError("disk full")
-
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "build_tiny", build)
-    with pytest.raises(OSError, match="disk full"):
-        resolve_model("tiny")
-    assert list((tmp_path / "models").iterdir()) == []
-
-
-def test_a_model_that_another_process_built_meanwhile_is_kept(monkeypatch, tmp_path):
-    def build(folder):
-        (folder / "config.json").write_text("ours")
-        (tmp_path / "models" / "tiny").mkdir()
-        (tmp_path / "models" / "tiny" / "config.json").write_text("theirs")
-
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "build_tiny", build)
-    assert (Path(resolve_model("tiny")) / "config.json").read_text() == "theirs"
-    assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
-
-
-def test_any_other_name_is_a_path_or_a_hub_id():
-    assert resolve_model("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
-
-
-def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
-    """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever hashes to what."""
-    command = "import sys, pathlib, models; models.build_tiny(pathlib.Path(sys.argv[1]))"
-    folders = [tmp_path / "0", tmp_path / "1"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", command, str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": folder.name},
-        )
-        for folder in folders
-    ]
-    assert [process.wait() for process in processes] == [0, 0]
-    names = sorted(path.name for path in folders[0].iterdir())
-    assert {"tokenizer.json", "model.safetensors", "config.json"} <= set(names)
-    assert names == sorted(path.name for path in folders[1].iterdir())
-    for name in names:
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_freed_memory_is_kept_for_the_next_micro_batch() -> None:
-    code = """
-import resource, sys, torch
-from models import keep_freed_memory
-if sys.argv[1] == "keep": keep_freed_memory()
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5): torch.ones(20_000_000)  # until the heap has found its size
-before = faults()
-for _ in range(10): torch.ones(20_000_000)
-print(faults() - before)
-"""
-    faults = {
-        how: int(
-            subprocess.run(
-                [sys.executable, "-c", code, how],
-                cwd=Path(models.__file__).parent,
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-        )
-        for how in ("keep", "give back")
-    }
-    assert faults["keep"] < 0.5 * faults["give back"]  # or the C library has learnt it

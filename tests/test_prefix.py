@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from batching import Batch
-from models import load_policy, resolve_model
+from default_models import resolve_model
+from models import load_policy
 from prefix import group_cuts, opening_length, pack, tree_attention
 from update import Objective, cut, forward_policy
 

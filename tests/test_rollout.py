@@ -25,13 +25,13 @@ from fakes import (
 )
 
 from chat import ChatTemplate
+from default_models import resolve_model
 from engines import EngineError
 from envclient import EnvPool, EnvServerError, EnvTimeout, NotSupported
 from envs import Task
 from envs.server import create_app
-from models import load_tokenizer, resolve_model
+from models import load_tokenizer
 from rollout import (
-    RolloutHandler,
     RolloutRequest,
     RolloutStats,
     TooManyEnvFailures,
@@ -68,13 +68,6 @@ def saying(*texts):
 def playing(*results):
     """An environment that answers results[n - 1] to the n-th turn of any episode."""
     return lambda task_index, turn, text: results[turn - 1]
-
-
-def handler_of(**fields):
-    """A bare trajectory."""
-    given = {"trajectory_id": "s1-t0-k0", "step": 1, "env": "fake", "task_id": "fake_0"}
-    given |= {"subtask": "easy", "group_id": 0, "seed": 0, "max_rounds": 3}
-    return RolloutHandler(**{**given, **fields})
 
 
 def failing(turns, then=None, error=None):
@@ -144,26 +137,6 @@ def test_every_prompt_is_a_prefix_of_the_next_and_of_the_trajectory():
         assert turn.action_text == "get 1 stick"
 
 
-def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
-    handler = handler_of()
-    handler.start(chat, SYSTEM, "dark")
-    handler.next_prompt()
-    handler.add_action(chat, ids_of("light<e>"), [-1.0, -1.0])
-    handler.check()
-    handler.input_ids[3] = ids_of("home")[0]
-    with pytest.raises(RuntimeError, match="a prompt of 15 ids is no"):
-        handler.stop("failure")
-    del handler.input_ids[-1]
-    with pytest.raises(RuntimeError, match=r"different lengths \[16, 17\]"):
-        handler.check()
-
-
-@pytest.mark.parametrize(("ids", "log_probs"), [([], []), ([5, 6], [-1.0])])
-def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
-    with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
-        handler_of().add_action(chat, ids, log_probs)
-
-
 def test_a_turn_ended_by_the_end_of_sequence_gets_its_end_of_turn_unsampled():
     """Models whose end of sequence is not the template's end of turn: both stop, one is said."""
     chat = ChatTemplate(byte_tokenizer(eos="<|endoftext|>"))
@@ -174,13 +147,6 @@ def test_a_turn_ended_by_the_end_of_sequence_gets_its_end_of_turn_unsampled():
     assert handler.input_ids[-2:] == [end_of_text, chat.end_of_turn]
     assert handler.loss_mask[-2:] == [1, 0]
     assert handler.turns[0].action_text == "go"
-
-
-def test_attention_and_positions_count_every_token(chat):
-    handler = handler_of()
-    handler.start(chat, SYSTEM, "dark")
-    assert handler.attention_mask == [1] * 15
-    assert handler.position_ids == list(range(15))
 
 
 # --------------------------------------------------------------------------------- budgets

@@ -10,10 +10,11 @@ from toy_env import fresh_process_state
 
 import sft
 from chat import ChatTemplate
+from default_models import resolve_model
 from envclient import StepResult
 from envs import load_tasks
 from envs.textcraft import TextCraft
-from models import load_policy, load_tokenizer, resolve_model
+from models import load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
 
 TASKS = load_tasks("textcraft", split="train")

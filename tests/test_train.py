@@ -33,10 +33,11 @@ import metrics
 import rundir
 import train
 import worker
+from default_models import resolve_model
 from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft import TextCraft
-from models import load_policy, resolve_model
+from models import load_policy
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"

@@ -1,0 +1,92 @@
+"""plots.py draws what was logged, and nothing that was not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metrics import MetricsLogger
+from plots import plot, running_mean
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def estimate(value):
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def test_the_plot_draws_what_was_logged(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    logger = MetricsLogger(tmp_path)
+    for step in range(1, 13):
+        logger.log(
+            step,
+            {
+                "train/return_mean": step / 12,
+                "train/success_rate": None if step == 4 else step / 12,
+                "train/turns_mean": 3.0,
+                "horizon/max_rounds": 6 if step <= 6 else 10,
+                "policy/entropy": 0.5,
+                "policy/kl": 0.01 * step,
+            },
+        )
+    (tmp_path / "eval").mkdir()
+    for step in (6, 12, 18):  # step 18 was evaluated by a run that was cut back to step 12
+        overall = {"avg": estimate(step / 20), "pass": estimate(0.8)}
+        (tmp_path / "eval" / f"step_{step:06d}.json").write_text(
+            json.dumps({"step": step, "samples": 4, "overall": overall})
+        )
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "env": "textcraft",
+                "algorithm": "grpo",
+                "rounds": [6, 10],
+                "rounds_scheduler": "fixed",
+            }
+        )
+    )
+    drawn = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k))
+    )
+    assert plot(tmp_path) == tmp_path / "reward.png"
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*tmp*"))
+
+    figure = drawn[0]
+    assert figure.get_suptitle() == "textcraft · grpo · fixed 6 10   (12 steps)"
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
+    assert list(lines["avg@4, 95 % interval over tasks"].get_xdata()) == [6, 12]
+    assert list(lines["horizon (max_rounds)"].get_ydata()) == [6] * 6 + [10] * 6
+    assert list(lines["success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
+
+
+def test_a_run_without_any_step_still_draws(tmp_path):
+    MetricsLogger(tmp_path)
+    assert plot(tmp_path).stat().st_size > 1000
+
+
+def test_the_running_mean_never_looks_ahead():
+    assert running_mean([0.0] * 5 + [1.0] * 5, window=3)[:6] == [0.0] * 5 + [pytest.approx(1 / 3)]
+
+
+def test_the_command_line_draws_and_refuses_misuse_in_one_line(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    logger.log(1, {"train/return_mean": 0.5})
+    logger.close()
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "plots.py", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+
+    assert run(str(tmp_path)).stdout.strip() == str(tmp_path / "reward.png")
+    assert run().returncode == 2
+    missing = run(str(tmp_path / "nowhere"))
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)

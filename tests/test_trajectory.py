@@ -1,0 +1,55 @@
+"""trajectory.py alone: it refuses what would break its promise. How it grows: test_rollout.py."""
+
+import pytest
+from fakes import word_tokenizer
+
+from chat import ChatTemplate
+from trajectory import RolloutHandler
+
+WORDS = word_tokenizer()
+SYSTEM = [{"role": "system", "content": "rules"}]
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A template over a tokenizer with one id a word."""
+    return ChatTemplate(WORDS)
+
+
+def ids_of(text):
+    """Word ids; <e> is the end of turn."""
+    return WORDS.encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
+
+
+def handler_of(**fields):
+    """A bare trajectory."""
+    given = {"trajectory_id": "s1-t0-k0", "step": 1, "env": "fake", "task_id": "fake_0"}
+    given |= {"subtask": "easy", "group_id": 0, "seed": 0, "max_rounds": 3}
+    return RolloutHandler(**{**given, **fields})
+
+
+def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    handler.next_prompt()
+    handler.add_action(chat, ids_of("light<e>"), [-1.0, -1.0])
+    handler.check()
+    handler.input_ids[3] = ids_of("home")[0]
+    with pytest.raises(RuntimeError, match="a prompt of 15 ids is no"):
+        handler.stop("failure")
+    del handler.input_ids[-1]
+    with pytest.raises(RuntimeError, match=r"different lengths \[16, 17\]"):
+        handler.check()
+
+
+@pytest.mark.parametrize(("ids", "log_probs"), [([], []), ([5, 6], [-1.0])])
+def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
+    with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
+        handler_of().add_action(chat, ids, log_probs)
+
+
+def test_attention_and_positions_count_every_token(chat):
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    assert handler.attention_mask == [1] * 15
+    assert handler.position_ids == list(range(15))
