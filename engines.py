@@ -50,8 +50,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How one turn is sampled: at most `max_tokens` ids at temperature τ, ended by any of
-    `stop_token_ids`."""
+    """How a turn is sampled: `max_tokens` ids at most, at τ, ended by any of `stop_token_ids`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -61,8 +60,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request: the sampled ids (the stop token included), the log-prob of each, why it
-    ended."""
+    """A finished request: sampled ids (the stop token too), the log-prob of each, why it ended."""
 
     request_id: str
     token_ids: list[int]
@@ -90,8 +88,7 @@ class Engine(Protocol):
 
 
 class VLLMEngine:
-    """vLLM in this process: continuous batching and a prefix cache, so that a turn only pays for
-    its new tokens.
+    """vLLM in this process: continuous batching and a prefix cache: a turn pays for new tokens.
 
     `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it
     the last bits of the logits, so that no seed makes a vLLM run repeatable (and on a CPU vLLM 0.32
@@ -119,14 +116,12 @@ class VLLMEngine:
         seed: int = 0,
     ) -> None:
         on_gpu = torch.cuda.is_available()
-        # Read by vLLM when it is imported: the engine core in this process, no chatter, no usage
-        # reports.
+        # Read by vLLM at its import: the engine core in this process, no chatter, no reports.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if (
-            not on_gpu
-        ):  # thread pinning would leave the trainer, which shares this process, on vLLM's cores
+        if not on_gpu:
+            # Thread pinning would leave the trainer, which shares this process, on vLLM's cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             kv_cache_bytes = kv_cache_bytes or 2 << 30
         try:
@@ -225,8 +220,7 @@ class VLLMEngine:
         self._llm.reset_prefix_cache()  # keys and values of the old weights
 
     def sleep(self) -> None:
-        """Free the GPU for the update: the weights too, since new ones arrive before waking ends.
-        CPU: nothing."""
+        """Free the GPU for the update, the weights too: new ones come anyway. CPU: nothing."""
         if torch.cuda.is_available() and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
@@ -358,8 +352,7 @@ class TransformersEngine:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what a library's start writes to stderr, C++ code included; show it if the start
-    fails."""
+    """Hold back what a library's start writes to stderr, C++ included; show it if it fails."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -397,8 +390,7 @@ def sample(
 def make_engine(
     kind: str, model_path: str, max_model_len: int, deterministic: bool = False, **options: Any
 ) -> Engine:
-    """`vllm` or `transformers` -> a running engine; deterministic mode exists for `transformers`
-    alone."""
+    """`vllm` or `transformers` -> a running engine; `deterministic` needs `transformers`."""
     if deterministic and kind != "transformers":
         raise ValueError(
             "--deterministic needs --engine transformers: vLLM's batches depend on timing"

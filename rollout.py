@@ -104,6 +104,7 @@ def collect(
         progress: called with each trajectory as it ends, from this thread.
         stats: filled in with where the time went.
         finished: receives each trajectory as it ends: what there is after an exception or Ctrl-C.
+            After an EngineError also those it was sampling for, as `engine_error`.
     Raises:
         EngineError: the sampler failed; running requests were dropped.
         TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
@@ -157,8 +158,12 @@ def collect(
                 stats.generated_tokens += len(generation.token_ids)
                 episode.take(generation)
                 call_env(threads, episode, episode.act)
-    except BaseException:
+    except BaseException as error:
         engine.abort()
+        if isinstance(error, EngineError):
+            for episode in generating.values():  # in nobody's hands but the engine's
+                episode.fail("engine_error", error)
+                finished.append(episode.handler)
         raise
     finally:
         stats.seconds += time.perf_counter() - began
@@ -252,7 +257,7 @@ class _Episode:
             except EnvError as error:
                 self.close()
                 if not left:
-                    self._fail(error)
+                    self.fail("env_error", error)
 
     def act(self) -> None:
         """Play the turn that was just sampled and append the environment's answer."""
@@ -273,7 +278,7 @@ class _Episode:
                 self.restarts_left -= 1
                 self.reset()
             else:
-                self._fail(error)
+                self.fail("env_error", error)
             return
         turn.observation_text, turn.reward = result.observation, float(result.reward)
         turn.parse_error = result.info.get("parse_error")
@@ -330,10 +335,11 @@ class _Episode:
         if client is not None:
             client.close()
 
-    def _fail(self, error: EnvError) -> None:
+    def fail(self, reason: str, error: Exception) -> None:
+        """End the trajectory as lost to the infrastructure."""
         self.close()
         self.handler.error = " ".join(str(error).split())
-        self.handler.stop("env_error")
+        self.handler.stop(reason)
 
 
 __all__ = [

@@ -54,16 +54,13 @@ class TrainingError(RuntimeError):
 
 
 class Worker:
-    """What lives from the first step to the last: the networks, the sampler, the environments, the
-    task lists.
+    """What lives from the first step to the last: networks, sampler, environments, task lists.
 
     Raises:
         ValueError: misuse that only the tasks, the model or the first prompt reveal.
     """
 
-    num_probes = (
-        2  # trajectories whose openings are sampled and scored again after each weight sync
-    )
+    num_probes = 2  # openings that are sampled from and scored again after each weight sync
 
     def __init__(self, config: Config, run: rundir.Run, stack: contextlib.ExitStack) -> None:
         from accelerate import Accelerator
@@ -213,8 +210,7 @@ class Worker:
     def score(
         self, batch: Batch
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Banner 3: old log-probs (only where the update needs them), reference log-probs, values;
-        (B, T) each."""
+        """Banner 3: old log-probs (where the update needs them), reference log-probs, values."""
         c, device = self.config, self.accelerator.device
         several = c.objective.num_optimizer_steps(len(batch)) > 1
         old = ref = values = None
@@ -277,8 +273,7 @@ class Worker:
         return metrics
 
     def sync(self, step: int, probes: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """Banner 6: new weights into the sampler; returns (mean |sampler - trainer| log-prob,
-        bytes).
+        """Banner 6: new weights into the sampler; (mean |sampler - trainer| log-prob, bytes).
 
         The check samples a few tokens from the openings of `probes` and scores them with the
         trainer: a sampler that kept an old weight anywhere, the tied output head for instance, is
@@ -416,8 +411,7 @@ class Worker:
 
 
 def held_out_tasks(config: Config) -> list[Task]:
-    """The tasks of --eval-tasks, or the environment's test split, restricted to the chosen
-    sub-tasks."""
+    """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
     if not config.eval_every:
         return []
     subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
@@ -426,14 +420,12 @@ def held_out_tasks(config: Config) -> list[Task]:
 
 
 def start_model(config: Config) -> str:
-    """Path of the weights that RL starts from: as given, or warmed up on demonstrations of the
-    training tasks."""
+    """Path of the weights that RL starts from: as given, or warmed up on demonstrations."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
     if config.warm_start == "never" or config.model not in ("smollm2-135m", "tiny"):
         return resolve_model(config.model)
-    # Demonstrations may be one level harder than what RL trains on: they teach the grammar, not the
-    # tasks.
+    # Demonstrations may be one level harder than RL's tasks: they teach grammar, not tasks.
     tasks = load_tasks(config.env, config.split, config.tasks)
     levels = sorted({task.subtask for task in tasks})[:2]
     return warm_start(

@@ -44,7 +44,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -523,6 +523,31 @@ def report(folder: Path) -> str:
     return format_report(analysis, missing)
 
 
+def carry_out(
+    prog: str,
+    options: argparse.Namespace,
+    extra: Sequence[str],
+    run: Callable[[argparse.Namespace, Sequence[str]], None],
+    report: Callable[[Path], str] = report,
+) -> int:
+    """`run` or `report`; returns the exit code: 0 done, 2 misuse, 130 stopped by Ctrl-C."""
+    try:
+        if options.command == "run":
+            os.chdir(ROOT)
+            run(options, extra)
+        elif extra:
+            raise ValueError(f"unknown arguments: {' '.join(extra)}")
+        else:
+            print(report(options.results))
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["train-sft"]:  # how run_sft starts a run of its own
@@ -546,21 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (running, reporting):
         each.add_argument("--results", type=Path, default=RESULTS)
     options, extra = parser.parse_known_args(argv)
-    try:
-        if options.command == "run":
-            os.chdir(ROOT)
-            run_arm(options, extra)
-        elif extra:
-            raise ValueError(f"unknown arguments: {' '.join(extra)}")
-        else:
-            print(report(options.results))
-    except ValueError as error:
-        print(f"learns.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return carry_out("learns.py", options, extra, run_arm)
 
 
 if __name__ == "__main__":

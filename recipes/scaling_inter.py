@@ -41,7 +41,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.learns import difference, item_shares, percent, read_lines, write_json  # noqa: E402
+from recipes.learns import (  # noqa: E402
+    carry_out,
+    difference,
+    item_shares,
+    percent,
+    read_lines,
+    write_json,
+)
 from scoring import bootstrap  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
@@ -137,6 +144,12 @@ def run_arm(arm: str, options: argparse.Namespace, extra: Sequence[str]) -> None
     path = options.results / "scaling_inter" / f"{arm}-{options.seed}.json"
     write_json(path, result)
     print(f"wrote {path}", flush=True)
+
+
+def run_arms(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """One arm, or all of them one after the other."""
+    for arm in ARMS if options.arm == "all" else (options.arm,):
+        run_arm(arm, options, extra)
 
 
 def finished_steps(run_dir: Path) -> list[dict[str, Any]]:
@@ -257,22 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (running, reporting):
         each.add_argument("--results", type=Path, default=RESULTS)
     options, extra = parser.parse_known_args(argv)
-    try:
-        if options.command == "run":
-            os.chdir(ROOT)
-            for arm in ARMS if options.arm == "all" else (options.arm,):
-                run_arm(arm, options, extra)
-        elif extra:
-            raise ValueError(f"unknown arguments: {' '.join(extra)}")
-        else:
-            print(report(options.results))
-    except ValueError as error:
-        print(f"scaling_inter.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return carry_out("scaling_inter.py", options, extra, run_arms, report)
 
 
 if __name__ == "__main__":

@@ -448,8 +448,12 @@ def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(
     )
     with pytest.raises(type(error)):
         collect(engine, pool, chat, requests_of(3), settings_of(), finished=finished)
-    assert [h.task_id for h in finished] == ["fake_0"]
-    assert finished[0].stop_reason == "success"
+    reasons = {"fake_0": "success"}
+    if isinstance(error, EngineError):
+        reasons |= {"fake_1": "engine_error", "fake_2": "engine_error"}
+        assert {h.error for h in finished[1:]} == {"out of memory"}
+    assert {h.task_id: h.stop_reason for h in finished} == reasons
+    assert [h.is_valid for h in finished] == [True] + [False] * (len(finished) - 1)
     assert engine.aborted and engine.num_running == 0
     wait_for_threads()
     assert not pool.open
