@@ -113,7 +113,7 @@ TIMINGS: dict[str, str] = {
     "rollout/generated_tokens_per_s": "tokens sampled, over the rollout's time (tokens/s)",
     "rollout/engine_idle_share": "share of the rollout in which the engine had no request (0..1)",
     "update/tokens_per_s": "tokens trained on, padding not counted, over the time (tokens/s)",
-    "update/padding_share": "share of the update's cells that are padding; packed rows have none (0..1)",
+    "update/padding_share": "share of the update's cells that are padding; packed: none (0..1)",
     "sync/bytes": "bytes of weights handed to the sampler (bytes)",
     "memory/peak_bytes": "peak memory of the accelerator, without one of the process (bytes)",
 }
