@@ -16,6 +16,7 @@ Read next: `train.py`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -175,6 +176,16 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def return_freed_memory() -> None:
+    """Hand the C library's free pages back to the system, so that the process does not grow.
+
+    Batches differ in length from step to step, and on a CPU torch's buffers come from a heap that
+    fragments: a gigabyte a step with the 135M model (5.3 -> 2.1 GB after an update, in 0.3 s).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library looks after itself
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

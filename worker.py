@@ -270,6 +270,7 @@ class Worker:
             kl_reference,
             step,
         )
+        rundir.return_freed_memory()
         return metrics
 
     def sync(self, step: int, probes: Sequence[RolloutHandler]) -> tuple[float, int]:
