@@ -79,9 +79,11 @@ class Config:
     temperature: float = 1.0
     """of the sampler, in training and evaluation [paper: 1.0]"""
     learning_rate: float = 4e-5
-    """of the policy, AdamW, constant [paper: 1e-6]"""
+    """of the policy, AdamW [paper: 1e-6]"""
     critic_learning_rate: float = 1e-4
-    """of PPO's critic, AdamW, constant [paper: 1e-5]"""
+    """of PPO's critic, AdamW [paper: 1e-5]"""
+    learning_rate_scheduler: Literal["constant", "linear"] = "constant"
+    """of both; linear: falls to 0 over --steps [paper: constant]"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this global norm [paper: 1.0]"""
     clip_ratio: float = 0.2

@@ -94,6 +94,7 @@ METRICS: dict[str, str] = {
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
     "data/epoch": "passes over the training tasks so far (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
+    "data/signal_share": "those over the policy tokens of all comparable trajectories (0..1)",
     # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",

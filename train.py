@@ -117,7 +117,14 @@ def main(config: Config) -> int:
                     # --------------------------------------------------------------------- 5 update
                     with clock("time/update_s"):
                         metrics |= kl_metrics | w.update(
-                            step, batch, advantages, returns, old, ref, values
+                            step,
+                            batch,
+                            advantages,
+                            returns,
+                            old,
+                            ref,
+                            values,
+                            groups["data/signal_share"],
                         )
 
                     # ----------------------------------------------------------------------- 6 sync
@@ -196,9 +203,10 @@ def usable_trajectories(
     are all equal (advantage 0).
     """
     valid = [t for t in trajectories if t.is_valid]
+    compared = valid
     if config.algorithm in GROUPED:
         size = Counter(t.group_id for t in valid)
-        valid = [t for t in valid if size[t.group_id] > 1]
+        compared = valid = [t for t in valid if size[t.group_id] > 1]
         if config.skip_zero_variance:
             returns: dict[int, set[float]] = {}
             for t in valid:
@@ -206,7 +214,8 @@ def usable_trajectories(
             valid = [t for t in valid if len(returns[t.group_id]) > 1]
     for t in valid:
         t.used_in_loss = True
-    return valid, {"data/policy_tokens": sum(sum(t.loss_mask) for t in valid)}
+    used, all_tokens = (sum(sum(t.loss_mask) for t in each) for each in (valid, compared))
+    return valid, {"data/policy_tokens": used, "data/signal_share": used / max(all_tokens, 1)}
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:

@@ -3,7 +3,8 @@
     J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H
     H(π_θ)
     ρ = π_θ(token) / π_old(token)    w = min( π_old / μ, cap )
-    N = policy tokens of the mini-batch, over all processes
+    N = policy tokens of the mini-batch, over all processes, groups left out for want of signal
+        included
 
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
@@ -120,6 +121,7 @@ def update_policy(
     old_log_probs: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None,
     shuffle_seed: int = 0,
+    signal_share: float = 1.0,
 ) -> dict[str, float]:
     """All optimizer steps of one training step on the policy.
 
@@ -127,6 +129,9 @@ def update_policy(
         advantages: (B, T) float32.
         old_log_probs: (B, T), or None when there is exactly one optimizer step (then π_old = π_θ).
         ref_log_probs: (B, T) of the frozen reference, needed when kl_loss_coef > 0.
+        signal_share: policy tokens of `batch` over those of the step. Groups whose samples all did
+            equally well are not in the batch, since their advantages are 0, but they count in N: a
+            step in which one group in eight says something is an eighth as sure of its direction.
     Returns:
         `policy/*` and `sampler/*` metrics, means over policy tokens.
     Raises:
@@ -180,7 +185,15 @@ def update_policy(
 
     cuts_of = partial(cut, batch, objective=objective)
     metrics = _optimize(
-        accelerator, policy, optimizer, batch, objective, shuffle_seed, loss_of, cuts_of
+        accelerator,
+        policy,
+        optimizer,
+        batch,
+        objective,
+        shuffle_seed,
+        loss_of,
+        cuts_of,
+        signal_share,
     )
     named = {
         "grad_norm": "policy/grad_norm",
@@ -246,6 +259,7 @@ def _optimize(
     shuffle_seed: int,
     loss_of: Callable[[list[int], float], tuple[torch.Tensor, dict[str, torch.Tensor]]],
     cuts_of: Callable[[list[int]], list[list[int]]],
+    signal_share: float = 1.0,
 ) -> dict[str, float]:
     """Mini-batches, micro-batches, backward, clip, step: shared by the policy and the critic."""
     totals: dict[str, float] = {}
@@ -260,7 +274,7 @@ def _optimize(
             if not torch.isfinite(loss):
                 finite = False
                 break
-            accelerator.backward(loss)
+            accelerator.backward(loss * signal_share)
             for name, value in sums.items():
                 number = float(value.detach())
                 if name.startswith("max:"):

@@ -243,9 +243,11 @@ class Worker:
         old: torch.Tensor | None,
         ref: torch.Tensor | None,
         values: torch.Tensor | None,
+        signal_share: float = 1.0,
     ) -> dict[str, float]:
         """Banner 5: optimizer steps on the critic, if there is one, and on the policy."""
         c = self.config
+        self.set_learning_rates(step)
         metrics: dict[str, float] = {}
         if self.critic is not None and values is not None:
             metrics |= update_critic(
@@ -269,9 +271,21 @@ class Worker:
             old,
             kl_reference,
             step,
+            signal_share,
         )
         rundir.return_freed_memory()
         return metrics
+
+    def set_learning_rates(self, step: int) -> None:
+        """A function of the step alone, so that a resumed run cannot lose its place."""
+        c = self.config
+        left = 1.0 if c.learning_rate_scheduler == "constant" else 1 - (step - 1) / c.steps
+        for optimizer, rate in (
+            (self.optimizer, c.learning_rate),
+            (self.critic_optimizer, c.critic_learning_rate),
+        ):
+            for group in optimizer.param_groups if optimizer is not None else ():
+                group["lr"] = rate * left
 
     def sync(self, step: int, probes: Sequence[RolloutHandler]) -> tuple[float, int]:
         """Banner 6: new weights into the sampler; (mean |sampler - trainer| log-prob, bytes).

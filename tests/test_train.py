@@ -33,11 +33,14 @@ import metrics
 import rundir
 import train
 import worker
+from config import Config
 from default_models import resolve_model
 from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft import TextCraft
 from models import load_policy
+from train import usable_trajectories
+from trajectory import RolloutHandler, Turn
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"
@@ -216,6 +219,42 @@ def test_the_first_step_moves_the_weights_by_the_stated_learning_rate(tmp_path):
     start = load_policy(resolve_model("tiny")).state_dict()
     moves = [(parts["policy"]["model"][n] - start[n]).abs().max().item() for n in start]
     assert max(moves) == pytest.approx(1e-3, rel=0.02)
+
+
+def played(group_id, solved, num_tokens):
+    """A trajectory of one turn with `num_tokens` sampled."""
+    t = RolloutHandler("t", 1, "fake", "fake_0", "easy", group_id, 0, 3)
+    t.input_ids, t.loss_mask = [0] * (num_tokens + 2), [0, 0] + [1] * num_tokens
+    t.rollout_log_probs = [0.0] * (num_tokens + 2)
+    t.turns.append(Turn((2, num_tokens + 2), "go", reward=float(solved)))
+    t.stop("success" if solved else "failure", solved)
+    return t
+
+
+def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
+    undecided = [played(0, True, 10), played(0, False, 20)]
+    decided = [played(1, True, 30), played(1, True, 40)]
+    alone = played(2, True, 50)  # its sibling was lost to the environment
+    lost = played(2, False, 60)
+    lost.stop_reason = "env_error"
+    trajectories = [*undecided, *decided, alone, lost]
+    used, counts = usable_trajectories(trajectories, Config())
+    assert used == undecided
+    assert counts == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
+    used, counts = usable_trajectories(trajectories, Config(skip_zero_variance=False))
+    assert used == undecided + decided and counts["data/signal_share"] == 1.0
+    used, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))
+    assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
+
+
+def test_a_linear_schedule_starts_at_the_stated_rate_and_never_reaches_zero(tmp_path):
+    with serve() as url:
+        code, run_dir = run_in_process(
+            tmp_path, url, steps=2, learning_rate=1e-3, learning_rate_scheduler="linear"
+        )
+    assert code == 0
+    rates = [line["policy/learning_rate"] for line in read_metrics(run_dir)]
+    assert rates == [1e-3, 5e-4]
 
 
 # --- Misuse: exit code 2, one line, nothing left behind ------------------------------------------

@@ -404,3 +404,20 @@ def test_a_perfect_critic_explains_all_variance_and_does_not_move(accelerator, b
     assert metrics["critic/explained_variance"] == pytest.approx(1.0)
     assert metrics["critic/loss"] == pytest.approx(0.0, abs=1e-9)
     torch.testing.assert_close(flat(critic), before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
+    accelerator, batch, advantages, share_prefix
+):
+    advantages[4:] = 0.0  # both samples of the third task returned the same
+    objective = replace(WIDE, share_prefix=share_prefix)
+    whole, _ = moved(accelerator, batch, advantages, objective)
+    share = sum(POLICY_TOKENS[:4]) / sum(POLICY_TOKENS)
+    kept = batch.rows([0, 1, 2, 3])
+    width = kept.loss_mask.shape[1]
+    step, metrics = moved(accelerator, kept, advantages[:4, :width], objective, signal_share=share)
+    torch.testing.assert_close(step, whole, atol=1e-6, rtol=1e-5)
+    too_far, other = moved(accelerator, kept, advantages[:4, :width], objective)
+    assert too_far.norm() > 1.3 * whole.norm()
+    assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
