@@ -37,7 +37,7 @@ from prefix import tree_attention
 
 # Logits that exist at a time, in bytes. On a CPU few enough for the C library to keep the buffer:
 # a larger one goes back to the kernel and is faulted in again, page by page, at every use.
-HEAD_BYTES = {"cpu": 24 << 20, "cuda": 512 << 20}
+HEAD_BYTES = {"cpu": 24 << 20}
 
 
 class PolicyModel(nn.Module):
@@ -86,7 +86,7 @@ class PolicyModel(nn.Module):
         before = columns - 1 if source is None else source[rows, columns]
         states, targets = hidden[rows, before], input_ids[rows, columns]  # (N, H), (N,)
         vocabulary = self.lm.config.vocab_size  # V
-        chunk = max(1, HEAD_BYTES.get(hidden.device.type, 256 << 20) // (4 * vocabulary))
+        chunk = max(1, HEAD_BYTES.get(hidden.device.type, 512 << 20) // (4 * vocabulary))
         pieces = [
             checkpoint(self._score, h, y, temperature, use_reentrant=False)
             if torch.is_grad_enabled()

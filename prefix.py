@@ -1,14 +1,14 @@
 """Prefix sharing: what the samples of a task have in common is computed once, not once per sample.
 
 The G trajectories of a group open with the same tokens: instructions and first observation, in
-TextCraft two thirds of a short trajectory. A padded batch runs the model over them G times. Here a
+TextCraft about half of a short trajectory. A padded batch runs the model over them G times. Here a
 group becomes one packed row, and attention follows a tree instead of a line:
 
     packed row     P P P P | a a a | b b b b | c c     P: opening, a b c: own parts
     position_ids   0 1 2 3 | 4 5 6 | 4 5 6 7 | 4 5     as if each stood alone
     attention      own tokens see all of P and what came before them in their own part, no sibling
 
-    tokens         G · (p + n)  ->  p + G · n               2.4x fewer for p = 230, n = 110, G = 8
+    tokens         G · (p + n)  ->  p + G · n               1.7x fewer for p = 120, n = 140, G = 8
 
 The first own token of every sample is predicted from the last state of P, which therefore receives
 the gradients of all of them: log-probs and gradients equal those of the padded batch, up to the

@@ -36,7 +36,7 @@ from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
 from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
 from envs import Task
-from trajectory import RolloutHandler, Turn
+from trajectory import RolloutHandler
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
 NUM_TRIES = 3
@@ -349,7 +349,6 @@ __all__ = [
     "RolloutSettings",
     "RolloutStats",
     "TooManyEnvFailures",
-    "Turn",
     "collect",
     "sampling_seed",
 ]

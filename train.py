@@ -115,16 +115,10 @@ def main(config: Config) -> int:
                         advantages, returns = estimate(config, rewards, batch, values)
 
                     # --------------------------------------------------------------------- 5 update
+                    share = groups["data/signal_share"]
                     with clock("time/update_s"):
                         metrics |= kl_metrics | w.update(
-                            step,
-                            batch,
-                            advantages,
-                            returns,
-                            old,
-                            ref,
-                            values,
-                            groups["data/signal_share"],
+                            step, batch, advantages, returns, old, ref, values, share
                         )
 
                     # ----------------------------------------------------------------------- 6 sync

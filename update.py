@@ -132,6 +132,7 @@ def update_policy(
         signal_share: policy tokens of `batch` over those of the step. Groups whose samples all did
             equally well are not in the batch, since their advantages are 0, but they count in N: a
             step in which one group in eight says something is an eighth as sure of its direction.
+            Exact for the clipped loss; a KL or entropy term loses what those groups would add.
     Returns:
         `policy/*` and `sampler/*` metrics, means over policy tokens.
     Raises:

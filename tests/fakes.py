@@ -6,6 +6,7 @@ ScriptedEngine       a function writes the policy's answers
 FakePool             a function is the environment; counts the sessions that are open
 """
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ WORDS = "system user assistant rules dark lamp bright door open go north take li
 # ------------------------------------------------------------------------------- tokenizers
 
 
+@functools.cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Every word of WORDS and the line break are one id each; spaces are nothing."""
     vocab = {word: i for i, word in enumerate([*CHATML_SPECIAL, "?", "\n", *WORDS.split()])}
@@ -43,6 +45,11 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
     )
+
+
+def ids_of(text: str) -> list[int]:
+    """Ids of the words of `text`; <e> is the end of turn."""
+    return word_tokenizer().encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
 
 
 def byte_tokenizer(

@@ -18,6 +18,7 @@ from fakes import (
     ScriptedEngine,
     byte_tokenizer,
     draw,
+    ids_of,
     observe,
     requests_of,
     settings_of,
@@ -41,18 +42,12 @@ from rollout import (
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = word_tokenizer()
-SYSTEM = [{"role": "system", "content": "rules"}]
 
 
 @pytest.fixture(scope="module")
 def chat():
     """A template over a tokenizer with one id a word."""
     return ChatTemplate(WORDS)
-
-
-def ids_of(text):
-    """Word ids; <e> is the end of turn."""
-    return WORDS.encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
 
 
 def saying(*texts):

@@ -1,24 +1,18 @@
 """trajectory.py alone: it refuses what would break its promise. How it grows: test_rollout.py."""
 
 import pytest
-from fakes import word_tokenizer
+from fakes import ids_of, word_tokenizer
 
 from chat import ChatTemplate
 from trajectory import RolloutHandler
 
-WORDS = word_tokenizer()
 SYSTEM = [{"role": "system", "content": "rules"}]
 
 
 @pytest.fixture(scope="module")
 def chat():
     """A template over a tokenizer with one id a word."""
-    return ChatTemplate(WORDS)
-
-
-def ids_of(text):
-    """Word ids; <e> is the end of turn."""
-    return WORDS.encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
+    return ChatTemplate(word_tokenizer())
 
 
 def handler_of(**fields):
