@@ -82,7 +82,7 @@ class Config:
     """of the policy, AdamW [paper: 1e-6]"""
     critic_learning_rate: float = 1e-4
     """of PPO's critic, AdamW [paper: 1e-5]"""
-    learning_rate_scheduler: Literal["constant", "linear"] = "constant"
+    learning_rate_scheduler: Literal["constant", "linear"] = "linear"
     """of both; linear: falls to 0 over --steps [paper: constant]"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this global norm [paper: 1.0]"""
@@ -181,6 +181,7 @@ PAPER = {
     "max_tokens_per_micro_batch": 16384,
     "learning_rate": 1e-6,
     "critic_learning_rate": 1e-5,
+    "learning_rate_scheduler": "constant",
     "kl_loss_coef": 1e-3,
     "entropy_coef": 1e-3,
     "save_every": 25,

@@ -23,7 +23,7 @@ so optimizer, clipping, precision and micro-batches are equal. It gets a grid of
 advantage that RL does not have. Every arm's figure is that of its last step.
 
 What is measured, before and after: held-out goals of families that share no recipe with the
-training goals, 4 samples each, as the run itself measures them every ten steps; and AgentGym's
+training goals, 4 samples each, as the run itself measures them every 15 steps; and AgentGym's
 published TextCraft test split, 100 goals of all depths, of which training saw depth 1 alone.
 The unit of every interval is the goal: goals are resampled, a goal's value being its mean over
 samples and seeds, and differences are paired by goal.
@@ -85,7 +85,7 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
     """
     if arm not in ARMS:
         raise ValueError(f"--arm {arm} is unknown; choose one of: {' '.join(ARMS)}")
-    arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "10"]
+    arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "15"]
     arguments += ["--save-every", "5", *extra, "--run-dir", str(run_dir)]
     return arguments + (["--shuffle-rewards"] if arm == "shuffled" else [])
 
