@@ -33,18 +33,15 @@ samples and seeds, and differences are paired by goal.
 
 Each run takes one to two hours on two CPU cores (the sft arm that for each learning rate), may be
 killed at any time and goes on from its last checkpoint. What follows the known options is handed on
-to train.py, for all arms alike. Read next: recipes/README.md; sft.py for demonstrations.
+to train.py, for all arms alike. Read next: learns_report.py; sft.py for demonstrations.
 """
 
 import argparse
 import datetime
 import json
-import os
-import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,10 +50,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scoring import bootstrap, paired_bootstrap  # noqa: E402
+from recipes.common import (  # noqa: E402
+    carry_out,
+    item_shares,
+    load_config,
+    read_evaluations,
+    read_lines,
+    run,
+    write_json,
+)
+from recipes.learns_report import ARMS, Result, report  # noqa: E402
 
-ARMS = ("rl", "sft", "shuffled")
-SEEDS = (0, 1, 2)
 RESULTS = ROOT / "recipes" / "results" / "learns"
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
 CURVE = (
@@ -69,9 +73,6 @@ CURVE = (
     "policy/grad_norm",
     "data/policy_tokens",
 )
-COLORS = {"rl": "#3a8f5c", "sft": "#d9822b", "shuffled": "#8a8f98"}
-
-Result = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------ an arm
@@ -88,19 +89,6 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
     arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "15"]
     arguments += ["--save-every", "5", *extra, "--run-dir", str(run_dir)]
     return arguments + (["--shuffle-rewards"] if arm == "shuffled" else [])
-
-
-def load_config(arguments: Sequence[str]) -> Any:
-    """The `Config` that train.py makes of these arguments."""
-    import torch
-
-    from cli import parse_command_line
-    from config import Config, check, complete, hardware_defaults
-
-    default = hardware_defaults(torch.cuda.is_available())
-    config = complete(parse_command_line(Config, arguments, "learns.py", default))
-    check(config)
-    return config
 
 
 def steps_done(run_dir: Path) -> int:
@@ -122,13 +110,6 @@ def train(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
     if (run_dir / "config.json").exists():
         arguments = ["--resume", "--run-dir", str(run_dir), "--steps", str(steps)]
     run([sys.executable, "train.py", *arguments])
-
-
-def run(command: Sequence[str]) -> None:
-    print(f"$ {shlex.join(command)}", flush=True)
-    code = subprocess.run(command, cwd=ROOT).returncode
-    if code:
-        raise SystemExit(code)
 
 
 def train_sft(config: Any, learning_rate: float) -> None:
@@ -212,30 +193,6 @@ def run_sft(arguments: Sequence[str], run_dir: Path, rates: Sequence[float]) -> 
 # --------------------------------------------------------------------------------- what it came to
 
 
-def item_shares(summary: Mapping[str, Any]) -> dict[str, float]:
-    """task_id -> share of its samples that were solved, of an evaluation's summary."""
-    return {task_id: item["avg"] for task_id, item in summary["items"].items()}
-
-
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Held-out evaluations of a run: step, mean with interval, and the share of each goal."""
-    found = []
-    for path in sorted((run_dir / "eval").glob("step_*.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        overall = summary["overall"]
-        found.append(
-            {"step": summary["step"], "avg": overall["avg"], "pass": overall["pass"]}
-            | {"samples": summary["samples"], "items": item_shares(summary)}
-        )
-    return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> dict[str, Any]:
     """evaluate.py on the published test split under 30 turns; kept in `folder`, played once."""
     if not (folder / "eval.json").exists():
@@ -297,15 +254,6 @@ def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples
     }
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Aside and renamed; paths inside the checkout lose its place on this machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    text = json.dumps(content, indent=1).replace(f"{ROOT}/", "")
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.rename(path)
-
-
 def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """Train (or resume), evaluate, write the result."""
     run_dir = options.runs / f"{options.arm}-{options.seed}"
@@ -325,227 +273,6 @@ def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
     path = options.results / f"{options.arm}-{options.seed}.json"
     write_json(path, result | grid)
     print(f"wrote {path}", flush=True)
-
-
-# -------------------------------------------------------------------------------------- the report
-
-
-def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Goals that every seed has a value for -> the mean over seeds.
-
-    >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
-    {'a': 0.5}
-    """
-    if not results:
-        return {}
-    common = set.intersection(*(set(items) for items in results))
-    return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
-
-
-def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """Paired bootstrap over the goals that both have."""
-    both = before.keys() & after.keys()
-    return paired_bootstrap({i: before[i] for i in both}, {i: after[i] for i in both})
-
-
-def pooled_at(results: Sequence[Result], position: int) -> dict[str, float]:
-    """Each goal's mean over seeds in the first (0) or last (-1) held-out evaluation."""
-    return mean_over_seeds([result["held_out"][position]["items"] for result in results])
-
-
-def pooled_curve(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Steps that all seeds evaluated, with the pooled mean and its interval over goals."""
-    by_seed = [{e["step"]: e["items"] for e in result["held_out"]} for result in results]
-    steps = sorted(set.intersection(*(set(seed) for seed in by_seed)))
-    curve = []
-    for step in steps:
-        items = mean_over_seeds([seed[step] for seed in by_seed])
-        curve.append({"step": step, **bootstrap(list(items.values()))})
-    return curve
-
-
-def read_results(folder: Path) -> dict[str, list[Result]]:
-    """arm -> results present, by seed.
-
-    Raises:
-        ValueError: runs of different length, which must not be pooled.
-    """
-    by_arm: dict[str, list[Result]] = {arm: [] for arm in ARMS}
-    for arm in ARMS:
-        for path in sorted(folder.glob(f"{arm}-*.json")):
-            by_arm[arm].append(json.loads(path.read_text(encoding="utf-8")))
-    steps = {r["steps"] for results in by_arm.values() for r in results}
-    if len(steps) > 1:
-        raise ValueError(f"{folder} mixes runs of {sorted(steps)} steps; keep one length")
-    return by_arm
-
-
-def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
-    """Per arm before, after, difference and curve; between arms the difference after training."""
-    arms: dict[str, Any] = {}
-    after: dict[str, dict[str, float]] = {}
-    for arm, results in by_arm.items():
-        if not results:
-            continue
-        before, after[arm] = pooled_at(results, 0), pooled_at(results, -1)
-        arms[arm] = {
-            "seeds": [result["seed"] for result in results],
-            "before": bootstrap(list(before.values())),
-            "after": bootstrap(list(after[arm].values())),
-            "difference": difference(before, after[arm]),
-            "per_seed": {
-                str(r["seed"]): [r["held_out"][i]["avg"]["value"] for i in (0, -1)] for r in results
-            },
-            "curve": pooled_curve(results),
-            "test": analyse_test([result for result in results if result["test"]]),
-        }
-    against = {
-        arm: difference(after[arm], after["rl"]) for arm in after if arm != "rl" and "rl" in after
-    }
-    return {"arms": arms, "rl_minus": against}
-
-
-def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
-    """The published test split, per depth and over all: before, after, paired difference."""
-    if not results:
-        return {}
-    pooled = {
-        when: mean_over_seeds([result["test"][when]["items"] for result in results])
-        for when in ("before", "after")
-    }
-    from envs import load_tasks
-
-    depth_of = {task.task_id: task.subtask for task in load_tasks("textcraft", "test")}
-    rows = {}
-    for name in [*sorted(set(depth_of.values())), "all"]:
-        before, after = (
-            {i: x for i, x in pooled[when].items() if name in ("all", depth_of[i])}
-            for when in ("before", "after")
-        )
-        if before and after:
-            rows[name] = {
-                "before": bootstrap(list(before.values())),
-                "after": bootstrap(list(after.values())),
-                "difference": difference(before, after),
-            }
-    return rows
-
-
-def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    """`54.1 [48.0, 60.1]`, in percent or points."""
-    if estimate["value"] is None:
-        return "-"
-    sign = "+" if signed else ""
-    value, low, high = (f"{100 * estimate[key]:{sign}.1f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
-def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Arms and seeds of the plan without a result."""
-    have = {(arm, result["seed"]) for arm, results in by_arm.items() for result in results}
-    return [f"{arm}-{seed}" for arm in ARMS for seed in SEEDS if (arm, seed) not in have]
-
-
-def format_report(analysis: Mapping[str, Any], missing: Sequence[str]) -> str:
-    """Markdown: held-out goals per arm, between arms, and the published test split."""
-    head = "| arm | seeds | goals | before, % | after, % | difference, points |"
-    lines = ["Held-out goals:", "", head, "|---|---|---|---|---|---|"]
-    for arm, row in analysis["arms"].items():
-        seeds = " ".join(map(str, row["seeds"]))
-        lines.append(
-            f"| {arm} | {seeds} | {row['difference']['items']} | {percent(row['before'])} | "
-            f"{percent(row['after'])} | {percent(row['difference'], signed=True)} |"
-        )
-    for arm, estimate in analysis["rl_minus"].items():
-        lines += ["", f"rl minus {arm}, after training: {percent(estimate, signed=True)} points."]
-    for arm, row in analysis["arms"].items():
-        if not row["test"]:
-            continue
-        title = f"Published test split, arm {arm}, at most 30 turns:"
-        lines += ["", title, "", "| sub-task | goals | before, % | after, % | difference, points |"]
-        lines.append("|---|---|---|---|---|")
-        for name, each in row["test"].items():
-            lines.append(
-                f"| {name} | {each['difference']['items']} | {percent(each['before'])} | "
-                f"{percent(each['after'])} | {percent(each['difference'], signed=True)} |"
-            )
-    if missing:
-        lines += ["", f"Not run: {' '.join(missing)}. The table is of the others alone."]
-    return "\n".join(lines)
-
-
-def plot(analysis: Mapping[str, Any], missing: Sequence[str], path: Path) -> None:
-    """Held-out success over steps: the pooled curve of each arm with its interval over goals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
-    for arm, row in analysis["arms"].items():
-        points = [point for point in row["curve"] if point["value"] is not None]
-        x = [point["step"] for point in points]
-        value, low, high = ([100 * p[key] for p in points] for key in ("value", "low", "high"))
-        seeds = " ".join(map(str, row["seeds"]))
-        axis.fill_between(x, low, high, color=COLORS[arm], alpha=0.13, lw=0)
-        axis.plot(
-            x, value, color=COLORS[arm], marker="o", ms=4, lw=1.8, label=f"{arm}, seeds {seeds}"
-        )
-    axis.set(xlabel="training step", ylabel="held-out goals solved, %")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#e6e8eb")
-    axis.set_axisbelow(True)
-    axis.legend(frameon=False, loc="upper left")
-    note = "95 % intervals over goals" + (f"; not run: {' '.join(missing)}" if missing else "")
-    axis.set_title(note, fontsize=9, color="#57606a")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(aside, dpi=130)
-    plt.close(figure)
-    os.replace(aside, path)
-
-
-def report(folder: Path) -> str:
-    """Reads `folder`, writes learns.png and report.json into it, returns the table.
-
-    Raises:
-        ValueError: there is no result, or they cannot be pooled.
-    """
-    by_arm = read_results(folder)
-    if not any(by_arm.values()):
-        raise ValueError(
-            f"{folder} holds no result; run: python recipes/learns.py run --arm rl --seed 0"
-        )
-    missing = missing_runs(by_arm)
-    analysis = analyse(by_arm)
-    plot(analysis, missing, folder / "learns.png")
-    write_json(folder / "report.json", analysis | {"not_run": missing})
-    return format_report(analysis, missing)
-
-
-def carry_out(
-    prog: str,
-    options: argparse.Namespace,
-    extra: Sequence[str],
-    run: Callable[[argparse.Namespace, Sequence[str]], None],
-    report: Callable[[Path], str] = report,
-) -> int:
-    """`run` or `report`; returns the exit code: 0 done, 2 misuse, 130 stopped by Ctrl-C."""
-    try:
-        if options.command == "run":
-            os.chdir(ROOT)
-            run(options, extra)
-        elif extra:
-            raise ValueError(f"unknown arguments: {' '.join(extra)}")
-        else:
-            print(report(options.results))
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -571,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (running, reporting):
         each.add_argument("--results", type=Path, default=RESULTS)
     options, extra = parser.parse_known_args(argv)
-    return carry_out("learns.py", options, extra, run_arm)
+    return carry_out("learns.py", options, extra, run_arm, report)
 
 
 if __name__ == "__main__":

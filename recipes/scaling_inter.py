@@ -23,16 +23,13 @@ allows. An arm therefore ends within about one step's turns of the budget; how f
     python recipes/scaling_inter.py run --arm all            one after the other
     python recipes/scaling_inter.py report                   table and results/scaling_inter.png
 
-With the 135M model an arm of 12,000 turns takes an hour or so (estimated); what follows the known
-options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
+With the 135M model an arm of 5,000 turns takes half an hour or so (estimated); what follows the
+known options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
 """
 
 import argparse
 import json
 import math
-import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,19 +38,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.learns import (  # noqa: E402
+from recipes.common import (  # noqa: E402
     carry_out,
     difference,
-    item_shares,
+    load_config,
     percent,
+    plot_curves,
+    read_evaluations,
     read_lines,
+    run,
     write_json,
 )
 from scoring import bootstrap  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 SHORT, MIDDLE, LONG = 4, 8, 12
-STEPS_PER_HORIZON = 12
+STEPS_PER_HORIZON = 6
 HORIZONS = {
     "short": ["--rounds", str(SHORT)],
     "long": ["--rounds", str(LONG)],
@@ -115,7 +115,6 @@ def next_piece(turns: Sequence[int], budget: int, horizon: int, per_step: int) -
 
 def run_arm(arm: str, options: argparse.Namespace, extra: Sequence[str]) -> None:
     """train.py in pieces until the budget of turns is played; then the arm's result file."""
-    from recipes.learns import load_config
     from schedulers import make_scheduler
 
     run_dir = options.runs / f"{arm}-{options.seed}"
@@ -133,10 +132,7 @@ def run_arm(arm: str, options: argparse.Namespace, extra: Sequence[str]) -> None
         command = [sys.executable, "train.py", *arguments, "--steps", str(len(turns) + piece)]
         if (run_dir / "config.json").exists():
             command.append("--resume")
-        print(f"$ {shlex.join(command)}", flush=True)
-        code = subprocess.run(command, cwd=ROOT).returncode
-        if code:
-            raise SystemExit(code)
+        run(command)
     about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     result = {"arm": arm, "seed": options.seed, "budget_turns": options.turns}
     result |= {key: about[key] for key in ("command", "git_commit", "hardware", "versions")}
@@ -163,13 +159,10 @@ def finished_steps(run_dir: Path) -> list[dict[str, Any]]:
 def evaluation_points(run_dir: Path, turns: Sequence[int]) -> list[dict[str, Any]]:
     """Every evaluation with the turns played before it and each goal's share of solved samples."""
     points = []
-    for path in sorted((run_dir / "eval").glob("step_*.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if summary["step"] <= len(turns):
-            items = item_shares(summary)
-            played = sum(turns[: summary["step"]])
-            point = {"step": summary["step"], "turns": played, "items": items}
-            points.append(point | {"avg": bootstrap(list(items.values()))})
+    for evaluation in read_evaluations(run_dir):
+        if (step := evaluation["step"]) <= len(turns):
+            point = {"step": step, "turns": sum(turns[:step]), "items": evaluation["items"]}
+            points.append(point | {"avg": bootstrap(list(evaluation["items"].values()))})
     return points
 
 
@@ -219,32 +212,18 @@ def format_report(results: Sequence[Mapping[str, Any]]) -> str:
 
 def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Held-out success over turns played; one line per arm and seed, intervals over goals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
-    for r in results:
-        x = [point["turns"] for point in r["points"]]
-        value, low, high = (
-            [100 * point["avg"][key] for point in r["points"]] for key in ("value", "low", "high")
+    curves = [
+        (
+            f"{r['arm']}, seed {r['seed']}",
+            COLORS[r["arm"]],
+            [{"turns": point["turns"], **point["avg"]} for point in r["points"]],
         )
-        color, label = COLORS[r["arm"]], f"{r['arm']}, seed {r['seed']}"
-        axis.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
-        axis.plot(x, value, color=color, marker="o", ms=4, lw=1.8, label=label)
-    axis.axvline(results[0]["budget_turns"], color="#8a8f98", lw=1, ls=":")
-    axis.set(xlabel="turns played in training", ylabel=f"held-out goals solved in {LONG} turns, %")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#e6e8eb")
-    axis.set_axisbelow(True)
-    axis.legend(frameon=False)
-    axis.set_title("95 % intervals over goals", fontsize=9, color="#57606a")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(aside, dpi=130)
-    plt.close(figure)
-    os.replace(aside, path)
+        for r in results
+    ]
+    budget = results[0]["budget_turns"]
+    note = f"95 % intervals over goals; every arm stops after {budget:,} turns"
+    labels = ("turns played in training", f"held-out goals solved in {LONG} turns, %")
+    plot_curves(path, curves, "turns", labels, note)
 
 
 def report(folder: Path) -> str:
@@ -264,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     running = commands.add_parser("run", help="run or resume arms")
     running.add_argument("--arm", choices=("all", *ARMS), default="all")
     running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--turns", type=int, default=12_000, help="environment turns of each arm")
+    running.add_argument("--turns", type=int, default=5_000, help="environment turns of each arm")
     running.add_argument("--runs", type=Path, default=Path("runs/scaling_inter"))
     reporting = commands.add_parser("report", help="table and figure of the arms present")
     for each in (running, reporting):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from envs import load_tasks
-from recipes import learns, scaling_inter
+from recipes import common, learns, learns_report, scaling_inter
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 
@@ -35,19 +35,19 @@ def write(folder, *results):
 
 
 def test_arms_differ_in_nothing_but_what_they_are_named_after(tmp_path):
-    rl = learns.load_config(learns.arm_arguments("rl", 1, tmp_path))
-    shuffled = learns.load_config(learns.arm_arguments("shuffled", 1, tmp_path))
+    rl = common.load_config(learns.arm_arguments("rl", 1, tmp_path))
+    shuffled = common.load_config(learns.arm_arguments("shuffled", 1, tmp_path))
     differing = [name for name in vars(rl) if getattr(rl, name) != getattr(shuffled, name)]
     assert differing == ["shuffle_rewards"]
     assert shuffled.shuffle_rewards
-    assert (rl.seed, rl.run_dir, rl.eval_every) == (1, str(tmp_path), 10)
+    assert (rl.seed, rl.run_dir, rl.eval_every) == (1, str(tmp_path), 15)
     assert learns.arm_arguments("sft", 1, tmp_path) == learns.arm_arguments("rl", 1, tmp_path)
 
 
 def test_options_of_train_py_reach_every_arm_alike(tmp_path):
     for arm in learns.ARMS:
         arguments = learns.arm_arguments(arm, 0, tmp_path, ["--steps", "7"])
-        assert learns.load_config(arguments).steps == 7
+        assert common.load_config(arguments).steps == 7
 
 
 def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
@@ -57,7 +57,7 @@ def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
 
 def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
     configs = {
-        arm: learns.load_config(scaling_inter.arm_arguments(arm, 0, tmp_path))
+        arm: common.load_config(scaling_inter.arm_arguments(arm, 0, tmp_path))
         for arm in scaling_inter.ARMS
     }
     assert {arm: c.rounds for arm, c in configs.items()} == {
@@ -97,7 +97,7 @@ def test_seeds_are_averaged_within_a_goal_before_goals_are_resampled(tmp_path):
         result("rl", 0, [0.0] * 10, [1.0] * 10),
         result("rl", 1, [0.5] * 10, [0.5] * 10),
     )
-    row = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]
+    row = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]
     assert row["seeds"] == [0, 1]
     assert (row["before"]["value"], row["after"]["value"]) == (0.25, 0.75)
     assert row["difference"]["value"] == 0.5
@@ -109,14 +109,14 @@ def test_goals_that_one_seed_lost_are_left_out_of_the_pairing(tmp_path):
     short = result("rl", 1, [0.0] * 10, [1.0] * 10)
     del short["held_out"][1]["items"]["textcraft_3"]
     write(tmp_path, result("rl", 0, [0.0] * 10, [1.0] * 10), short)
-    row = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]
+    row = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]
     assert row["difference"]["items"] == 9
 
 
 def test_a_gain_that_most_goals_share_is_certain_and_a_gain_of_one_goal_is_not():
     before = dict.fromkeys(GOALS, 0.25)
-    most = learns.difference(before, {g: 0.5 if n else 0.25 for n, g in enumerate(GOALS)})
-    one = learns.difference(before, {g: 0.25 if n else 1.0 for n, g in enumerate(GOALS)})
+    most = common.difference(before, {g: 0.5 if n else 0.25 for n, g in enumerate(GOALS)})
+    one = common.difference(before, {g: 0.25 if n else 1.0 for n, g in enumerate(GOALS)})
     assert most["low"] > 0
     assert one["value"] > 0
     assert one["low"] == 0
@@ -129,7 +129,7 @@ def test_rl_is_compared_with_each_control_after_training(tmp_path):
         result("sft", 0, [0.5] * 10, [0.6] * 10),
         result("shuffled", 0, [0.5] * 10, [0.4] * 10),
     )
-    against = learns.analyse(learns.read_results(tmp_path))["rl_minus"]
+    against = learns_report.analyse(learns_report.read_results(tmp_path))["rl_minus"]
     assert {arm: round(d["value"], 6) for arm, d in against.items()} == {
         "sft": 0.3,
         "shuffled": 0.5,
@@ -140,14 +140,14 @@ def test_the_report_names_every_run_that_is_missing_and_draws_what_is_there(tmp_
     write(
         tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10), result("sft", 2, [0.5] * 10, [0.6] * 10)
     )
-    text = learns.report(tmp_path)
+    text = learns_report.report(tmp_path)
     assert "Not run: rl-1 rl-2 sft-0 sft-1 shuffled-0 shuffled-1 shuffled-2." in text
     assert "| rl | 0 | 10 | 50.0" in text
     assert "shuffled, after training" not in text
     assert (tmp_path / "learns.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["arms"]["rl"]["after"]["value"] == pytest.approx(0.9)
-    assert learns.report(tmp_path) == text  # report.json is no result of a run
+    assert learns_report.report(tmp_path) == text  # report.json is no result of a run
 
 
 def test_the_published_split_is_reported_per_depth(tmp_path):
@@ -155,11 +155,11 @@ def test_the_published_split_is_reported_per_depth(tmp_path):
     items = {task_id: float(n % 2) for n, task_id in enumerate(ids)}
     test = {"before": {"items": dict.fromkeys(items, 0.0)}, "after": {"items": items}}
     write(tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10, test=test))
-    rows = learns.analyse(learns.read_results(tmp_path))["arms"]["rl"]["test"]
+    rows = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]["test"]
     sizes = {name: row["difference"]["items"] for name, row in rows.items()}
     assert sizes == {"depth 1": 31, "depth 2": 41, "depth 3": 25, "depth 4": 3, "all": 100}
     assert rows["all"]["difference"]["value"] == 0.5
-    assert "| depth 4 | 3 |" in learns.report(tmp_path)
+    assert "| depth 4 | 3 |" in learns_report.report(tmp_path)
 
 
 def test_runs_of_different_length_are_not_pooled(tmp_path):
@@ -169,7 +169,7 @@ def test_runs_of_different_length_are_not_pooled(tmp_path):
         result("rl", 1, [0.5] * 10, [0.9] * 10, steps=20),
     )
     with pytest.raises(ValueError, match=r"mixes runs of \[20, 60\] steps; keep one length"):
-        learns.report(tmp_path)
+        learns_report.report(tmp_path)
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path, capsys):
@@ -184,7 +184,7 @@ def test_evaluations_are_read_from_a_run_directory_in_order(tmp_path):
         items = {"textcraft_1": {"avg": step / 20}}
         summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}, "items": items}
         (tmp_path / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
-    found = learns.read_evaluations(tmp_path)
+    found = common.read_evaluations(tmp_path)
     assert [(e["step"], e["items"]) for e in found] == [
         (0, {"textcraft_1": 0.0}),
         (10, {"textcraft_1": 0.5}),
