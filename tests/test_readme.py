@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, hardware_defaults
+from recipes.learns_report import analyse, held_out_table, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,3 +59,8 @@ def test_tutorials_linked_from_the_readme_exist() -> None:
     linked = re.findall(r"\((tutorials/[\w.]+)\)", README)
     assert linked
     assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
+def test_the_learning_table_is_the_one_that_the_committed_runs_give() -> None:
+    results = read_results(ROOT / "recipes" / "results" / "learns")
+    assert [line for line in held_out_table(analyse(results)) if line not in README] == []
