@@ -5,7 +5,8 @@ are measured on the same held-out goals, three seeds each:
 
     rl         train.py with its defaults
     sft        more imitation instead: as many optimizer steps on fresh demonstrations of the same
-               training goals, 64 of them per step, which is as many trajectories as RL rolls out
+               training goals, 32 a step: what fits into the time of RL's rollout and update, and
+               in all fifteen times what the warm start saw
     shuffled   train.py --shuffle-rewards: trajectories swap rewards at random, so that updates are
                as large and as many, and carry no information
 
@@ -132,7 +133,7 @@ def train_sft(config: Any, learning_rate: float) -> None:
         raise ValueError(
             "the sft arm takes one optimizer step per step, as the rl arm's defaults do"
         )
-    per_step = config.tasks_per_step * config.group_size
+    per_step = max(1, config.tasks_per_step * config.group_size // 2)
     settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
     with ExitStack() as stack:
         run_of = rundir.open_run(config)
