@@ -11,9 +11,8 @@ Gemini. So this file has its own short episode loop over messages:
         observation = env.step(text)
         messages   += [assistant: text, user: observation]
 
-Each episode runs in a thread of its own and waits for nobody. Its `ApiTrajectory` has the fields of
-`rollout.RolloutHandler` that evaluation reads, and writes the same trajectory line with the token
-fields (`input_ids`, `loss_mask`, `rollout_log_probs`) null.
+Each episode runs in a thread of its own and waits for nobody. It is written as the same line as a
+trajectory of tokens, with the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`) null.
 
 What can go wrong, and what becomes of it:
 
@@ -38,17 +37,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import requests
 
 from envclient import EnvClient, EnvError, EnvPool
-from envs import Task
-from metrics import LOST
 from rollout import NUM_TRIES, RolloutRequest, RolloutSettings, TooManyEnvFailures, sampling_seed
-from trajectory import Turn
+from trajectory import Trajectory, Turn
 
 MAX_WAIT_S = 60.0  # no single back-off is longer, whatever the server asks for
 
@@ -161,72 +157,11 @@ def _retry_after(answer: requests.Response) -> float:
     return float(value) if value.replace(".", "", 1).isdigit() else 0.0
 
 
-@dataclass
-class ApiTrajectory:
-    """One episode over messages; the fields of RolloutHandler that evaluation reads."""
-
-    trajectory_id: str
-    step: int
-    env: str
-    task: Task
-    group_id: int
-    seed: int
-    max_rounds: int
-    messages: list[dict[str, str]] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    success: bool = False
-    terminated: bool = False
-    truncated: bool = False
-    stop_reason: str | None = None
-    error: str | None = None  # what was lost, in words
-
-    @property
-    def task_id(self) -> str:
-        return self.task.task_id
-
-    @property
-    def subtask(self) -> str:
-        return self.task.subtask
-
-    @property
-    def total_return(self) -> float:
-        return sum(turn.reward for turn in self.turns)
-
-    @property
-    def is_valid(self) -> bool:
-        return self.stop_reason not in (None, *LOST)
-
-    def to_line(self) -> dict[str, Any]:
-        """The trajectory line of a run directory; what a chat server does not tell is null."""
-        return {
-            "trajectory_id": self.trajectory_id,
-            "step": self.step,
-            "env": self.env,
-            "task_id": self.task_id,
-            "subtask": self.subtask,
-            "group_id": self.group_id,
-            "seed": self.seed,
-            "max_rounds": self.max_rounds,
-            "messages": self.messages,
-            "input_ids": None,
-            "loss_mask": None,
-            "rollout_log_probs": None,
-            "advantages": None,
-            "turns": [asdict(turn) for turn in self.turns],
-            "return": self.total_return,
-            "success": self.success,
-            "terminated": self.terminated,
-            "truncated": self.truncated,
-            "stop_reason": self.stop_reason,
-            "weight_version": None,
-            "used_in_loss": False,
-        }
-
-
 def run_api_episode(
     api: ChatApi,
     client: EnvClient,
-    trajectory: ApiTrajectory,
+    task_index: int,
+    trajectory: Trajectory,
     settings: RolloutSettings,
     sample_seed: int = 0,
 ) -> None:
@@ -235,14 +170,14 @@ def run_api_episode(
 
     Args:
         client: an environment session of this episode alone.
-        trajectory: names the task and the env seed.
+        trajectory: names the env seed and the turn limit.
         settings: max_rounds, max_tokens_per_turn, temperature.
         sample_seed: sent to the chat server; differs between the samples of a task.
     Raises: EnvError when the environment fails, ApiError when the chat server does.
     """
     t = trajectory
     t.turns, t.messages = [], []
-    observation = client.reset(t.task.task_index, seed=t.seed)
+    observation = client.reset(task_index, seed=t.seed)
     t.messages = [*client.prompt]
     while True:
         t.messages.append({"role": "user", "content": observation})
@@ -252,8 +187,7 @@ def run_api_episode(
                 t.messages, settings.max_tokens_per_turn, settings.temperature, sample_seed
             )
         except ContextFull:
-            t.stop_reason = "length"
-            break
+            return t.stop("length")
         generated = time.perf_counter()
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
@@ -268,16 +202,12 @@ def run_api_episode(
             state=client.state() if settings.record_state else None,
         )
         t.turns.append(turn)
-        t.success = bool(result.info.get("success"))
         if result.terminated:
-            t.stop_reason = "success" if t.success else "failure"
-            break
+            success = bool(result.info.get("success"))
+            return t.stop("success" if success else "failure", success)
         if result.truncated or len(t.turns) >= t.max_rounds:
-            t.stop_reason = "env_limit" if result.truncated else "max_rounds"
-            break
+            return t.stop("env_limit" if result.truncated else "max_rounds")
         observation = result.observation
-    t.terminated = t.stop_reason in ("success", "failure")
-    t.truncated = not t.terminated
 
 
 def collect_api(
@@ -285,8 +215,8 @@ def collect_api(
     pool: EnvPool,
     requests_: Sequence[RolloutRequest],
     settings: RolloutSettings,
-    progress: Callable[[ApiTrajectory], None] | None = None,
-) -> list[ApiTrajectory]:
+    progress: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
     """
     `rollout.collect` over messages: every request played to its end, in the order of the requests.
 
@@ -298,18 +228,7 @@ def collect_api(
         TooManyEnvFailures: more than `settings.max_env_failures` of all trajectories are lost.
         Episodes under way are dropped in both cases.
     """
-    trajectories = [
-        ApiTrajectory(
-            trajectory_id=f"s{r.step:06d}-t{r.group_id:04d}-k{r.sample:02d}",
-            step=r.step,
-            env=pool.env,
-            task=r.task,
-            group_id=r.group_id,
-            seed=r.seed,
-            max_rounds=settings.max_rounds,
-        )
-        for r in requests_
-    ]
+    trajectories = [Trajectory(**r.heading(pool.env, settings.max_rounds)) for r in requests_]
     api.stopped.clear()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
@@ -325,7 +244,9 @@ def collect_api(
             r = requests_[index]
             seed = sampling_seed(settings.seed, r.step, r.task.task_id, r.sample, turn=0)
             try:
-                _play_with_retries(api, pool, trajectories[index], settings, seed)
+                _play_with_retries(
+                    api, pool, r.task.task_index, trajectories[index], settings, seed
+                )
             except BaseException as error:  # must surface in the caller's thread, not hang it
                 ended.put((index, error))
             else:
@@ -357,7 +278,8 @@ def collect_api(
 def _play_with_retries(
     api: ChatApi,
     pool: EnvPool,
-    trajectory: ApiTrajectory,
+    task_index: int,
+    trajectory: Trajectory,
     settings: RolloutSettings,
     sample_seed: int,
 ) -> None:
@@ -367,7 +289,7 @@ def _play_with_retries(
         client = None
         try:
             client = pool.client()
-            return run_api_episode(api, client, trajectory, settings, sample_seed)
+            return run_api_episode(api, client, task_index, trajectory, settings, sample_seed)
         except EnvError as error:
             is_under_way = bool(trajectory.messages)
             if (restarts_left if is_under_way else resets_left) == 0:
@@ -383,6 +305,6 @@ def _play_with_retries(
                 client.close()
 
 
-def _lose(trajectory: ApiTrajectory, reason: str, error: Exception) -> None:
-    trajectory.stop_reason, trajectory.error, trajectory.truncated = reason, str(error), True
-    trajectory.success = False
+def _lose(trajectory: Trajectory, reason: str, error: Exception) -> None:
+    trajectory.stop(reason)
+    trajectory.error = str(error)

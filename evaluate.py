@@ -45,15 +45,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from chatapi import ApiError, ApiTrajectory, ChatApi, collect_api
+from chatapi import ApiError, ChatApi, collect_api
 from cli import complain, parse_command_line
 from envclient import EnvError, EnvPool, local_server
 from envs import Task, load_tasks
 from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from scoring import compare, format_table, plot_curves, summarize
-from trajectory import RolloutHandler
+from trajectory import RolloutHandler, Trajectory
 
-Trajectory = RolloutHandler | ApiTrajectory
 PROG = "evaluate.py"
 
 

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
@@ -52,6 +53,19 @@ class RolloutRequest:
     sample: int
     seed: int
     step: int
+
+    def heading(self, env: str, max_rounds: int) -> dict[str, Any]:
+        """What a `Trajectory` of this request begins with."""
+        return {
+            "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
+            "step": self.step,
+            "env": env,
+            "task_id": self.task.task_id,
+            "subtask": self.task.subtask,
+            "group_id": self.group_id,
+            "seed": self.seed,
+            "max_rounds": max_rounds,
+        }
 
 
 @dataclass(frozen=True)
@@ -228,18 +242,8 @@ class _Episode:
         self.handler = self._new_handler()
 
     def _new_handler(self) -> RolloutHandler:
-        r = self.request
-        return RolloutHandler(
-            trajectory_id=f"s{r.step:06d}-t{r.group_id:04d}-k{r.sample:02d}",
-            step=r.step,
-            env=self.pool.env,
-            task_id=r.task.task_id,
-            subtask=r.task.subtask,
-            group_id=r.group_id,
-            seed=r.seed,
-            max_rounds=self.settings.max_rounds,
-            weight_version=self.weight_version,
-        )
+        heading = self.request.heading(self.pool.env, self.settings.max_rounds)
+        return RolloutHandler(**heading, weight_version=self.weight_version)
 
     def reset(self) -> None:
         """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried."""

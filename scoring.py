@@ -50,11 +50,8 @@ import numpy as np
 
 from metrics import LOST
 
-if TYPE_CHECKING:  # both bring torch; numbers need neither
-    from chatapi import ApiTrajectory
-    from trajectory import RolloutHandler
-
-    Trajectory = RolloutHandler | ApiTrajectory
+if TYPE_CHECKING:  # it brings transformers; numbers need none
+    from trajectory import Trajectory
 
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
 

@@ -24,6 +24,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chat import ChatTemplate
+from metrics import LOST
+
+TOKEN_FIELDS = ("input_ids", "loss_mask", "rollout_log_probs", "advantages", "weight_version")
 
 
 @dataclass
@@ -41,12 +44,8 @@ class Turn:
 
 
 @dataclass
-class RolloutHandler:
-    """One trajectory, growing. All token lists have the same length.
-
-    The engine is always sent `input_ids` as they are, so `check()` can prove that what was sampled
-    from is what is trained on.
-    """
+class Trajectory:
+    """One episode: who played what under which limit, what was said, how it ended."""
 
     trajectory_id: str
     step: int
@@ -57,18 +56,50 @@ class RolloutHandler:
     seed: int
     max_rounds: int
     messages: list[dict[str, str]] = field(default_factory=list)
-    input_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     success: bool = False
     terminated: bool = False
     truncated: bool = False
     stop_reason: str | None = None
-    weight_version: int = 0
     used_in_loss: bool = False
+    error: str | None = None  # what was lost, in words
+
+    def stop(self, reason: str, success: bool = False) -> None:
+        """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
+        self.stop_reason, self.success = reason, success
+        self.terminated = reason in ("success", "failure")
+        self.truncated = not self.terminated
+
+    @property
+    def total_return(self) -> float:
+        """Sum of the turns' rewards, 0..1."""
+        return sum((turn.reward for turn in self.turns), 0.0)
+
+    @property
+    def is_valid(self) -> bool:
+        """False when it did not end, or the infrastructure failed: it counts nowhere."""
+        return self.stop_reason not in (None, *LOST)
+
+    def to_line(self) -> dict[str, Any]:
+        """One JSON object of `trajectories/*.jsonl`; fields about tokens are null without any."""
+        line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        turns = [asdict(turn) for turn in self.turns]
+        return dict.fromkeys(TOKEN_FIELDS) | line | {"turns": turns, "return": self.total_return}
+
+
+@dataclass
+class RolloutHandler(Trajectory):
+    """A trajectory as tokens, growing. All token lists have the same length.
+
+    The engine is always sent `input_ids` as they are, so `check()` can prove that what was sampled
+    from is what is trained on.
+    """
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    weight_version: int = 0
     advantages: list[float] | None = None
-    error: str | None = None  # what the infrastructure said, for stop_reason env_error
     # (length, hash) of each prompt sent
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
@@ -124,10 +155,7 @@ class RolloutHandler:
                 )
 
     def stop(self, reason: str, success: bool = False) -> None:
-        """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
-        self.stop_reason, self.success = reason, success
-        self.terminated = reason in ("success", "failure")
-        self.truncated = not self.terminated
+        super().stop(reason, success)
         self.check()
 
     @property
@@ -140,19 +168,9 @@ class RolloutHandler:
         return list(range(len(self.input_ids)))
 
     @property
-    def total_return(self) -> float:
-        """Sum of the turns' rewards, 0..1."""
-        return sum((turn.reward for turn in self.turns), 0.0)
-
-    @property
     def is_valid(self) -> bool:
-        """False when the infrastructure failed or the policy never spoke: it counts nowhere."""
-        return self.stop_reason not in (None, "env_error", "engine_error") and any(self.loss_mask)
-
-    def to_line(self) -> dict[str, Any]:
-        """The trajectory as one JSON object of `trajectories/*.jsonl`."""
-        line = {name: value for name, value in vars(self).items() if name != "_prompts"}
-        return line | {"turns": [asdict(t) for t in self.turns], "return": self.total_return}
+        """False also when the policy never spoke: there is nothing to learn from."""
+        return super().is_valid and any(self.loss_mask)
 
     def _append(self, ids: list[int]) -> None:
         self.input_ids += ids
