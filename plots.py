@@ -84,21 +84,24 @@ def plot(run_dir: str | Path) -> Path:
         )
         turns_axis.set_ylim(bottom=0)
 
-        entropy_axis.set(title="Entropy and KL to the reference", ylabel="entropy (nats per token)")
+        entropy_axis.set(title="Entropy", ylabel="entropy (nats per token)")
         _curve(entropy_axis, rows, "policy/entropy", "entropy", BLUE)
         entropy_axis.set_ylim(bottom=0)
-        kl_axis = entropy_axis.twinx()
-        kl_axis.spines["right"].set_visible(True)
-        kl_axis.grid(False)
-        kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
-        kl_axis.tick_params(axis="y", colors=ORANGE)
-        _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
+        kl_axis = None
+        if _series(rows, "policy/kl")[0]:  # only runs with a KL term have one
+            entropy_axis.set_title("Entropy and KL to the reference")
+            kl_axis = entropy_axis.twinx()
+            kl_axis.spines["right"].set_visible(True)
+            kl_axis.grid(False)
+            kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
+            kl_axis.tick_params(axis="y", colors=ORANGE)
+            _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
 
         for axis in axes.flat:
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
             lines, labels = axis.get_legend_handles_labels()
-            if axis is entropy_axis:
+            if axis is entropy_axis and kl_axis is not None:
                 more_lines, more_labels = kl_axis.get_legend_handles_labels()
                 lines, labels = lines + more_lines, labels + more_labels
             if labels:
@@ -130,7 +133,8 @@ def _curve(
     window = min(50, max(5, len(steps) // 10))
     axis.plot(steps, values, color=color, alpha=0.25, lw=1, ls=ls)
     marker = "o" if len(steps) == 1 else None
-    axis.plot(steps, running_mean(values, window), color=color, lw=2, marker=marker, label=label)
+    mean = running_mean(values, window)
+    axis.plot(steps, mean, color=color, lw=2, ls=ls, marker=marker, label=label)
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -65,6 +65,18 @@ def test_the_plot_draws_what_was_logged(tmp_path, monkeypatch):
     assert list(lines["horizon (max_rounds)"].get_ydata()) == [6] * 6 + [10] * 6
     assert list(lines["success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
+    assert figure.axes[4].get_ylabel() == "KL (nats per token)"
+
+
+def test_without_a_kl_term_there_is_no_empty_axis_for_it(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **k: drawn.append(self))
+    monkeypatch.setattr("os.replace", lambda *paths: None)
+    MetricsLogger(tmp_path).log(1, {"policy/entropy": 0.5, "policy/kl": None})
+    plot(tmp_path)
+    assert len(drawn[0].axes) == 4
 
 
 def test_a_run_without_any_step_still_draws(tmp_path):
