@@ -83,7 +83,8 @@ class Config:
     critic_learning_rate: float = 1e-4
     """of PPO's critic, AdamW [paper: 1e-5]"""
     learning_rate_scheduler: Literal["constant", "linear"] = "linear"
-    """of both; linear: falls to 0 over --steps [paper: constant]"""
+    """of both; linear: falls to 0 over --steps, the new ones if --resume changes them [paper:
+    constant]"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this global norm [paper: 1.0]"""
     clip_ratio: float = 0.2

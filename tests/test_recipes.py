@@ -61,11 +61,12 @@ def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
         for arm in scaling_inter.ARMS
     }
     assert {arm: c.rounds for arm, c in configs.items()} == {
-        "short": (4,),
-        "long": (12,),
-        "stepwise": (4, 8, 12),
+        "short": (2,),
+        "long": (8,),
+        "stepwise": (2, 4, 8),
     }
-    assert {c.evaluation_rounds for c in configs.values()} == {12}
+    assert {c.evaluation_rounds for c in configs.values()} == {8}
+    assert {c.learning_rate_scheduler for c in configs.values()} == {"constant"}
     horizon = {"rounds", "rounds_scheduler", "steps_scaling_inter"}
     for c in configs.values():
         differing = {n for n in vars(c) if getattr(c, n) != getattr(configs["short"], n)}
