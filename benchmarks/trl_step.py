@@ -437,6 +437,10 @@ def compare(options: argparse.Namespace, arguments: list[str], start: str) -> li
                 )
             if n:
                 repeats.append(row)
+    except KeyboardInterrupt:
+        if not repeats:
+            raise
+        print(f"stopped: the figures are of {len(repeats)} repeats", flush=True)
     finally:
         for side in sides:
             side.close()
