@@ -82,9 +82,9 @@ class Config:
     """of the policy, AdamW [paper: 1e-6]"""
     critic_learning_rate: float = 1e-4
     """of PPO's critic, AdamW [paper: 1e-5]"""
-    learning_rate_scheduler: Literal["constant", "linear"] = "linear"
-    """of both; linear: falls to 0 over --steps, the new ones if --resume changes them [paper:
-    constant]"""
+    learning_rate_decay_steps: int = 60
+    """of both: the rate falls on a line to 1/N of itself in N steps and stays there; 0: constant
+    (steps) [paper: 0]"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this global norm [paper: 1.0]"""
     clip_ratio: float = 0.2
@@ -182,7 +182,7 @@ PAPER = {
     "max_tokens_per_micro_batch": 16384,
     "learning_rate": 1e-6,
     "critic_learning_rate": 1e-5,
-    "learning_rate_scheduler": "constant",
+    "learning_rate_decay_steps": 0,
     "kl_loss_coef": 1e-3,
     "entropy_coef": 1e-3,
     "save_every": 25,
@@ -243,7 +243,8 @@ def check(config: Config) -> None:
     for name in positive:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0, and finite")
-    for name in ["kl_coef", "kl_loss_coef", "entropy_coef", "sampler_is_cap", "eval_every"]:
+    not_negative = ["kl_coef", "kl_loss_coef", "entropy_coef", "sampler_is_cap", "eval_every"]
+    for name in [*not_negative, "learning_rate_decay_steps"]:
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
     for name in ["gamma", "lam", "max_env_failures"]:

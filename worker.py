@@ -18,6 +18,7 @@ Read next: `checkpoint.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,13 @@ class Worker:
             f"on {self.accelerator.device}",
             flush=True,
         )
+        if 0 < config.learning_rate_decay_steps < config.steps:
+            n = config.learning_rate_decay_steps
+            print(
+                f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; to go on "
+                f"learning until step {config.steps}, raise --learning-rate-decay-steps",
+                flush=True,
+            )
         # vLLM's stream of random numbers: another one for another seed, and after a resume.
         engine_seed = config.seed + 1_000 * len(checkpoint.steps_saved(run.path))
         options = {"seed": engine_seed} if config.engine == "vllm" else {}
@@ -277,9 +285,11 @@ class Worker:
         return metrics
 
     def set_learning_rates(self, step: int) -> None:
-        """A function of the step alone, so that a resumed run cannot lose its place."""
+        """A function of the step alone, not of --steps: a run resumed to go further than it was
+        first meant to equals one that was meant to from the start."""
         c = self.config
-        left = 1.0 if c.learning_rate_scheduler == "constant" else 1 - (step - 1) / c.steps
+        decay_steps = c.learning_rate_decay_steps or math.inf
+        left = 1 - min(step - 1, decay_steps - 1) / decay_steps
         for optimizer, rate in (
             (self.optimizer, c.learning_rate),
             (self.critic_optimizer, c.critic_learning_rate),

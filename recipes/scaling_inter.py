@@ -76,8 +76,8 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
         raise ValueError(f"--arm {arm} is unknown; choose one of: all {' '.join(ARMS)}")
     arguments = ["--env", "textcraft", "--seed", str(seed)]
     arguments += ["--eval-rounds", str(LONG), "--eval-samples", "2"]
-    # A rate that falls with --steps would depend on how an arm was cut into pieces.
-    arguments += ["--learning-rate-scheduler", "constant"]
+    # Arms take different numbers of steps: a rate that falls by steps would favour the short ones.
+    arguments += ["--learning-rate-decay-steps", "0"]
     arguments += ["--eval-every", str(PIECE), "--save-every", str(PIECE)]
     return [*arguments, *HORIZONS[arm], *extra, "--run-dir", str(run_dir)]
 

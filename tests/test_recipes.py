@@ -66,7 +66,7 @@ def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
         "stepwise": (2, 4, 8),
     }
     assert {c.evaluation_rounds for c in configs.values()} == {8}
-    assert {c.learning_rate_scheduler for c in configs.values()} == {"constant"}
+    assert {c.learning_rate_decay_steps for c in configs.values()} == {0}
     horizon = {"rounds", "rounds_scheduler", "steps_scaling_inter"}
     for c in configs.values():
         differing = {n for n in vars(c) if getattr(c, n) != getattr(configs["short"], n)}

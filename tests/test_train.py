@@ -183,7 +183,7 @@ def test_logged_names_are_the_glossarys_and_no_name_of_it_is_never_logged(run_di
 def test_ppo_epochs_are_optimizer_steps_and_the_learning_rate_is_the_stated_one(run_dir):
     for line in read_metrics(run_dir):
         assert line["policy/optimizer_steps"] == 2
-        assert line["policy/learning_rate"] == pytest.approx(4e-5 * (1 - (line["step"] - 1) / 2))
+        assert line["policy/learning_rate"] == pytest.approx(4e-5 * (1 - (line["step"] - 1) / 60))
 
 
 def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_goes_on(
@@ -247,14 +247,16 @@ def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
     assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
 
 
-def test_a_linear_schedule_starts_at_the_stated_rate_and_never_reaches_zero(tmp_path):
+@pytest.mark.parametrize(("decay_steps", "rates"), [(2, [1e-3, 5e-4, 5e-4]), (0, [1e-3] * 3)])
+def test_the_learning_rate_falls_on_a_line_and_never_to_zero(tmp_path, capsys, decay_steps, rates):
     with serve() as url:
         code, run_dir = run_in_process(
-            tmp_path, url, steps=2, learning_rate=1e-3, learning_rate_scheduler="linear"
+            tmp_path, url, steps=3, learning_rate=1e-3, learning_rate_decay_steps=decay_steps
         )
     assert code == 0
-    rates = [line["policy/learning_rate"] for line in read_metrics(run_dir)]
-    assert rates == [1e-3, 5e-4]
+    assert [line["policy/learning_rate"] for line in read_metrics(run_dir)] == rates
+    note = "raise --learning-rate-decay-steps"
+    assert (note in capsys.readouterr().out) == bool(decay_steps)
 
 
 # --- Misuse: exit code 2, one line, nothing left behind ------------------------------------------
