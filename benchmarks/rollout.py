@@ -158,7 +158,8 @@ def play_lockstep(engine: Any, pool: Any, chat: Any, requests: Any, settings: An
     """
     from rollout import _Episode
 
-    episodes = [_Episode(pool, chat, request, settings, 0) for request in requests]
+    stopping = threading.Event()
+    episodes = [_Episode(pool, chat, request, settings, 0, stopping) for request in requests]
     tokens, idle, began = 0, 0.0, time.perf_counter()
 
     def answer_all(calls: list[Any]) -> None:
