@@ -32,8 +32,7 @@ from trajectory import RolloutHandler
 
 @dataclass
 class Batch:
-    """Trajectories as tensors, padded on the right; every field has B rows, aligned with each
-    other."""
+    """Trajectories as tensors, padded on the right; row b of every field is trajectory b."""
 
     input_ids: torch.Tensor  # (B, T) int64
     loss_mask: torch.Tensor  # (B, T) float32, 1 on policy tokens

@@ -12,8 +12,7 @@ on a trajectory only grows by concatenation:
 
     opening      head of the render | first observation | tail up to where the assistant speaks
     action       the ids that the policy sampled, as sampled
-    observation  what the template puts after a turn | observation | tail up to where the assistant
-    speaks
+    observation  what the template puts after a turn | observation | the same tail
 
 For ChatML (Qwen, SmolLM2) the pieces are
 

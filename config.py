@@ -53,8 +53,7 @@ class Config:
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
     """how the horizon changes during training [paper: both]"""
     rounds: tuple[int, ...] = (6,)
-    """most turns of a trajectory; several for scaling_inter_stepwise (turns) [paper: 30, or 10 20
-    30]"""
+    """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
     steps_scaling_inter: int = 100
     """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
     steps: int = 60
@@ -68,8 +67,7 @@ class Config:
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
     max_tokens_per_micro_batch: int = 4096
-    """tokens of one forward and backward pass, padding included (tokens); lower it when memory runs
-    out"""
+    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
     share_prefix: bool = True
     """compute the opening that the samples of a task share once per micro-batch (prefix.py)"""
     max_tokens_per_turn: int = 80
@@ -110,8 +108,7 @@ class Config:
     skip_zero_variance: bool = True
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
     shuffle_rewards: bool = False
-    """control experiment: trajectories swap rewards at random within a step; nothing should be
-    learned"""
+    """control: trajectories swap rewards at random within a step; nothing should be learned"""
     # Limits
     max_sync_error: float = 0.1
     """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
@@ -119,8 +116,7 @@ class Config:
     """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks every so many steps, and before the first and after the last; 0:
-    never"""
+    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
     eval_tasks: str | None = None
     """id list of held-out tasks (JSON file; none: the environment's test split)"""
     eval_subtasks: tuple[str, ...] | None = None
@@ -197,8 +193,7 @@ def hardware_defaults(gpu: bool) -> Config:
 
 
 def complete(config: Config) -> Config:
-    """Fill in what follows from other options: the laptop's id lists, and what --deterministic
-    implies."""
+    """Fill in what follows from other options: id lists, and what --deterministic implies."""
     if config.deterministic:
         config = replace(config, engine="transformers")
     if config.tasks is None and config.split is None:

@@ -29,14 +29,12 @@ CHATML = (
 
 
 def cache_dir() -> Path:
-    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ beside this
-    file."""
+    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ here."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parent / ".cache")
 
 
 def resolve_model(name: str) -> str:
-    """`smollm2-135m` or `tiny` -> path of the checkpoint in the cache (built on first use); else
-    `name` itself."""
+    """`smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; else `name`."""
     builders: dict[str, Callable[[Path], None]] = {
         "smollm2-135m": build_smollm2,
         "tiny": build_tiny,
@@ -90,8 +88,7 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """A small Qwen2 with random weights from a fixed seed, and a byte-level BPE tokenizer of
-    TextCraft's words."""
+    """A small Qwen2, random weights from a fixed seed, and a BPE tokenizer of TextCraft words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

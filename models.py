@@ -104,16 +104,14 @@ class PolicyModel(nn.Module):
     def _score(
         self, states: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live only in
-        here."""
+        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live here."""
         logits = self.lm.get_output_embeddings()(states).float() / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
         return log_probs, entropy_from_logits(logits)
 
 
 class CriticModel(nn.Module):
-    """The policy's architecture with a value head: V(state) for every position that precedes a
-    policy token."""
+    """The policy's architecture with a value head: V(state) before every policy token."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()

@@ -66,8 +66,7 @@ class SftSettings:
 
 
 def demonstrate(env: str, task: Task, seed: int, max_turns: int = 50) -> Conversation | None:
-    """The oracle solves one task: an AgentTraj conversation, or None if it did not get there in
-    `max_turns`."""
+    """The oracle solves one task: an AgentTraj conversation, or None after `max_turns`."""
     world = get_env(env)()
     observation = world.reset(task.task_index, seed)
     turns: list[dict[str, Any]] = [
@@ -234,8 +233,7 @@ def finetune(
 def encode(
     chat: ChatTemplate, records: list[Conversation], settings: SftSettings, pad_id: int
 ) -> Batch:
-    """Conversations -> tensors; those over the token limit are left out, with a line that says how
-    many."""
+    """Conversations -> tensors; those over the token limit are left out, and counted in a line."""
     handlers = [from_agenttraj(chat, record) for record in records]
     kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
     if len(kept) < len(handlers):
@@ -263,8 +261,7 @@ def train_to(folder: Path, model: str, records: list[Conversation], settings: Sf
 
 
 def warm_start(model: str, env: str, tasks: list[Task], settings: SftSettings) -> str:
-    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then taken from
-    the cache."""
+    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached."""
     records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode()).hexdigest()[:16]
     folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"

@@ -1,17 +1,17 @@
 """The passes of one training step: score tokens, and take optimizer steps on the clipped objective.
 
-    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A )  -  β_KL KL(π_θ ‖ π_ref)  +  c_H
-    H(π_θ)
-    ρ = π_θ(token) / π_old(token)    w = min( π_old / μ, cap )
-    N = policy tokens of the mini-batch, over all processes, groups left out for want of signal
-        included
+    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A ) - β KL(π_θ ‖ π_ref) + c_H H(π_θ)
+
+    ρ = π_θ(token) / π_old(token)
+    w = min( π_old / μ, cap )
+    N = policy tokens of the mini-batch over all processes, groups without signal included
 
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
 w corrects for that.
 
-    step's batch ──shuffle──> mini-batches (one optimizer step each) ──cut──> micro-batches (one
-    backward each)
+    step's batch ──shuffle──> mini-batches ──cut──> micro-batches
+                              an optimizer step     a backward each
 
 `--ppo-epochs` E over a batch of M mini-batches takes E·M optimizer steps; the reference reads the
 setting and takes one pass whatever it says. When E·M = 1 the policy has not moved before its only
@@ -22,7 +22,7 @@ A loss or gradient that is not finite never reaches the optimizer: that mini-bat
 counted.
 
 Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes
-    stand in a step.
+stand in a step.
 """
 
 from __future__ import annotations
@@ -299,8 +299,7 @@ def _optimize(
 
 
 def _mini_batches(num_rows: int, objective: Objective, seed: int) -> Iterator[list[int]]:
-    """Row indices of each optimizer step: every row once per epoch, freshly shuffled from a seed of
-    its own."""
+    """Row indices of each optimizer step: every row once per epoch, freshly shuffled."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(objective.ppo_epochs):
         order = torch.randperm(num_rows, generator=generator).tolist()

@@ -132,8 +132,7 @@ class Worker:
         self.best_step: int | None = None
 
     def trained(self, model: Any, learning_rate: float) -> tuple[Any, Any]:
-        """A model and its optimizer, prepared together (a sharded model wants its optimizer with
-        it)."""
+        """A model and its optimizer, prepared together, as sharding wants them."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
         )
@@ -192,8 +191,7 @@ class Worker:
     def roll_out(
         self, requests: list[RolloutRequest], max_rounds: int, stats: RolloutStats
     ) -> list[RolloutHandler]:
-        """Banner 2, with a progress bar; on an engine error the finished trajectories are saved
-        first."""
+        """Banner 2, with a progress bar; on an engine error what has finished is kept."""
         step = requests[0].step
         finished: list[RolloutHandler] = []
         with rundir.progress_bar(len(requests), f"step {step} rollout") as tick:
