@@ -29,7 +29,7 @@ CHATML = (
 
 
 def cache_dir() -> Path:
-    """Where converted models and warm starts are kept: $AGENT_RL_CACHE, or .cache/ here."""
+    """Folder of converted models and warm starts: $AGENT_RL_CACHE, or .cache/ beside this file."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parent / ".cache")
 
 

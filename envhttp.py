@@ -119,15 +119,12 @@ class Transport:
     ) -> None:
         self.base_url = checked_url(base_url)
         self.timeout_s, self.num_retries, self.busy_wait_s = timeout_s, num_retries, busy_wait_s
-        # NOTE: urllib3, not requests: a step then costs this process half the CPU time, which on a
-        # machine that also samples is the sampler's. It reads neither HTTP_PROXY, which would apply
-        # even to 127.0.0.1, nor .netrc, which adds credentials.
+        # NOTE: urllib3, not requests on top of it: every step pays for that layer, in CPU time that
+        # the sampler needs. It reads neither HTTP_PROXY, which would apply even to 127.0.0.1, nor
+        # .netrc, which adds credentials.
         connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
-        self._http = urllib3.PoolManager(
-            headers={"Content-Type": "application/json"},
-            timeout=urllib3.Timeout(connect=connect_s, read=timeout_s),
-            retries=False,
-        )
+        timeout = urllib3.Timeout(connect=connect_s, read=timeout_s)
+        self._http = urllib3.PoolManager(timeout=timeout, retries=False)
         self._last_used = time.monotonic()
 
     def request(self, method: str, path: str, fields: dict[str, Any]) -> Any:
@@ -154,10 +151,11 @@ class Transport:
         url = self.base_url + path
         if time.monotonic() - self._last_used > IDLE_CONNECTION_S:
             self._http.clear()  # drops the connection; the next request opens another
-        sent = {"fields": fields} if method == "GET" else {"body": json.dumps(fields)}
+        sent: dict[str, Any] = {"fields": fields}
+        if method != "GET":
+            sent = {"body": json.dumps(fields), "headers": {"Content-Type": "application/json"}}
         try:
             answer = self._http.request(method, url, redirect=False, **sent)
-            return _read_answer(url, answer.status, answer.data.decode(errors="replace"))
         except HTTPError as error:
             # A refused connection is a NewConnectionError, which urllib3 counts as a time-out.
             if isinstance(error, HTTPTimeout) and not isinstance(error, NewConnectionError):
@@ -167,6 +165,7 @@ class Transport:
             raise EnvConnectionError(what, url) from error
         finally:
             self._last_used = time.monotonic()
+        return _read_answer(url, answer.status, answer.data.decode(errors="replace"))
 
 
 # Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."

@@ -23,7 +23,9 @@ length are the hardest case: all trajectories begin together and so end their tu
 what hides waiting in training, that somebody is always in mid-turn, has to arise by itself.
 
 Run it:  python benchmarks/rollout.py            about six minutes on two cores
-It prints a table and writes benchmarks/results/rollout.json. Read next: rollout.py at the root.
+         python benchmarks/rollout.py --max-num-seqs 32 --out benchmarks/results/rollout-32.json
+It prints a table and writes benchmarks/results/rollout.json, or --out. With fewer engine slots than
+trajectories somebody always waits to be decoded. Read next: rollout.py at the root.
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""README.md says what is there: files, line counts, defaults, flags."""
+"""README.md says what is there: files, line counts, defaults, flags, measured figures."""
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from config import Config, hardware_defaults
 from recipes.learns_report import analyse, held_out_table, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FLAGS = {"--" + f.name.replace("_", "-") for f in fields(Config)}
 NOT_A_CONCEPT = {"setup_env.py", "conftest.py", "cli.py"}
@@ -64,3 +66,33 @@ def test_tutorials_linked_from_the_readme_exist() -> None:
 def test_the_learning_table_is_the_one_that_the_committed_runs_give() -> None:
     results = read_results(ROOT / "recipes" / "results" / "learns")
     assert [line for line in held_out_table(analyse(results)) if line not in README] == []
+
+
+def test_what_is_said_of_the_learning_runs_is_what_they_gave() -> None:
+    results = read_results(ROOT / "recipes" / "results" / "learns")
+    minus = analyse(results)["rl_minus"]["sft"]
+    value, low, high = (100 * minus[name] for name in ("value", "low", "high"))
+    assert f"RL minus it is {value:+.1f} points [{low:+.1f}, {high:+.1f}]" in README
+    runs = results["rl"]
+    ends = [row["train/success_rate"] for run in runs for row in run["curve"][-10:]]
+    assert f"it ends at {100 * sum(ends) / len(ends):.0f} %" in README
+
+
+@pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])
+def test_the_rollout_figures_are_those_of_the_committed_run(name: str, after: str) -> None:
+    summary = json.loads((RESULTS / f"{name}.json").read_text())["summary"]
+    none, waiting = (summary[latency]["ratio_to_engine"] for latency in ("none", "100 ms"))
+    assert f"{after}{none:.2f} and {waiting:.2f}" in README
+    if name == "rollout":
+        assert f"| {summary['tail']['ratio_to_lockstep']:.1f} times |" in README
+
+
+def test_the_figures_against_trl_are_those_of_the_committed_run() -> None:
+    document = json.loads((RESULTS / "trl_step.json").read_text())
+    times = [document["summary"]["trl_over_ours"][f"{n}_s"] for n in ("rollout", "update", "step")]
+    ours, theirs = (document["summary"][side]["step_s"] for side in ("ours", "trl"))
+    single = [r["trl"]["step_s"] / r["ours"]["step_s"] for r in document["repeats"]]
+    assert "{:.1f}, {:.1f} and {:.1f} times faster".format(*times) in README
+    assert f"({ours:.0f} s against {theirs:.0f} s, medians of three" in README
+    assert f"single repeats {min(single):.1f} to {max(single):.0f}," in README
+    assert len(single) == 3
