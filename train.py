@@ -54,7 +54,7 @@ from metrics import MetricsLogger, summarize_trajectories
 from plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
 from trajectory import RolloutHandler
-from worker import TrainingError, Worker
+from worker import TrainingError, Worker, requests_of
 
 PROG = "train.py"
 MISUSE = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
@@ -91,7 +91,7 @@ def main(config: Config) -> int:
                 max_rounds = w.scheduler.rounds_at(step)
 
                 # ----------------------------------------------------------------------- 2 roll out
-                requests = w.requests_of(step)
+                requests = requests_of(step, w.tasks, config)
                 stats = RolloutStats()
                 with stop.allowed(), clock("time/rollout_s"):
                     trajectories = w.roll_out(requests, max_rounds, stats)

@@ -154,25 +154,6 @@ class Worker:
 
     # 1, 2: which tasks, and playing them
 
-    def requests_of(self, step: int) -> list[RolloutRequest]:
-        """The step's trajectories to roll: a pure function of (seed, step), so resume cannot lose
-        its place.
-
-        Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
-        environment's seed.
-        """
-        c = self.config
-        requests = []
-        for n in range(c.tasks_per_step):
-            position = (step - 1) * c.tasks_per_step + n
-            epoch, index = divmod(position, len(self.tasks))
-            order = random.Random(f"{c.seed}/{epoch}").sample(
-                range(len(self.tasks)), len(self.tasks)
-            )
-            task, env_seed = self.tasks[order[index]], c.seed * 1_000_003 + position
-            requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(c.group_size)]
-        return requests
-
     def epoch_of(self, step: int) -> float:
         return step * self.config.tasks_per_step / len(self.tasks)
 
@@ -431,6 +412,22 @@ class Worker:
     def _load(self, model: Any, optimizer: Any, part: dict[str, Any]) -> None:
         self.accelerator.unwrap_model(model).load_state_dict(part["model"])
         optimizer.load_state_dict(part["optimizer"])
+
+
+def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:
+    """The step's trajectories to roll: a pure function, so resume cannot lose its place.
+
+    Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
+    environment's seed.
+    """
+    requests = []
+    for n in range(config.tasks_per_step):
+        position = (step - 1) * config.tasks_per_step + n
+        epoch, index = divmod(position, len(tasks))
+        order = random.Random(f"{config.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
+        task, env_seed = tasks[order[index]], config.seed * 1_000_003 + position
+        requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(config.group_size)]
+    return requests
 
 
 def held_out_tasks(config: Config) -> list[Task]:
