@@ -51,6 +51,6 @@ serve: setup  ## serve ENV over HTTP
 	$(RUN) -m envs.server --env $(ENV) $(ARGS)
 
 bench: setup  ## run every benchmark in benchmarks/
-	@failed=""; for file in benchmarks/*.py; do echo "== $$file"; \
+	@failed=""; for file in $$(grep -l __main__ benchmarks/*.py); do echo "== $$file"; \
 		PYTHONPATH=. $(RUN) "$$file" $(ARGS) || failed="$$failed $$file"; done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
