@@ -32,19 +32,7 @@ def multi_turn_rollout(
 
     clients = [pool.client() for _ in requests]
     horizon = max(config.rounds)
-    handlers = [
-        RolloutHandler(
-            f"{r.task.task_id}-{r.sample}",
-            r.step,
-            config.env,
-            r.task.task_id,
-            r.task.subtask,
-            r.group_id,
-            r.seed,
-            horizon,
-        )
-        for r in requests
-    ]
+    handlers = [RolloutHandler(**r.heading(config.env, horizon)) for r in requests]
     with ThreadPoolExecutor(64) as threads:
 
         def reset(i: int) -> None:
@@ -56,8 +44,8 @@ def multi_turn_rollout(
             result = clients[i].step(turn.action_text)
             turn.reward = float(result.reward)
             if result.terminated or result.truncated:
-                handler.stop("success" if result.info["success"] else "failure")
-                handler.success = bool(result.info["success"])
+                solved = bool(result.info["success"])
+                handler.stop("success" if solved else "failure", solved)
             elif len(handler.turns) == horizon:
                 handler.stop("max_rounds")
             else:
@@ -95,6 +83,42 @@ def multi_turn_rollout(
     return handlers
 
 
+def trainer_settings(config: Config, folder: str) -> Any:
+    """Our options in TRL's words: the same objective, optimizer and batch."""
+    import torch
+    from trl import GRPOConfig
+
+    size = config.tasks_per_step * config.group_size
+    micro = next(n for n in (8, 4, 2, 1) if size % n == 0)
+    return GRPOConfig(
+        output_dir=folder,
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        gradient_checkpointing=False,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        weight_decay=0.0,
+        max_grad_norm=config.max_grad_norm,
+        epsilon=config.clip_ratio,
+        beta=config.kl_loss_coef,
+        loss_type="dapo",  # the mean over all tokens of the batch, as ours
+        temperature=config.temperature,
+        num_generations=config.group_size,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=size // micro,
+        max_completion_length=config.max_trajectory_tokens,
+        shuffle_dataset=False,
+        max_steps=config.steps,
+        seed=config.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def run_trl(
     config: Config,
     start: str,
@@ -110,11 +134,10 @@ def run_trl(
     """
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
-    import torch
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
     from trl.models import unwrap_model_for_generation
 
     from chat import ChatTemplate
@@ -128,7 +151,6 @@ def run_trl(
     tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
     plan = {step: requests_of(step, tasks, config) for step in range(1, config.steps + 1)}
     figures: dict[str, float] = {}
-    size = config.tasks_per_step * config.group_size
 
     class Turns(TrainerCallback):
         """Waits for its turn before each step and reports after it."""
@@ -171,43 +193,15 @@ def run_trl(
     rows = [r.task.task_id for step in plan.values() for r in step[:: config.group_size]]
     # A name of its own spares `datasets` the hashing of its content, which pyarrow 26 breaks.
     dataset = Dataset(InMemoryTable.from_pydict({"prompt": rows}), fingerprint="trl_step")
-    micro = next(n for n in (8, 4, 2, 1) if size % n == 0)
     with (
         tempfile.TemporaryDirectory() as folder,
         local_server(config.env) as url,
         EnvPool(config.env, [url]) as pool,
     ):
-        arguments = GRPOConfig(
-            output_dir=folder,
-            model_init_kwargs={"dtype": "float32"},
-            use_cpu=not torch.cuda.is_available(),
-            bf16=True,
-            gradient_checkpointing=False,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
-            weight_decay=0.0,
-            max_grad_norm=config.max_grad_norm,
-            epsilon=config.clip_ratio,
-            beta=config.kl_loss_coef,
-            loss_type="dapo",  # the mean over all tokens of the batch, as ours
-            temperature=config.temperature,
-            num_generations=config.group_size,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=size // micro,
-            max_completion_length=config.max_trajectory_tokens,
-            shuffle_dataset=False,
-            max_steps=config.steps,
-            seed=config.seed,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
         trainer = GRPOTrainer(
             model=start,
             reward_funcs=returned,
-            args=arguments,
+            args=trainer_settings(config, folder),
             train_dataset=dataset,
             processing_class=tokenizer,
             rollout_func=rollout_func,
