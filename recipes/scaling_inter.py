@@ -23,7 +23,7 @@ allows. An arm therefore ends within about one step's turns of the budget; how f
     python recipes/scaling_inter.py run --arm all            one after the other
     python recipes/scaling_inter.py report                   table and results/scaling_inter.png
 
-With the 135M model an arm of 3,600 turns takes half an hour or so (estimated); what follows the
+With the 135M model an arm of 3,600 turns takes 35 to 40 minutes on two cores; what follows the
 known options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
 """
 
@@ -223,7 +223,7 @@ def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         for r in results
     ]
     budget = results[0]["budget_turns"]
-    note = f"95 % intervals over goals; every arm stops after {budget:,} turns"
+    note = f"95 % intervals over goals; every arm stops within a step of {budget:,} turns"
     labels = ("turns played in training", f"held-out goals solved in {LONG} turns, %")
     plot_curves(path, curves, "turns", labels, note)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, hardware_defaults
+from recipes import scaling_inter
 from recipes.learns_report import analyse, held_out_table, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +84,15 @@ def test_what_is_said_of_the_shuffled_control_is_what_it_gave() -> None:
     assert len(runs) == 1, "README speaks of one seed"
     after = {e["step"]: 100 * e["avg"]["value"] for e in runs[0]["held_out"]}
     assert f"{after[15]:.1f} and {after[30]:.1f} % after 15 and 30 steps" in README
+
+
+def test_the_horizon_table_is_the_one_that_the_committed_runs_give() -> None:
+    report = scaling_inter.format_report(scaling_inter.read_results(ROOT / "recipes" / "results"))
+    table = [line for line in report.splitlines() if line.startswith("|")]
+    assert [line for line in table if line not in README] == []
+    for arm in ("short", "long"):
+        change = re.search(rf"stepwise minus {arm}, seed 0: (.*) points", report)
+        assert change and f"{change[1]} against {arm}" in README
 
 
 @pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])
