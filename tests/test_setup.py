@@ -129,9 +129,13 @@ def test_no_set_up_file_names_a_package_index(file):
 # ---- one installation, then nothing ----------------------------------------------------------
 
 
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
 @pytest.fixture
-def checkout(tmp_path):
-    """A copy of the files that set-up reads, and an environment that records pip's arguments."""
+def checkout(tmp_path, monkeypatch):
+    """A copy of the files that set-up reads, on a disk with room for every set."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(99e9, 9e9, 90e9))
     for name in ("Makefile", "setup_env.py", *(f.name for f in ROOT.glob("requirements*.txt"))):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "envs").mkdir()
@@ -317,8 +321,7 @@ def test_an_unknown_environment_is_refused_before_anything_is_installed(checkout
 
 
 def test_too_little_disk_is_refused_before_anything_is_installed(checkout, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(9e9, 8.7e9, 3e8))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(9e9, 8.7e9, 3e8))
     environment = FakePip(checkout)
     with pytest.raises(SetupError, match=r"has 0\.3 GB free, the cpu packages need 6 GB"):
         setup_env.setup("cpu", "textcraft", environment)
