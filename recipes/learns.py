@@ -32,9 +32,10 @@ samples and seeds, and differences are paired by goal.
     python recipes/learns.py run --arm rl --seed 0    runs or resumes: results/learns/rl-0.json
     python recipes/learns.py report                   table and learns.png of what is there
 
-Each run takes one to two hours on two CPU cores (the sft arm that for each learning rate), may be
-killed at any time and goes on from its last checkpoint. What follows the known options is handed on
-to train.py, for all arms alike. Read next: learns_report.py; sft.py for demonstrations.
+Each run takes 1.0 to 1.3 hours on two CPU cores (the sft arm that for each learning rate;
+`shuffled`, whose episodes grow long as it fails, 2.6), may be killed at any time and goes on from
+its last checkpoint. What follows the known options is handed on to train.py, for all arms alike.
+Read next: learns_report.py; sft.py for demonstrations.
 """
 
 import argparse

@@ -87,12 +87,23 @@ def test_what_is_said_of_the_shuffled_control_is_what_it_gave() -> None:
 
 
 def test_the_horizon_table_is_the_one_that_the_committed_runs_give() -> None:
-    report = scaling_inter.format_report(scaling_inter.read_results(ROOT / "recipes" / "results"))
+    results = scaling_inter.read_results(ROOT / "recipes" / "results")
+    report = scaling_inter.format_report(results)
     table = [line for line in report.splitlines() if line.startswith("|")]
     assert [line for line in table if line not in README] == []
     for arm in ("short", "long"):
         change = re.search(rf"stepwise minus {arm}, seed 0: (.*) points", report)
         assert change and f"{change[1]} against {arm}" in README
+    success = {r["arm"]: [100 * point["avg"]["value"] for point in r["points"]] for r in results}
+    before = [values[0] for values in success.values()]
+    assert f"measure {min(before):.1f} to {max(before):.1f} % there" in README
+    *_, earlier, _, last = success["long"]
+    assert f"`long` took it from {earlier:.1f} to {last:.1f} %" in README
+    first = scaling_inter.STEPS_PER_HORIZON + 1
+    assert (
+        f"from step {first} with 4, from step {first + scaling_inter.STEPS_PER_HORIZON} with 8"
+        in README
+    )
 
 
 @pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])
