@@ -130,6 +130,13 @@ def held_out_table(analysis: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def split_table(rows: Mapping[str, Any]) -> list[str]:
+    """Markdown: one row per depth of the published test split; README shows these lines too."""
+    lines = ["| sub-task | goals | before, % | after, % | difference, points |"]
+    lines.append("|---|---|---|---|---|")
+    return lines + [f"| {name} | {change_cells(each)} |" for name, each in rows.items()]
+
+
 def change_cells(row: Mapping[str, Any]) -> str:
     """Goals, before, after, difference: four cells of a table."""
     return (
@@ -146,9 +153,7 @@ def format_report(analysis: Mapping[str, Any], missing: Sequence[str]) -> str:
     for arm, row in analysis["arms"].items():
         if row["test"]:
             lines += ["", f"Published test split, arm {arm}, at most 30 turns:", ""]
-            lines.append("| sub-task | goals | before, % | after, % | difference, points |")
-            lines.append("|---|---|---|---|---|")
-            lines += [f"| {name} | {change_cells(each)} |" for name, each in row["test"].items()]
+            lines += split_table(row["test"])
     if missing:
         lines += ["", f"Not run: {' '.join(missing)}. The table is of the others alone."]
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import pytest
 
 from config import Config, hardware_defaults
 from recipes import scaling_inter
-from recipes.learns_report import analyse, held_out_table, read_results
+from recipes.learns_report import analyse, held_out_table, read_results, split_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,6 +67,13 @@ def test_tutorials_linked_from_the_readme_exist() -> None:
 def test_the_learning_table_is_the_one_that_the_committed_runs_give() -> None:
     results = read_results(ROOT / "recipes" / "results" / "learns")
     assert [line for line in held_out_table(analyse(results)) if line not in README] == []
+
+
+def test_the_table_of_the_published_split_is_the_one_that_the_committed_runs_give() -> None:
+    arms = analyse(read_results(ROOT / "recipes" / "results" / "learns"))["arms"]
+    tables = {arm: split_table(row["test"]) for arm, row in arms.items() if row["test"]}
+    assert list(tables) == ["rl"], "README speaks of one arm"
+    assert [line for line in tables["rl"] if line not in README] == []
 
 
 def test_what_is_said_of_the_learning_runs_is_what_they_gave() -> None:
