@@ -33,7 +33,8 @@ samples and seeds, and differences are paired by goal.
     python recipes/learns.py report                   table and learns.png of what is there
 
 Each run takes 1.0 to 1.3 hours on two CPU cores (the sft arm that for each learning rate;
-`shuffled`, whose episodes grow long as it fails, 2.6), may be killed at any time and goes on from
+`shuffled`, whose episodes grow long as it fails, 2.6), and half an hour for each evaluation of the
+published split, which --test-samples 0 leaves out. It may be killed at any time and goes on from
 its last checkpoint. What follows the known options is handed on to train.py, for all arms alike.
 Read next: learns_report.py; sft.py for demonstrations.
 """
