@@ -213,7 +213,18 @@ def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> di
         "samples": samples,
         "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
         "items": item_shares(summary),
+        "crafted_ingredient": crafted_ingredient(read_lines(folder / "trajectories.jsonl")),
     }
+
+
+def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Episodes per sub-task in which something was crafted before, or without, the goal."""
+    counts: dict[str, int] = {}
+    for line in trajectories:
+        before_goal = line["turns"][:-1] if line["success"] else line["turns"]
+        crafted = any(turn["observation_text"].startswith("Crafted") for turn in before_goal)
+        counts[line["subtask"]] = counts.get(line["subtask"], 0) + crafted
+    return counts
 
 
 def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples: int) -> Result:

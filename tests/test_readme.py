@@ -76,6 +76,25 @@ def test_the_table_of_the_published_split_is_the_one_that_the_committed_runs_giv
     assert [line for line in tables["rl"] if line not in README] == []
 
 
+def test_what_is_said_of_the_published_split_is_what_was_played() -> None:
+    runs = read_results(ROOT / "recipes" / "results" / "learns")["rl"]
+    (tests,) = [run["test"] for run in runs if run["test"]]
+    before, after = tests["before"], tests["after"]
+    assert (before["samples"], before["max_rounds"]) == (after["samples"], 30) == (1, 30)
+    crafted = [each["crafted_ingredient"]["depth 2"] for each in (before, after)]
+    goals = before["rows"]["depth 2"]["items"]
+    said = f"of the {goals} episodes at depth 2, {crafted[0]} craft an ingredient before the run"
+    assert f"{said} and {crafted[1]} after it" in README.replace("\n", " ")
+
+
+def test_the_hours_that_the_recipes_name_are_those_of_the_committed_runs() -> None:
+    arms = read_results(ROOT / "recipes" / "results" / "learns")
+    usual = [run["hours"] for arm in ("rl", "sft") for run in arms[arm]]
+    (shuffled,) = [run["hours"] for run in arms["shuffled"]]
+    said = f"{min(usual):.1f} to {max(usual):.1f} hours a run, `shuffled` {shuffled:.1f}"
+    assert said in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+
+
 def test_what_is_said_of_the_learning_runs_is_what_they_gave() -> None:
     results = read_results(ROOT / "recipes" / "results" / "learns")
     minus = analyse(results)["rl_minus"]["sft"]

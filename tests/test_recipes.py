@@ -44,6 +44,21 @@ def test_arms_differ_in_nothing_but_what_they_are_named_after(tmp_path):
     assert learns.arm_arguments("sft", 1, tmp_path) == learns.arm_arguments("rl", 1, tmp_path)
 
 
+def test_an_episode_crafts_an_ingredient_if_it_crafts_before_or_without_the_goal():
+    def episode(success, *observations, subtask="depth 2"):
+        turns = [{"observation_text": text} for text in observations]
+        return {"success": success, "subtask": subtask, "turns": turns}
+
+    played = [
+        episode(True, "Got 1 oak logs", "Crafted 4 minecraft:oak_planks", "Crafted 1 goal"),
+        episode(True, "Got 4 oak planks", "Crafted 1 goal"),
+        episode(False, "Crafted 4 minecraft:oak_planks"),
+        episode(False, "Could not find oak planks"),
+        episode(True, "Crafted 1 goal", subtask="depth 1"),
+    ]
+    assert learns.crafted_ingredient(played) == {"depth 2": 2, "depth 1": 0}
+
+
 def test_options_of_train_py_reach_every_arm_alike(tmp_path):
     for arm in learns.ARMS:
         arguments = learns.arm_arguments(arm, 0, tmp_path, ["--steps", "7"])
