@@ -1,0 +1,180 @@
+"""LoRA: train two thin matrices beside every weight matrix instead of the matrix itself.
+
+`--lora-rank r` freezes the model and corrects each linear layer of its body (arXiv 2106.09685):
+
+    W' = W + (α/r) B A        W (out, in) frozen,  A (r, in) and B (out, r) trained
+    A ~ U(-1/√in, 1/√in), B = 0        so that W' = W at the start: the first policy is the base
+    α = 2 r                            so that α/r is 2 whatever the rank
+
+What shrinks is the memory. With float32 weights, Adam and a KL term, P parameters in the model and
+P_r in the adapters (305,280 · r for SmolLM2-135M: 4.9M beside its 135M for r = 16):
+
+    bytes   full: 4 P weights + 12 P gradient, two moments + 4 P frozen reference = 20 P
+            LoRA: 4 P weights + 16 P_r adapters                                   = 4 P + 16 P_r
+
+The reference costs nothing because it is the policy with its adapters off (`adapters_off`).
+"LoRA Without Regret" (Schulman et al., 2025) reports that in policy-gradient RL ranks as low as 1
+learn like full training, at about 10 times its learning rate.
+
+The sampler and everyone who loads a checkpoint know nothing of adapters: `merged_weights` streams
+the state dict of an ordinary model, W' in the place of W, one tensor at a time, so that a second
+whole model never exists. What only the trainer needs, A and B, is small: `is_adapter` picks it out
+of a state dict, `save_adapter` writes it in the format of peft.
+
+The output head is not adapted: it is often the embedding again, from which merging would part it.
+AgentGym-RL's trainer has no LoRA; it trains every weight and keeps a second model as the reference.
+
+Only `add_lora` imports peft, which takes seconds. It changes the model in place: layer `q_proj`
+becomes a layer of peft around the old one, in a state dict
+
+    q_proj.weight  ->  q_proj.base_layer.weight  q_proj.lora_A.default.weight  ..lora_B.default..
+
+Run: `python train.py --lora-rank 16`. Read next: `engines.py`, where merged weights go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ALPHA_PER_RANK = 2  # α/r
+ADAPTER = "default"  # the name peft gives to the only adapter of a model
+
+Full = Callable[[torch.Tensor], torch.Tensor]
+
+
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    """`full` of an unsharded model: every tensor is whole already."""
+    return tensor
+
+
+def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
+    """Freeze `lm` and put adapters beside all linear layers of its body, in place.
+
+    Args:
+        lm: a causal LM of transformers; it stays the same object and computes the same as before.
+        rank: r >= 1.
+        seed: decides A; the global random numbers are neither used nor advanced.
+    Raises:
+        ValueError: rank < 1, adapters are there already, or the body has no linear layer.
+    """
+    if rank < 1:
+        raise ValueError(f"--lora-rank {rank} must be at least 1; without it all weights train")
+    if adapted_layers(lm):
+        raise ValueError(f"this {type(lm).__name__} has adapters already; load the model anew")
+    head = lm.get_output_embeddings()
+    targets = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if not targets:
+        raise ValueError(
+            f"--lora-rank {rank} adapts linear layers, the body of {type(lm).__name__} has none; "
+            "train all weights or choose another --model"
+        )
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=ALPHA_PER_RANK * rank, lora_dropout=0.0, target_modules=targets
+    )
+    with torch.random.fork_rng(devices=[]):  # peft fills A and B on the CPU with global numbers
+        inject_adapter_in_model(config, lm, adapter_name=ADAPTER)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted_layers(lm).values():
+        layer.lora_A.float()  # peft made them in the dtype of W
+        layer.lora_B.float()
+        a = layer.lora_A[ADAPTER].weight  # (r, in)
+        bound = layer.in_features**-0.5
+        with torch.no_grad():
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Name -> layer with adapters, in the module's order; empty for a model without any."""
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name of a state dict is an adapter's: what a LoRA checkpoint has to keep.
+
+    >>> is_adapter("lm.model.layers.0.mlp.up_proj.lora_B.default.weight")
+    True
+    >>> is_adapter("lm.model.layers.0.mlp.up_proj.base_layer.weight")
+    False
+    """
+    return ".lora_A." in name or ".lora_B." in name
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` is exactly the base model: the frozen reference.
+
+    NOTE: peft's own `enable_adapters` also sets requires_grad, which a sharding wrapper has on
+    parameters of its own: the flag it reads in `forward` is set alone.
+    """
+    layers = list(adapted_layers(module).values())
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, off in zip(layers, before, strict=True):
+            layer._disable_adapters = off
+
+
+def merged_weights(lm: Any, full: Full = identity) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state dict of the model that `lm` acts as: no adapters, W' in the place of W.
+
+    Args:
+        full: makes a whole tensor of a sharded one, called on W, A and B before the arithmetic. In
+            a sharded run it is a collective: every rank has to iterate, to the end.
+    Yields:
+        (name, tensor) for every name the base model had, in its order, the tied output head
+        included; merged in float32, in the dtype of W. What was not merged is the live weight.
+    """
+    layers, state = adapted_layers(lm), lm.state_dict()
+    for name, tensor in state.items():
+        if is_adapter(name):
+            continue
+        w = full(tensor.detach())
+        prefix, _, rest = name.rpartition(".base_layer.")
+        if prefix in layers and rest == "weight":
+            a = full(state[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()).float()  # (r, in)
+            b = full(state[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()).float()  # (out, r)
+            scale = layers[prefix].scaling[ADAPTER]  # α/r
+            w = (w.float() + scale * (b @ a)).to(w.dtype)  # W' = W + (α/r) B A, (out, in)
+        yield (f"{prefix}.{rest}" if prefix else name), w
+
+
+def save_adapter(lm: Any, folder: Path | None, base_model_path: str, full: Full = identity) -> None:
+    """Write the adapters alone, as `peft.PeftModel.from_pretrained(base, folder)` loads them.
+
+    Args:
+        folder: gets adapter_config.json and adapter_model.safetensors (float32); None on the ranks
+            of a sharded run that only take part in `full`.
+        base_model_path: the model that the adapters belong to, noted in the config.
+    Raises:
+        ValueError: `lm` has no adapters.
+    """
+    if not adapted_layers(lm):
+        raise ValueError(f"this {type(lm).__name__} has no adapters to save; add_lora comes first")
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, tensor in lm.state_dict().items():
+        if is_adapter(name):
+            key = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+            tensors[key] = full(tensor.detach()).cpu().contiguous()
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(lm.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base_model_path, True
+    config.task_type = "CAUSAL_LM"
+    config.target_modules = sorted(config.target_modules)  # a set: in another order in every run
+    config.save_pretrained(str(folder))

@@ -1,0 +1,332 @@
+"""LoRA starts as the base, trains adapters only, and leaves as an ordinary model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_prefix import make
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from default_models import resolve_model
+from engines import TransformersEngine
+from lora import ALPHA_PER_RANK, adapters_off, add_lora, is_adapter, merged_weights, save_adapter
+from models import load_policy
+from update import Objective, forward_policy
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK = 3
+PLAIN, SHARED = Objective(share_prefix=False), Objective(share_prefix=True)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return resolve_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Two samples of one task: a common opening of 11 tokens, own parts of 6 and 9."""
+    generator = torch.Generator().manual_seed(1)
+
+    def some(n):
+        return torch.randint(3, 1000, (n,), generator=generator).tolist()
+
+    return make([some(11)], [[some(6), some(9)]])
+
+
+def adapted(path, change=True, rank=RANK, seed=0):
+    """The tiny policy with adapters, after an update that matters (B is no longer 0)."""
+    policy = load_policy(path)
+    add_lora(policy.lm, rank, seed)
+    if change:
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for name, p in policy.named_parameters():
+                if "lora_B" in name:
+                    p.copy_(0.05 * torch.randn(p.shape, generator=generator))
+    return policy
+
+
+@torch.no_grad()
+def log_probs(policy, batch, objective=PLAIN):
+    return forward_policy(policy, batch, objective, "cpu")[0]
+
+
+def adapters(lm):
+    return {name: tensor.clone() for name, tensor in lm.state_dict().items() if is_adapter(name)}
+
+
+# ------------------------------------------------------------------------------- adapting
+
+
+@pytest.mark.parametrize("objective", [PLAIN, SHARED])
+def test_the_start_policy_is_the_base_bit_for_bit(tiny, batch, objective):
+    base, policy = load_policy(tiny), adapted(tiny, change=False)
+    assert len(adapters(policy.lm)) == 2 * 7 * 4  # A and B, seven linear layers, four blocks
+    assert torch.equal(log_probs(policy, batch, objective), log_probs(base, batch, objective))
+
+
+def test_the_correction_is_alpha_over_r_times_b_a_beside_every_linear_layer(tiny):
+    """A slow loop: every layer's output, from its own weights and the equation."""
+    policy = adapted(tiny)
+    layers = [m for m in policy.modules() if hasattr(m, "lora_A")]
+    for layer in layers:
+        x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(4))
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        expected = layer.base_layer(x)
+        for row in range(len(x)):
+            expected[row] += ALPHA_PER_RANK * (b @ (a @ x[row]))
+        torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
+    inside = [m for layer in layers for m in layer.modules()]
+    others = [m for m in policy.modules() if isinstance(m, nn.Linear)]
+    assert [m for m in others if not any(m is i for i in inside)] == [
+        policy.lm.get_output_embeddings()
+    ]
+
+
+def test_only_the_adapters_get_gradients_and_all_of_them_do(tiny, batch):
+    policy = adapted(tiny)
+    forward_policy(policy, batch, SHARED, "cpu")[0].sum().backward()
+    for name, p in policy.named_parameters():
+        assert p.requires_grad == is_adapter(name), name
+        assert (p.grad is not None and p.grad.abs().max() > 0) == is_adapter(name), name
+        assert p.dtype == torch.float32, name
+
+
+def test_an_optimizer_step_changes_the_policy_and_leaves_the_base_alone(tiny, batch):
+    policy = adapted(tiny, change=False)
+    base = log_probs(policy, batch)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == RANK * 4 * (
+        2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704)  # q o, k v, gate up down: in + out
+    )
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    (-forward_policy(policy, batch, PLAIN, "cpu")[0].sum()).backward()
+    optimizer.step()
+    assert log_probs(policy, batch).sum() > base.sum() + 1e-3
+    with adapters_off(policy):
+        assert torch.equal(log_probs(policy, batch), base)
+
+
+def test_adapters_of_a_bfloat16_model_are_float32_and_merge_into_bfloat16(tiny):
+    lm = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
+    add_lora(lm, RANK)
+    assert {p.dtype for p in lm.parameters() if p.requires_grad} == {torch.float32}
+    assert {tensor.dtype for _, tensor in merged_weights(lm)} == {torch.bfloat16}
+
+
+def test_the_seed_alone_decides_the_adapters(tiny):
+    torch.manual_seed(5)
+    first = adapters(adapted(tiny, change=False, seed=7).lm)
+    torch.manual_seed(6)
+    again = adapters(adapted(tiny, change=False, seed=7).lm)
+    other = adapters(adapted(tiny, change=False, seed=8).lm)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+        if ".lora_A." in name:
+            assert not torch.equal(tensor, other[name]), name
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound, name
+        else:
+            assert not tensor.any(), name
+
+
+def test_adding_adapters_takes_no_global_random_numbers(tiny):
+    policy = load_policy(tiny)
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    add_lora(policy.lm, RANK)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --------------------------------------------------------------------------- adapters off
+
+
+@pytest.mark.parametrize("objective", [PLAIN, SHARED])
+def test_with_the_adapters_off_the_policy_is_the_base(tiny, batch, objective):
+    base, policy = load_policy(tiny), adapted(tiny)
+    changed = log_probs(policy, batch, objective)
+    expected = log_probs(base, batch, objective)
+    assert (changed - expected).abs().max() > 1e-2
+    with adapters_off(policy):
+        assert torch.equal(log_probs(policy, batch, objective), expected)
+    assert torch.equal(log_probs(policy, batch, objective), changed)
+
+
+def test_adapters_off_nests_and_ends_with_an_exception(tiny, batch):
+    policy = adapted(tiny)
+    changed = log_probs(policy, batch)
+    with adapters_off(policy):
+        with adapters_off(policy.lm):
+            base = log_probs(policy, batch)
+        assert torch.equal(log_probs(policy, batch), base)  # the outer one still holds
+    assert not torch.equal(changed, base)
+    with pytest.raises(KeyError), adapters_off(policy):
+        raise KeyError
+    assert torch.equal(log_probs(policy, batch), changed)
+    assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
+
+
+# --------------------------------------------------------------------------------- leaving
+
+
+def test_merged_weights_in_a_plain_model_say_what_the_adapted_one_says(tiny, batch):
+    policy, plain = adapted(tiny), load_policy(tiny)
+    plain.lm.load_state_dict(dict(merged_weights(policy.lm)))
+    for objective in (PLAIN, SHARED):
+        expected = log_probs(policy, batch, objective)
+        torch.testing.assert_close(log_probs(plain, batch, objective), expected, atol=1e-5, rtol=0)
+    changed = log_probs(load_policy(tiny), batch) - log_probs(plain, batch)
+    assert changed.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_names_are_the_base_models_the_output_head_included(tiny, tied):
+    def load():
+        lm = AutoModelForCausalLM.from_pretrained(tiny)
+        if not tied:
+            lm.lm_head.weight = nn.Parameter(lm.lm_head.weight + 1)
+        return lm
+
+    base, lm = load(), load()
+    add_lora(lm, RANK)
+    merged = list(merged_weights(lm))
+    state = base.state_dict()
+    assert [(name, t.shape, t.dtype) for name, t in merged] == [
+        (name, t.shape, t.dtype) for name, t in state.items()
+    ]
+    weights = dict(merged)
+    assert torch.equal(weights["lm_head.weight"], state["lm_head.weight"])
+    head_is_embedding = torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert head_is_embedding == tied
+
+
+def test_a_sampler_takes_the_merged_weights_and_misses_none(tiny):
+    policy, engine = adapted(tiny), TransformersEngine(tiny)
+    engine.load_weights(merged_weights(policy.lm))
+    for name, tensor in merged_weights(policy.lm):
+        assert torch.equal(engine.lm.state_dict()[name], tensor), name
+
+
+def test_a_model_without_adapters_streams_its_state_dict(tiny):
+    lm = load_policy(tiny).lm
+    seen = []
+    streamed = dict(merged_weights(lm, full=lambda t: seen.append(t.shape) or t))
+    assert list(streamed) == list(lm.state_dict()) and len(seen) == len(streamed)
+    assert all(torch.equal(streamed[name], t) for name, t in lm.state_dict().items())
+
+
+def test_every_tensor_is_made_whole_before_it_is_used(tiny, tmp_path):
+    """A shard of zeros stands for every tensor here; `full` alone knows what is in it."""
+    lm, whole = adapted(tiny).lm, {}
+    for p in lm.parameters():
+        whole[p.data_ptr()] = p.detach().clone()
+    expected = {name: t.clone() for name, t in merged_weights(lm)}
+    asked = []
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.zero_()  # what is left on this rank says nothing
+
+    def full(tensor):
+        asked.append(tensor.data_ptr())
+        return whole[tensor.data_ptr()]
+
+    merged = dict(merged_weights(lm, full))
+    assert all(torch.equal(merged[name], t) for name, t in expected.items())
+    assert len(asked) == len(lm.state_dict())
+    again, asked[:] = list(asked), []
+    dict(merged_weights(lm, full))
+    assert asked == again  # a collective: the order is the same every time
+    asked.clear()
+    save_adapter(lm, None, tiny, full)  # a rank that does not write takes part all the same
+    assert len(asked) == len(adapters(lm))
+    save_adapter(lm, tmp_path, tiny, full)
+    assert len(asked) == 2 * len(adapters(lm))
+
+
+@pytest.mark.filterwarnings("error")
+def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
+    from peft import PeftModel, get_peft_model_state_dict
+
+    policy = adapted(tiny)
+    save_adapter(policy.lm, tmp_path / "adapter", tiny)
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.arange(3, 40)[None]  # (1, T)
+    with torch.no_grad():
+        plain = base(input_ids=ids).logits
+        expected = policy.lm(input_ids=ids).logits
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        actual = loaded(input_ids=ids).logits
+    assert (plain - expected).abs().max() > 1e-2
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert set(written) == set(get_peft_model_state_dict(loaded))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
+    assert (config["r"], config["lora_alpha"]) == (RANK, 2 * RANK)
+    assert config["target_modules"] == sorted(config["target_modules"])
+
+
+def test_saving_an_adapter_leaves_the_one_in_training_as_it_is(tiny, batch, tmp_path):
+    policy = adapted(tiny)
+    before = log_probs(policy, batch)
+    for folder in ("a", "b"):
+        save_adapter(policy.lm, tmp_path / folder, tiny)
+    assert policy.lm.peft_config["default"].inference_mode is False
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert torch.equal(log_probs(policy, batch), before)
+    assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
+
+
+def test_the_trainable_part_of_a_state_dict_restores_a_policy(tiny, batch):
+    trained, fresh = adapted(tiny), adapted(tiny, change=False, seed=1)
+    kept = {name: t for name, t in trained.state_dict().items() if is_adapter(name)}
+    assert set(kept) == {name for name, p in trained.named_parameters() if p.requires_grad}
+    assert not torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
+    missing, unexpected = fresh.load_state_dict(kept, strict=False)
+    assert not unexpected and not any(is_adapter(name) for name in missing)
+    assert torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("rank", [0, -4])
+def test_a_rank_below_one_is_refused_in_one_line(tiny, rank):
+    lm = load_policy(tiny).lm
+    with pytest.raises(ValueError, match=f"^--lora-rank {rank} must be at least 1.*$"):
+        add_lora(lm, rank)
+    assert all(p.requires_grad for p in lm.parameters())
+
+
+def test_a_model_in_which_nothing_can_be_adapted_is_refused_in_one_line():
+    lm = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1))  # no nn.Linear
+    with pytest.raises(
+        ValueError, match=r"^--lora-rank 2 adapts linear .*GPT2LMHeadModel has none"
+    ):
+        add_lora(lm, 2)
+
+
+def test_adapters_on_adapters_and_saving_none_are_refused(tiny, tmp_path):
+    policy = load_policy(tiny)
+    with pytest.raises(ValueError, match="no adapters to save"):
+        save_adapter(policy.lm, tmp_path, tiny)
+    add_lora(policy.lm, RANK)
+    with pytest.raises(ValueError, match="has adapters already"):
+        add_lora(policy.lm, RANK)
+
+
+def test_importing_the_module_does_not_import_peft():
+    code = "import sys, lora; sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
