@@ -44,6 +44,10 @@ class Config:
     """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen/Qwen2.5-3B-Instruct]"""
     engine: Literal["vllm", "transformers"] = "vllm"
     """who samples: vLLM in this process, or plain transformers"""
+    engine_url: tuple[str, ...] = ()
+    """addresses of vLLM servers that sample, http://host:port; none: a sampler in each process"""
+    engine_devices: tuple[str, ...] = ()
+    """cards for vLLM servers that sample, e.g. --engine-devices 2 3; started and stopped here"""
     warm_start: str = "auto"
     """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
     never; or a folder"""
@@ -68,6 +72,11 @@ class Config:
     """passes over each step's trajectories [paper: 1]"""
     max_tokens_per_micro_batch: int = 4096
     """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
+    lora_rank: int = 0
+    """train low-rank adapters of this rank, not the policy's own weights (0: those; adapters want
+    about ten times the learning rate) [paper: 0]"""
+    gradient_checkpointing: bool = False
+    """keep each layer's input alone for the backward pass: less memory, a third more time"""
     share_prefix: bool = True
     """compute the opening that the samples of a task share once per micro-batch (prefix.py)"""
     max_tokens_per_turn: int = 80
@@ -114,6 +123,8 @@ class Config:
     """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
     max_env_failures: float = 0.2
     """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
+    on_collapse: Literal["stop", "warn", "off"] = "stop"
+    """what the sentinels of a collapsing run do (sentinels.py)"""
     # Evaluation, files
     eval_every: int = 20
     """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
@@ -238,7 +249,14 @@ def check(config: Config) -> None:
     for name in positive:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0, and finite")
-    not_negative = ["kl_coef", "kl_loss_coef", "entropy_coef", "sampler_is_cap", "eval_every"]
+    not_negative = [
+        "lora_rank",
+        "kl_coef",
+        "kl_loss_coef",
+        "entropy_coef",
+        "sampler_is_cap",
+        "eval_every",
+    ]
     for name in [*not_negative, "learning_rate_decay_steps"]:
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
@@ -273,6 +291,14 @@ def check(config: Config) -> None:
         raise ValueError(
             f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
         )
+    if config.engine_url and config.engine_devices:
+        raise ValueError(
+            "--engine-url and --engine-devices exclude each other: servers that run already, or "
+            "ones to start"
+        )
+    if (config.engine_url or config.engine_devices) and config.engine != "vllm":
+        why = "--deterministic" if config.deterministic else f"--engine {config.engine}"
+        raise ValueError(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
     if config.resume and not config.run_dir:
         raise ValueError("--resume needs --run-dir, the run to go on with")
 

@@ -75,6 +75,7 @@ def evaluate_policy(
     step: int = 0,
     seed: int = 0,
     progress: Callable[[RolloutHandler], None] | None = None,
+    collect: Callable[..., list[RolloutHandler]] = collect,
 ) -> tuple[dict[str, Any], list[RolloutHandler]]:
     """
     Play `tasks` with `samples` each under `settings.max_rounds`; what train.py calls.
@@ -83,6 +84,7 @@ def evaluate_policy(
         engine, pool, chat: as `rollout.collect` takes them.
         step: the training step; names the trajectories and, with `seed`, seeds the sampling.
         seed: of the environments, the sampling (in place of settings.seed) and the bootstrap.
+        collect: `rollout.collect`, or what shares the requests out over processes.
     Returns: the summary and all trajectories, lost ones included.
     Raises: EngineError, TooManyEnvFailures as `rollout.collect`.
     """

@@ -41,6 +41,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sentinels import repeated_tokens
+
 if TYPE_CHECKING:  # rollout.py needs transformers; reading a log does not
     from trajectory import RolloutHandler
 
@@ -64,6 +66,7 @@ METRICS: dict[str, str] = {
     "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt and all (tokens)",
     "train/parse_error_rate": "share of turns without an action in the asked-for format (0..1)",
+    "train/repeated_token_rate": "share of sampled tokens in 4-grams that came before in the turn",
     "train/groups": "number of tasks with at least one valid trajectory (count)",
     "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
     "train/trajectories_used": "number of trajectories that entered the loss (count)",
@@ -116,7 +119,11 @@ TIMINGS: dict[str, str] = {
     "update/tokens_per_s": "tokens trained on, padding not counted, over the time (tokens/s)",
     "update/padding_share": "share of the update's cells that are padding; packed: none (0..1)",
     "sync/bytes": "bytes of weights handed to the sampler (bytes)",
-    "memory/peak_bytes": "peak memory of the accelerator, without one of the process (bytes)",
+    "memory/peak_bytes": "the largest of the next four (bytes)",
+    "memory/rollout_bytes": "peak memory of rank 0: its accelerator, else its process (bytes)",
+    "memory/log_probs_bytes": "the same while log-probs were recomputed (bytes)",
+    "memory/update_bytes": "the same during the update (bytes)",
+    "memory/sync_bytes": "the same during the weight sync (bytes)",
 }
 
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
@@ -153,6 +160,11 @@ def summarize_trajectories(
     returns_of_group: dict[int, list[float]] = defaultdict(list)
     for trajectory in valid:
         returns_of_group[trajectory.group_id].append(trajectory.total_return)
+    repeated = [
+        repeated_tokens(trajectory.input_ids[slice(*turn.action_span)])
+        for trajectory in valid
+        for turn in trajectory.turns
+    ]
     stops = Counter(trajectory.stop_reason for trajectory in trajectories)
     return {
         "train/return_mean": _mean([t.total_return for t in valid]),
@@ -161,6 +173,8 @@ def summarize_trajectories(
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
+        "train/repeated_token_rate": sum(n for n, _ in repeated)
+        / max(sum(total for _, total in repeated), 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(max(r) == min(r) for r in returns_of_group.values()),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
@@ -191,11 +205,14 @@ class MetricsLogger:
     ValueError: metric 'train/reward' is not in the glossary; define it in metrics.py first
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: str | Path, resume_step: int | None = None, writes: bool = True
+    ) -> None:
         """
         Args:
             run_dir: the run's directory; made if it is missing.
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
+            writes: False on the processes of a run that must not write: names are checked only.
         Raises:
             FileExistsError: a new run, but the directory holds a log.
             ValueError: a line other than the last is not a JSON object with a step.
@@ -204,6 +221,9 @@ class MetricsLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._rows_printed = 0
         self._files: dict[str, Any] = {}
+        self.writes = writes
+        if not writes:
+            return
         for name in ("metrics.jsonl", "timings.jsonl"):
             path = self.run_dir / name
             if resume_step is not None:
@@ -220,6 +240,8 @@ class MetricsLogger:
 
     def amend(self, step: int, metrics: dict[str, Any]) -> None:
         """Add to the last line of `metrics.jsonl`: an evaluation that was made up for on resume."""
+        if not self.writes:
+            return
         path = self.run_dir / "metrics.jsonl"
         last = read_log(path)[-1]
         if last.pop("step") != step:
@@ -235,6 +257,8 @@ class MetricsLogger:
 
     def print_row(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """The step's line of the console table, with the heading above every 20th."""
+        if not self.writes:
+            return
         if self._rows_printed % HEADER_EVERY == 0:
             print(console_header(), flush=True)
         self._rows_printed += 1
@@ -256,6 +280,8 @@ class MetricsLogger:
                 raise ValueError(
                     f"metric {key!r} is not in the glossary; define it in metrics.py first"
                 )
+        if not self.writes:
+            return
         line = json.dumps(
             {"step": step} | {k: _number(v) for k, v in values.items()}, allow_nan=False
         )

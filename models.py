@@ -24,6 +24,7 @@ done with the log-probs.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -167,16 +168,28 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def save_policy(policy: PolicyModel, tokenizer: Any, folder: Path) -> None:
+def save_policy(
+    policy: PolicyModel,
+    tokenizer: Any,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a Hugging Face checkpoint that transformers and vLLM load unchanged, in bfloat16.
 
     bfloat16 is what the sampler runs in; the float32 master weights are part of `trainer_state/`.
+
+    Args:
+        weights: every name of the state dict in one piece, bfloat16; None: the model's own.
     """
-    state = {name: p.detach().to(torch.bfloat16) for name, p in policy.lm.state_dict().items()}
-    policy.lm.save_pretrained(folder, state_dict=state)
+    if weights is None:
+        weights = {
+            name: p.detach().to(torch.bfloat16) for name, p in policy.lm.state_dict().items()
+        }
+    policy.lm.save_pretrained(folder, state_dict=weights)
     # NOTE: save_pretrained writes the module's own dtype, float32, and vLLM would serve float16.
-    policy.lm.config.dtype = torch.bfloat16
-    policy.lm.config.save_pretrained(folder)
+    config = copy.deepcopy(policy.lm.config)
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -191,6 +204,11 @@ def _no_model(path: str, error: Exception) -> str:
 def num_parameters(module: nn.Module) -> int:
     """Parameters of a module, tied ones counted once."""
     return sum(p.numel() for p in module.parameters())
+
+
+def num_trained(module: nn.Module) -> int:
+    """Those that an optimizer moves."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def describe(path: str) -> str:

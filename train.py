@@ -21,7 +21,11 @@ banner 1 alone.
 
     python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
+    accelerate launch --config_file recipes/fsdp2.yaml train.py --env textcraft   # many GPUs
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
+
+With several processes all of them run this loop, line by line, on the same trajectories; what is
+split between them is in distributed.py.
 
 Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations,
 checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
@@ -33,6 +37,7 @@ Read first: schedulers, advantages, losses, envclient, rollout, update. Read nex
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import time
@@ -43,6 +48,7 @@ from typing import Any
 import torch
 
 import checkpoint
+import distributed
 import rundir
 from advantages import gae, grpo, reinforce_plus_plus, rloo
 from batching import Batch, make_batch, micro_batches, padding_share
@@ -53,47 +59,63 @@ from envclient import EnvError
 from metrics import MetricsLogger, summarize_trajectories
 from plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
+from sync import SyncError
 from trajectory import RolloutHandler
 from worker import TrainingError, Worker, requests_of
 
 PROG = "train.py"
+MEMORY_OF = {
+    f"time/{phase}_s": f"memory/{phase}_bytes"
+    for phase in ("rollout", "log_probs", "update", "sync")
+}
 MISUSE = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
-FAILURES = (TrainingError, EngineError, EnvError, TooManyEnvFailures, checkpoint.CheckpointError)
+FAILURES = (
+    TrainingError,
+    SyncError,
+    EngineError,
+    EnvError,
+    TooManyEnvFailures,
+    checkpoint.CheckpointError,
+    distributed.RankError,
+    rundir.OutOfMemory,
+)
 
 
 def main(config: Config) -> int:
     """Train; returns the exit code."""
     # ---------------------------------------------------------------------------------------- setup
+    distributed.join()
     run = rundir.open_run(config)
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)
         stop = stack.enter_context(rundir.StopRequests())
         try:
-            w = Worker(config, run, stack)
+            w = Worker(config, run, stack, stop)
         except ValueError:
             run.discard()
             raise
         first = w.restore() + 1
-        logger = MetricsLogger(run.path, resume_step=first - 1 if config.resume else None)
+        resume_step = first - 1 if config.resume else None
+        logger = MetricsLogger(run.path, resume_step, writes=run.writes)
         stack.callback(logger.close)
         saved = first - 1
         try:
             done = first - 1
             if is_due(done, config.eval_every, config.steps) and not run.has_evaluation(done):
-                with stop.allowed():
-                    evaluation = w.evaluate(done)
+                evaluation = w.evaluate(done)
+                w.watch(done, evaluation)
                 if done:  # it was due when Ctrl-C came
                     logger.amend(done, evaluation)
                     w.mark_if_best(done)
             for step in range(first, config.steps + 1):
-                clock = Clock()
+                clock = Clock(config)
                 # ------------------------------------------------------------------------ 1 horizon
                 max_rounds = w.scheduler.rounds_at(step)
 
                 # ----------------------------------------------------------------------- 2 roll out
                 requests = requests_of(step, w.tasks, config)
                 stats = RolloutStats()
-                with stop.allowed(), clock("time/rollout_s"):
+                with clock("time/rollout_s"):
                     trajectories = w.roll_out(requests, max_rounds, stats)
                 if config.shuffle_rewards:
                     shuffle_rewards(trajectories, seed=config.seed + step)
@@ -129,42 +151,42 @@ def main(config: Config) -> int:
                     clock.values |= update_speed(batch, config, clock) | {"sync/bytes": num_bytes}
                     keep_advantages(usable, advantages)
                 else:
-                    print(f"step {step}: no learning signal, no weight changes", flush=True)
+                    distributed.say(f"step {step}: no learning signal, no weight changes")
                     metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
 
                 # ------------------------------------------------------------ 7 log, evaluate, save
                 metrics |= summarize_trajectories(trajectories) | groups
                 run.write_trajectories(f"step_{step:06d}", trajectories)
-                if is_due(step, config.eval_every, config.steps) and not stop.requested:
+                if is_due(step, config.eval_every, config.steps) and not stop.agreed():
                     # An evaluation cut short by Ctrl-C is made up for when the run is resumed.
-                    with (
-                        contextlib.suppress(KeyboardInterrupt),
-                        stop.allowed(),
-                        clock("time/eval_s"),
-                    ):
+                    with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
                         metrics |= w.evaluate(step)
                 # Logged before saving: a resume drops lines that it has no checkpoint for.
                 logger.log(step, metrics)
                 w.completed_step = step
-                if is_due(step, config.save_every, config.steps):
+                collapse = w.watch(step, metrics)
+                if is_due(step, config.save_every, config.steps) or collapse:
                     with clock("time/save_s"):
                         w.save(step)
                         saved = step
                 show_step(logger, run, step, metrics, clock, stats)
-                if stop.requested:
+                if collapse:
+                    raise TrainingError(collapse)
+                if stop.agreed():
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             done = w.completed_step
             if done > saved or not checkpoint.steps_saved(run.path):
                 w.save(done)
-            print(
-                f"\nstopped after step {done}, saved. Go on with:\n  {run.resume_command()}",
-                flush=True,
+            distributed.say(
+                f"\nstopped after step {done}, saved. Go on with:\n  {run.resume_command()}"
             )
+            distributed.meet()
             return 130
+        distributed.meet()
     best = run.path / "checkpoints" / "best"
     last = best if best.exists() else checkpoint.folder_of(run.path, config.steps)
-    print(f"done: {run.path}\n  evaluate with: python evaluate.py --model {last}", flush=True)
+    distributed.say(f"done: {run.path}\n  evaluate with: python evaluate.py --model {last}")
     return 0
 
 
@@ -260,25 +282,31 @@ def show_step(
         "time/step_s": clock.total(),
         "rollout/generated_tokens_per_s": stats.generated_tokens / seconds,
         "rollout/engine_idle_share": stats.engine_idle_s / seconds,
-        "memory/peak_bytes": rundir.peak_memory(),
+        "memory/peak_bytes": max(clock.values.get(name, 0) for name in MEMORY_OF.values()),
     }
     logger.timings(step, timings)
     logger.print_row(step, metrics, timings)
-    plot(run.path)
+    if run.writes:
+        plot(run.path)
 
 
 class Clock:
-    """Seconds by phase: `with clock("time/rollout_s"): ...`."""
+    """Seconds and peak memory by phase: `with clock("time/rollout_s"): ...`."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config
         self.values: dict[str, float] = {}
         self._began = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        rundir.reset_peak_memory()
         began = time.perf_counter()
-        yield
+        with rundir.memory_advice(name, self.config):
+            yield
         self.values[name] = time.perf_counter() - began
+        if (memory := MEMORY_OF.get(name)) is not None:
+            self.values[memory] = rundir.peak_memory()
 
     def total(self) -> float:
         return time.perf_counter() - self._began
@@ -296,16 +324,33 @@ def command_line(argv: Sequence[str] | None = None) -> int:
             rundir.check_unchanged(config, saved)
         config = complete(config)
         check(config)
-        return main(config)
+        code = main(config)
+        distributed.leave()
+        return code
     except FAILURES as error:
-        complain(PROG, error)
-        return 1
+        return fail(error, 1)
     except MISUSE as error:
-        complain(PROG, error)
-        return 2
+        return fail(error, 2)
     except OSError as error:  # the disk is full or gone
+        return fail(error, 1)
+    except RuntimeError as error:
+        if not distributed.is_lost_contact(error):
+            raise
+        gone = "lost contact with another process, which says why, or its launcher does"
+        return fail(RuntimeError(f"{gone} (exitcode -9: out of memory, most likely)"), 1)
+
+
+def fail(error: Exception, code: int) -> int:
+    """Say what went wrong, once; the exit code."""
+    if distributed.world_size() == 1 and not distributed.rank():
         complain(PROG, error)
-        return 1
+        return code
+    if distributed.rank() == 0:
+        complain(PROG, error)
+    elif not distributed.is_known_to_all(error):
+        time.sleep(3)  # when rank 0 says the same, the launcher has ended this process by then
+        complain(PROG, f"rank {distributed.rank()}: {error}")
+    os._exit(code)  # the others may be gone: nothing here can be closed in order
 
 
 if __name__ == "__main__":

@@ -18,8 +18,15 @@ setting and takes one pass whatever it says. When E·M = 1 the policy has not mo
 step, so ρ = 1 and π_old is the current policy, detached: the pass that would recompute it is left
 out, exactly.
 
+Over several processes every rank holds the whole batch, takes the same mini-batches, and runs its
+own share of the micro-batches (`distributed.py`); N and the sums are global, so that neither the
+number of processes nor the cut changes the step.
+
+The samples of a task stay together when mini-batches are cut: a group that is spread over four
+mini-batches shares its opening with a quarter of its samples only (`prefix.py`).
+
 A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
-counted.
+counted, on every rank alike.
 
 Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes
 stand in a step.
@@ -35,6 +42,7 @@ from typing import Any
 
 import torch
 
+import distributed
 from batching import Batch, cut_rows, micro_batches
 from losses import kl_estimate, masked_mean, masked_sum, policy_loss, sampler_is_weights, value_loss
 from prefix import group_cuts, pack
@@ -83,32 +91,61 @@ def forward_policy(
 
 
 def cut(batch: Batch, rows: list[int], objective: Objective) -> list[list[int]]:
-    """Rows of a mini-batch -> rows of its micro-batches."""
+    """Rows of a mini-batch -> rows of its micro-batches; where it can, one for every rank."""
+    cuts = _cut(batch, rows, objective, objective.max_tokens)
+    ranks = distributed.world_size()
+    if len(cuts) < ranks:
+        smaller = math.ceil(sum(_costs(batch, cuts)) / ranks)
+        cuts = _cut(batch, rows, objective, smaller)
+    return cuts
+
+
+def _cut(batch: Batch, rows: list[int], objective: Objective, max_tokens: int) -> list[list[int]]:
     if objective.share_prefix:
-        return group_cuts(batch, rows, objective.max_tokens)
-    by_length = micro_batches(batch.lengths[rows].tolist(), objective.max_tokens)
+        return group_cuts(batch, rows, max_tokens)
+    by_length = micro_batches(batch.lengths[rows].tolist(), max_tokens)
     return [[rows[i] for i in micro] for micro in by_length]
 
 
+def _costs(batch: Batch, cuts: list[list[int]]) -> list[int]:
+    """Tokens of each micro-batch: what ranks are given equal amounts of."""
+    return [int(batch.lengths[rows].sum()) for rows in cuts]
+
+
+def _own_passes(batch: Batch, cuts: list[list[int]]) -> list[tuple[list[int], bool]]:
+    return distributed.own_passes(cuts, _costs(batch, cuts))
+
+
 def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
-    """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU."""
-    out = torch.zeros(batch.loss_mask.shape)  # (B, T)
-    with torch.no_grad():
-        for rows in cut(batch, list(range(len(batch))), objective):
-            log_probs, _ = forward_policy(policy, batch.rows(rows), objective, device)
-            out[rows, : log_probs.shape[1]] = log_probs.float().cpu()
-    return out
+    """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
+
+    def forward(part: Batch) -> torch.Tensor:
+        return forward_policy(policy, part, objective, device)[0]
+
+    return _score(forward, batch, cut(batch, list(range(len(batch))), objective), device)
 
 
 def score_critic(critic: Any, batch: Batch, max_tokens: int, device: Any) -> torch.Tensor:
-    """Values of a whole batch without gradient: (B, T) float32 on the CPU."""
+    """Values of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
+
+    def forward(part: Batch) -> torch.Tensor:
+        return critic(part.input_ids.to(device), part.loss_mask.to(device))
+
+    padded = Objective(max_tokens=max_tokens, share_prefix=False)
+    return _score(forward, batch, cut(batch, list(range(len(batch))), padded), device)
+
+
+@torch.no_grad()
+def _score(
+    forward: Callable[[Batch], torch.Tensor], batch: Batch, cuts: list[list[int]], device: Any
+) -> torch.Tensor:
+    """This rank's rows through `forward`, zeros elsewhere, then the sum over ranks: (B, T)."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
-    with torch.no_grad():
-        for rows in micro_batches(batch.lengths.tolist(), max_tokens):
-            part = batch.rows(rows)
-            values = critic(part.input_ids.to(device), part.loss_mask.to(device))
-            out[rows, : values.shape[1]] = values.float().cpu()
-    return out
+    for rows, counts in _own_passes(batch, cuts):
+        scores = forward(batch.rows(rows)).float().cpu()
+        if counts:
+            out[rows, : scores.shape[1]] = scores
+    return distributed.summed(out, device)
 
 
 def update_policy(
@@ -266,45 +303,59 @@ def _optimize(
     totals: dict[str, float] = {}
     norms: list[float] = []
     skipped = 0
-    mini_batches = list(_mini_batches(len(batch), objective, shuffle_seed))
+    mini_batches = list(_mini_batches(batch, objective, shuffle_seed))
     for rows in mini_batches:
         denominator = float(batch.loss_mask[rows].sum())
+        sums: dict[str, float] = {}  # of this rank's micro-batches
         finite = True
-        for micro in cuts_of(rows):
-            loss, sums = loss_of(micro, denominator)
-            if not torch.isfinite(loss):
+        for micro, counts in _own_passes(batch, cuts_of(rows)):
+            loss, parts = loss_of(micro, denominator)
+            # FSDP averages gradients over ranks, and what is wanted is their sum.
+            scale = signal_share * distributed.world_size() if counts else 0.0
+            accelerator.backward(loss * scale)
+            if counts and torch.isfinite(loss):
+                _add(sums, {name: float(value.detach()) for name, value in parts.items()})
+            elif counts:
                 finite = False
-                break
-            accelerator.backward(loss * signal_share)
-            for name, value in sums.items():
-                number = float(value.detach())
-                if name.startswith("max:"):
-                    totals[name] = max(totals.get(name, 0.0), number)
-                else:
-                    totals[name] = totals.get(name, 0.0) + number / len(mini_batches)
-        norm = (
-            float(accelerator.clip_grad_norm_(model.parameters(), objective.max_grad_norm))
-            if finite
-            else math.nan
-        )
-        if math.isfinite(norm):
+        norm = distributed.clip_grad_norm(model.parameters(), objective.max_grad_norm)
+        reports = distributed.gather((finite and math.isfinite(norm), sums))
+        if all(is_finite for is_finite, _ in reports):
             optimizer.step()
             norms.append(norm)
         else:
             skipped += 1
         optimizer.zero_grad()
-    totals = {name.removeprefix("max:"): value for name, value in totals.items()}
+        for _, part in reports:
+            _add(totals, part)
+    means = {
+        name.removeprefix("max:"): value if name.startswith("max:") else value / len(mini_batches)
+        for name, value in totals.items()
+    }
     grad_norm = sum(norms) / len(norms) if norms else 0.0
-    return totals | {"grad_norm": grad_norm, "steps": len(norms), "skipped": skipped}
+    return means | {"grad_norm": grad_norm, "steps": len(norms), "skipped": skipped}
 
 
-def _mini_batches(num_rows: int, objective: Objective, seed: int) -> Iterator[list[int]]:
-    """Row indices of each optimizer step: every row once per epoch, freshly shuffled."""
+def _add(totals: dict[str, float], numbers: dict[str, float]) -> None:
+    """Add numbers to running sums; those whose name begins with max: to running maxima."""
+    for name, number in numbers.items():
+        if name.startswith("max:"):
+            totals[name] = max(totals.get(name, 0.0), number)
+        else:
+            totals[name] = totals.get(name, 0.0) + number
+
+
+def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[list[int]]:
+    """Row indices of each optimizer step: every row once per epoch, groups in a fresh order."""
     generator = torch.Generator().manual_seed(seed)
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.group_ids.tolist()):
+        members.setdefault(group, []).append(row)
+    groups = list(members.values())
     for _ in range(objective.ppo_epochs):
-        order = torch.randperm(num_rows, generator=generator).tolist()
-        for start in range(0, num_rows, objective.mini_batch_size):
-            yield order[start : start + objective.mini_batch_size]
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        rows = [row for i in order for row in groups[i]]
+        for start in range(0, len(rows), objective.mini_batch_size):
+            yield rows[start : start + objective.mini_batch_size]
 
 
 def _picker(batch: Batch, rows: list[int], device: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,6 +8,9 @@ holds no algorithm: which of these happen in a step, and in what order, is writt
                of the step          + pool       critic                into the engine
                                                  reference
 
+Over several processes each has a Worker. They roll out, evaluate and score apart, on their share of
+the work, and all of them then hold all results (`distributed.py`); rank 0 writes the files.
+
 Which tasks a step draws, the seeds of its environments and of its sampling are pure functions of
 (seed, step): there is no cursor that a resume could lose (AgentGym-RL repeats or skips tasks
 there).
@@ -20,21 +23,27 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import checkpoint
+import distributed
 import rundir
+import sync
 from batching import Batch
 from chat import ChatTemplate
 from config import Config
 from default_models import resolve_model
-from engines import Engine, EngineError, SamplingSettings, make_engine
+from engines import Engine, EngineError, make_engine
 from envclient import EnvPool, local_server
 from envs import Task, load_tasks
 from evaluate import evaluate_policy
+from fleet import FleetEngine
+from lora import adapters_off, add_lora, save_adapter
 from losses import (
     AdaptiveKLController,
     FixedKLController,
@@ -42,9 +51,25 @@ from losses import (
     kl_penalized_rewards,
     masked_mean,
 )
-from models import describe, load_critic, load_policy, load_tokenizer, num_parameters
-from rollout import RolloutRequest, RolloutSettings, RolloutStats, collect
+from models import (
+    describe,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    num_parameters,
+    num_trained,
+    save_policy,
+)
+from rollout import (
+    RolloutRequest,
+    RolloutSettings,
+    RolloutStats,
+    check_failures,
+    collect,
+)
 from schedulers import make_scheduler
+from sentinels import Sentinels
+from servers import start_servers
 from sft import SftSettings, warm_start
 from trajectory import RolloutHandler
 from update import score_critic, score_policy, update_critic, update_policy
@@ -63,10 +88,20 @@ class Worker:
 
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
 
-    def __init__(self, config: Config, run: rundir.Run, stack: contextlib.ExitStack) -> None:
-        from accelerate import Accelerator
-
-        self.config, self.run = config, run
+    def __init__(
+        self,
+        config: Config,
+        run: rundir.Run,
+        stack: contextlib.ExitStack,
+        stop: rundir.StopRequests | None = None,
+    ) -> None:
+        self.config, self.run, self.stop = config, run, stop or rundir.StopRequests()
+        ranks = distributed.world_size()
+        if config.tasks_per_step % ranks:
+            raise ValueError(
+                f"--tasks-per-step {config.tasks_per_step} must be a multiple of the {ranks} "
+                "processes: each rolls out as many tasks as the others"
+            )
         self.tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
         self.eval_tasks = held_out_tasks(config)
         if not config.deterministic:
@@ -75,9 +110,10 @@ class Worker:
             precision = "no"
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(config.seed)
-        self.accelerator = Accelerator(mixed_precision=precision)
-        start = start_model(config)
-        print(f"model: {config.model} ({describe(start)}) from {start}", flush=True)
+        self.accelerator = distributed.make_accelerator(precision)
+        self.device = self.accelerator.device
+        start = distributed.first("warm start", lambda: start_model(config))
+        distributed.say(f"model: {config.model} ({describe(start)}) from {start}")
         self.tokenizer = load_tokenizer(start)
         self.chat = ChatTemplate(self.tokenizer)
         self.pad_id = self.tokenizer.pad_token_id or 0
@@ -85,39 +121,36 @@ class Worker:
         self.pool = stack.enter_context(EnvPool(config.env, urls))
         self.check_budget()
 
-        self.policy, self.optimizer = self.trained(load_policy(start), config.learning_rate)
+        self.start = start
+        policy = load_policy(start)
+        if config.lora_rank:
+            add_lora(policy.lm, config.lora_rank, config.seed)
+        self.policy, self.optimizer = self.trained(policy, config.learning_rate)
         self.critic = self.critic_optimizer = self.reference = None
         if config.algorithm == "ppo":
             self.critic, self.critic_optimizer = self.trained(
                 load_critic(start), config.critic_learning_rate
             )
-        if config.kl_coef or config.kl_loss_coef:
-            self.reference = (
-                load_policy(start).to(self.accelerator.device).eval().requires_grad_(False)
+        self.has_reference = bool(config.kl_coef or config.kl_loss_coef)
+        if self.has_reference and not config.lora_rank:
+            frozen = load_policy(start).to(self.device).eval().requires_grad_(False)
+            self.reference = distributed.shard(self.accelerator, frozen)
+        distributed.say(
+            f"policy: {num_parameters(self.policy) / 1e6:.1f}M parameters on {self.device}"
+            + (
+                f", {num_trained(self.policy) / 1e6:.2f}M of them trained"
+                if config.lora_rank
+                else ""
             )
-            self.reference = self.accelerator.prepare_model(self.reference, evaluation_mode=True)
-        print(
-            f"policy: {num_parameters(self.policy) / 1e6:.1f}M parameters "
-            f"on {self.accelerator.device}",
-            flush=True,
+            + (f", in parts on {ranks} processes" if ranks > 1 else "")
         )
         if 0 < config.learning_rate_decay_steps < config.steps:
             n = config.learning_rate_decay_steps
-            print(
+            distributed.say(
                 f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; to go on "
-                f"learning until step {config.steps}, raise --learning-rate-decay-steps",
-                flush=True,
+                f"learning until step {config.steps}, raise --learning-rate-decay-steps"
             )
-        # vLLM's stream of random numbers: another one for another seed, and after a resume.
-        engine_seed = config.seed + 1_000 * len(checkpoint.steps_saved(run.path))
-        options = {"seed": engine_seed} if config.engine == "vllm" else {}
-        self.engine: Engine = make_engine(
-            config.engine,
-            start,
-            config.max_trajectory_tokens + 1,
-            deterministic=config.deterministic,
-            **options,
-        )
+        self.engine = self.start_engine(stack)
         stack.callback(self.engine.close)
         self.scheduler = make_scheduler(
             config.rounds_scheduler, config.rounds, config.steps_scaling_inter
@@ -127,16 +160,38 @@ class Worker:
             self.kl_controller = AdaptiveKLController(
                 config.kl_coef, config.kl_target, horizon=10_000
             )
+        self.sentinels = Sentinels()
+        if config.engine_url:  # they may hold what another run has left there
+            self.load_into_engine()
         self.completed_step = 0
         self.best: float | None = None  # held-out success, and the step that had it
         self.best_step: int | None = None
 
+    def start_engine(self, stack: contextlib.ExitStack) -> Engine:
+        """This rank's sampler: in this process, or its line to servers that all ranks share."""
+        c = self.config
+        length = c.max_trajectory_tokens + 1
+        # vLLM's stream of random numbers: another one for another seed or rank, and after a resume.
+        seed = c.seed + 1_000 * len(checkpoint.steps_saved(self.run.path))
+        urls: Sequence[str] = c.engine_url
+        if c.engine_devices:
+            enter = stack.enter_context
+            urls = distributed.first(
+                "starting the samplers",
+                lambda: enter(start_servers(self.start, c.engine_devices, length, seed=seed)),
+            )
+        if urls:
+            return FleetEngine(urls, self.run.path / "weights", self.start, length)
+        options = {"seed": seed + 1_000_000 * distributed.rank()} if c.engine == "vllm" else {}
+        return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
+
     def trained(self, model: Any, learning_rate: float) -> tuple[Any, Any]:
-        """A model and its optimizer, prepared together, as sharding wants them."""
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
-        )
-        return self.accelerator.prepare(model.train(), optimizer)
+        """A model, in parts where there are several processes, and its optimizer."""
+        if self.config.gradient_checkpointing:
+            distributed.checkpoint_activations(model)
+        model = distributed.shard(self.accelerator, model.train())
+        learning = [p for p in model.parameters() if p.requires_grad]
+        return model, torch.optim.AdamW(learning, lr=learning_rate, weight_decay=0.0, fused=True)
 
     def check_budget(self) -> None:
         """Refuse a token budget that the first prompt alone fills."""
@@ -175,9 +230,10 @@ class Worker:
         """Banner 2, with a progress bar; on an engine error what has finished is kept."""
         step = requests[0].step
         finished: list[RolloutHandler] = []
-        with rundir.progress_bar(len(requests), f"step {step} rollout") as tick:
+        num_own = len(self.own_requests(requests))
+        with rundir.progress_bar(num_own, f"step {step} rollout") as tick:
             try:
-                return collect(
+                return self.collect(
                     self.engine,
                     self.pool,
                     self.chat,
@@ -188,9 +244,44 @@ class Worker:
                     stats=stats,
                     finished=finished,
                 )
-            except EngineError:
+            except (EngineError, distributed.RankError):
                 self.run.write_trajectories(f"step_{step:06d}", finished)
                 raise
+
+    def collect(
+        self,
+        engine: Engine,
+        pool: EnvPool,
+        chat: ChatTemplate,
+        requests: Sequence[RolloutRequest],
+        settings: RolloutSettings,
+        stats: RolloutStats | None = None,
+        **others: Any,
+    ) -> list[RolloutHandler]:
+        """`rollout.collect`, shared out: each rank plays its tasks, all get the results."""
+        stats = stats if stats is not None else RolloutStats()
+        own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
+
+        def play() -> tuple[list[RolloutHandler], RolloutStats]:
+            with self.stop.allowed():
+                share = self.own_requests(requests)
+                return collect(engine, pool, chat, share, own, stats=stats, **others), stats
+
+        parts = distributed.apart("rolling out", play)
+        if len(parts) > 1:
+            stats.seconds = max(s.seconds for _, s in parts)
+            stats.engine_idle_s = sum(s.engine_idle_s for _, s in parts) / len(parts)
+            stats.generated_tokens = sum(s.generated_tokens for _, s in parts)
+        place = {r.heading("", 0)["trajectory_id"]: n for n, r in enumerate(requests)}
+        handlers = [handler for part, _ in parts for handler in part]
+        handlers.sort(key=lambda handler: place[handler.trajectory_id])
+        check_failures(handlers, settings.max_env_failures)
+        return handlers
+
+    def own_requests(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """This rank's: all samples of every W-th task."""
+        ranks, rank = distributed.world_size(), distributed.rank()
+        return [r for r in requests if ranks == 1 or r.group_id % ranks == rank]
 
     # 3 to 6: learning
 
@@ -198,13 +289,16 @@ class Worker:
         self, batch: Batch
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Banner 3: old log-probs (where the update needs them), reference log-probs, values."""
-        c, device = self.config, self.accelerator.device
+        c, device = self.config, self.device
         several = c.objective.num_optimizer_steps(len(batch)) > 1
         old = ref = values = None
         if several or c.kl_coef:
             old = score_policy(self.policy, batch, c.objective, device)
         if self.reference is not None:
             ref = score_policy(self.reference, batch, c.objective, device)
+        elif self.has_reference:  # with LoRA: the base, without a second copy of it
+            with adapters_off(self.policy):
+                ref = score_policy(self.policy, batch, c.objective, device)
         if self.critic is not None:
             values = score_critic(self.critic, batch, c.max_tokens_per_micro_batch, device)
         return old, ref, values
@@ -279,46 +373,21 @@ class Worker:
     def sync(self, step: int, probes: Sequence[RolloutHandler]) -> tuple[float, int]:
         """Banner 6: new weights into the sampler; (mean |sampler - trainer| log-prob, bytes).
 
-        The check samples a few tokens from the openings of `probes` and scores them with the
-        trainer: a sampler that kept an old weight anywhere, the tied output head for instance, is
-        off by 0.5 nats at once.
         Raises:
-            TrainingError: the two differ by more than --max-sync-error.
+            SyncError: the two differ by more than --max-sync-error, on some rank.
         """
+        c = self.config
         num_bytes = self.load_into_engine()
-        opening = [t.input_ids[: t.turns[0].action_span[0]] for t in probes]
-        sampling = SamplingSettings(max_tokens=8, temperature=self.config.temperature, seed=step)
-        for i, ids in enumerate(opening):
-            self.engine.submit(f"probe-{step}-{i}", ids, sampling)
-        differences: list[float] = []
-        while self.engine.num_running:
-            for g in self.engine.poll():
-                ids = opening[int(g.request_id.rsplit("-", 1)[1])]
-                input_ids = torch.tensor([ids + g.token_ids], device=self.accelerator.device)
-                mask = torch.zeros_like(input_ids)
-                mask[:, len(ids) :] = 1
-                with torch.no_grad():
-                    log_probs, _ = self.policy(input_ids, mask, self.config.temperature)
-                expected = log_probs[0, len(ids) :].tolist()
-                differences += [abs(a - b) for a, b in zip(expected, g.log_probs, strict=True)]
-        mean = sum(differences) / len(differences)
-        if not mean <= self.config.max_sync_error:
-            raise TrainingError(
-                f"after the weight sync of step {step} sampler and trainer differ by {mean:.3f} "
-                "nats a token, above "
-                f"--max-sync-error {self.config.max_sync_error}: "
-                "the sampler holds other weights than the trainer"
-            )
-        return mean, num_bytes
+        openings = [t.input_ids[: t.turns[0].action_span[0]] for t in probes]
+        differences = sync.compare(
+            self.policy, self.engine, openings, c.temperature, self.device, seed=step
+        )
+        return sync.check(differences, c.max_sync_error, step), num_bytes
 
     def load_into_engine(self) -> int:
-        """Every name of the state dict, the tied head included, to the sampler; bytes sent."""
-        lm = self.accelerator.unwrap_model(self.policy).lm
+        """The policy's weights to the sampler; bytes sent. Collective."""
         dtype = torch.float32 if self.config.engine == "transformers" else torch.bfloat16
-        weights = {name: tensor.detach().to(dtype) for name, tensor in lm.state_dict().items()}
-        self.engine.wake()
-        self.engine.load_weights(weights.items())
-        return sum(w.numel() * w.element_size() for w in weights.values())
+        return sync.send_weights(self.policy, self.engine, dtype)
 
     # 7: measuring and keeping
 
@@ -328,6 +397,7 @@ class Worker:
         if not self.eval_tasks:
             return {}
         total = len(self.eval_tasks) * c.eval_samples
+        total = math.ceil(total / distributed.world_size())
         with rundir.progress_bar(total, f"step {step} evaluation") as tick:
             summary, trajectories = evaluate_policy(
                 self.engine,
@@ -339,6 +409,7 @@ class Worker:
                 step=step,
                 seed=c.seed,
                 progress=tick,
+                collect=self.collect,
             )
         self.run.write_json(f"eval/step_{step:06d}.json", summary)
         self.run.write_trajectories(f"eval_{step:06d}", trajectories)
@@ -348,11 +419,10 @@ class Worker:
             raise TrainingError(
                 f"step {step}: every held-out trajectory was lost: {summary['lost']['last_error']}"
             )
-        print(
+        distributed.say(
             f"step {step}: held-out success {avg['value']:.1%} "
             f"[{avg['low']:.1%}, {avg['high']:.1%}], "
-            f"{row['items']} tasks x {c.eval_samples} samples",
-            flush=True,
+            f"{row['items']} tasks x {c.eval_samples} samples"
         )
         if self.best is None or avg["value"] > self.best:
             self.best, self.best_step = avg["value"], step
@@ -363,27 +433,69 @@ class Worker:
         }
 
     def save(self, step: int) -> None:
-        """A checkpoint of the state after `step`."""
+        """A checkpoint of the state after `step`. Collective."""
         c = self.config
-        parts = {"policy": self._state_of(self.policy, self.optimizer)}
-        if self.critic is not None:
-            parts["critic"] = self._state_of(self.critic, self.critic_optimizer)
-        state = {
-            "algorithm": c.algorithm,
-            "model": c.model,
+        state = self.identity() | {
             "best": self.best,
             "best_step": self.best_step,
             "kl_controller": self.kl_controller.state_dict(),
+            "sentinels": self.sentinels.state_dict(),
         }
-        policy = self.accelerator.unwrap_model(self.policy)
-        checkpoint.save(self.run.path, step, policy, self.tokenizer, parts, state)
+        checkpoint.save(self.run.path, step, self.export, self.parts(), state)
         self.mark_if_best(step)
-        checkpoint.prune(self.run.path, c.keep_last)
+        distributed.first("pruning", lambda: checkpoint.prune(self.run.path, c.keep_last))
+
+    def export(self, folder: Path) -> None:
+        """The policy as Hugging Face files, put together on rank 0. Collective."""
+        weights = {}
+        for name, tensor in sync.whole_weights(self.policy, torch.bfloat16):
+            if distributed.rank() == 0:
+                weights[name] = tensor.cpu()
+        policy = self.accelerator.unwrap_model(self.policy)
+        distributed.first("saving", lambda: save_policy(policy, self.tokenizer, folder, weights))
+        if self.config.lora_rank:
+            target = folder / "adapter" if distributed.rank() == 0 else None
+            save_adapter(policy.lm, target, self.start, full=distributed.whole)
+
+    def parts(self) -> dict[str, tuple[Any, Any]]:
+        """What is trained: name -> (model, optimizer)."""
+        parts = {"policy": (self.policy, self.optimizer)}
+        if self.critic is not None:
+            parts["critic"] = (self.critic, self.critic_optimizer)
+        return parts
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes it must have in common."""
+        c = self.config
+        return {"algorithm": c.algorithm, "model": c.model, "lora_rank": c.lora_rank}
+
+    def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Print what the sentinels see in a step; why the run must stop, if it must."""
+        alarms = self.sentinels.check(step, metrics)
+        if self.config.on_collapse == "off":
+            return None
+        for alarm in alarms:
+            distributed.say(f"step {step}: {alarm.severity}: {alarm.message}")
+        stops = [alarm for alarm in alarms if alarm.severity == "stop"]
+        if not stops or self.config.on_collapse == "warn":
+            return None
+        best = "no held-out evaluation has marked a best checkpoint"
+        link = self.run.path / "checkpoints/best"
+        if link.exists():
+            best = f"the best checkpoint is {link} (step {self.best_step})"
+        return (
+            f"stopped after step {step}, the run is collapsing: {stops[0].message}; {best}; "
+            "--resume with --on-collapse warn goes on all the same"
+        )
 
     def mark_if_best(self, step: int) -> None:
         """Point checkpoints/best at `step` if its evaluation is the best and it was saved."""
-        if self.best_step == step and step in checkpoint.steps_saved(self.run.path):
-            checkpoint.mark_best(self.run.path, step)
+
+        def mark() -> None:
+            if self.best_step == step and step in checkpoint.steps_saved(self.run.path):
+                checkpoint.mark_best(self.run.path, step)
+
+        distributed.first("saving", mark)
 
     def restore(self) -> int:
         """With --resume, the newest checkpoint's state; returns the number of steps done."""
@@ -392,26 +504,15 @@ class Worker:
         steps = checkpoint.steps_saved(self.run.path)
         if not steps:
             return 0
-        state, parts = checkpoint.load(self.run.path, steps[-1], self.config.algorithm)
-        self._load(self.policy, self.optimizer, parts["policy"])
-        if self.critic is not None:
-            self._load(self.critic, self.critic_optimizer, parts["critic"])
+        state = checkpoint.read_state(self.run.path, steps[-1], self.identity())
+        checkpoint.load(self.run.path, steps[-1], self.parts())
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.sentinels.load_state_dict(state["sentinels"])
         self.best, self.best_step = state["best"], state["best_step"]
         self.completed_step = steps[-1]
         self.load_into_engine()
-        print(f"resumed after step {steps[-1]}", flush=True)
+        distributed.say(f"resumed after step {steps[-1]}")
         return steps[-1]
-
-    def _state_of(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        return {
-            "model": self.accelerator.unwrap_model(model).state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
-
-    def _load(self, model: Any, optimizer: Any, part: dict[str, Any]) -> None:
-        self.accelerator.unwrap_model(model).load_state_dict(part["model"])
-        optimizer.load_state_dict(part["optimizer"])
 
 
 def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:

@@ -12,9 +12,10 @@ import torch
 import checkpoint
 from checkpoint import CheckpointError
 from default_models import resolve_model
-from models import load_causal_lm, load_policy, load_tokenizer
+from models import load_causal_lm, load_policy, load_tokenizer, save_policy
 
 STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
+SAME = {"algorithm": "grpo", "model": "tiny"}
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +24,48 @@ def model():
     return load_policy(path), load_tokenizer(path)
 
 
-def parts_of(policy, value=1.0):
-    return {
-        "policy": {"model": policy.state_dict(), "optimizer": {"lr": value}},
-        "critic": {"model": {"weight": torch.full((3,), value)}, "optimizer": {}},
-    }
+def make_parts(value=1.0):
+    """Two small networks and their optimizers, one step taken, all weights `value` before it."""
+    parts = {}
+    for name in ("policy", "critic"):
+        net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
+        for p in net.parameters():
+            torch.nn.init.constant_(p, value)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        net(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parts[name] = (net, optimizer)
+    return parts
 
 
-def save(run_dir, step, model, value=1.0):
+def numbers(parts):
+    """All weights and moments as one vector."""
+    found = []
+    for net, optimizer in parts.values():
+        found += [p.detach().flatten() for p in net.parameters()]
+        found += [
+            torch.as_tensor(x, dtype=torch.float32).flatten()
+            for state in optimizer.state_dict()["state"].values()
+            for x in state.values()
+        ]
+    return torch.cat(found)
+
+
+def save(run_dir, step, model, value=1.0, parts=None):
     policy, tokenizer = model
-    return checkpoint.save(run_dir, step, policy, tokenizer, parts_of(policy, value), STATE)
+    parts = parts or make_parts(value)
+    return checkpoint.save(
+        run_dir, step, lambda folder: save_policy(policy, tokenizer, folder), parts, STATE
+    )
+
+
+def load(run_dir, step, expected=SAME):
+    """(state, parts) of a checkpoint; the parts held other numbers before."""
+    parts = make_parts(value=-3.0)
+    state = checkpoint.read_state(run_dir, step, expected)
+    checkpoint.load(run_dir, step, parts)
+    return state, parts
 
 
 def steps_and_litter(run_dir):
@@ -44,16 +77,44 @@ def steps_and_litter(run_dir):
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path, model):
-    save(tmp_path, 7, model, value=0.5)
-    state, parts = checkpoint.load(tmp_path, 7, "grpo")
+    parts = make_parts(0.5)
+    save(tmp_path, 7, model, parts=parts)
+    state, loaded = load(tmp_path, 7)
     assert state["step"] == 7
     assert state | STATE == state
-    assert set(parts) == {"policy", "critic"}
-    assert parts["policy"]["optimizer"] == {"lr": 0.5}
-    assert torch.equal(parts["critic"]["model"]["weight"], torch.full((3,), 0.5))
-    saved = model[0].state_dict()
-    assert all(torch.equal(parts["policy"]["model"][name], saved[name]) for name in saved)
+    assert torch.equal(numbers(loaded), numbers(parts))
     assert steps_and_litter(tmp_path) == ([7], [])
+
+
+def test_the_next_step_after_loading_is_the_next_step_of_the_saved(tmp_path, model):
+    parts = make_parts(0.5)
+    save(tmp_path, 7, model, parts=parts)
+    _, loaded = load(tmp_path, 7)
+    for each in (parts, loaded):
+        for net, optimizer in each.values():
+            net(torch.full((2, 40), 0.3)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(numbers(loaded), numbers(parts))
+
+
+def test_frozen_weights_are_neither_saved_nor_touched(tmp_path, model):
+    """With LoRA the base stays as it is and the checkpoint is small."""
+
+    def half_frozen(value):
+        net = make_parts(value)["policy"][0]
+        net[0].requires_grad_(False)
+        return {"policy": (net, torch.optim.AdamW(net[1].parameters(), lr=0.1))}
+
+    parts = half_frozen(0.5)
+    saved = save(tmp_path, 1, model, parts=parts) / "trainer_state/policy/__0_0.distcp"
+    whole = save(tmp_path, 2, model) / "trainer_state/policy/__0_0.distcp"
+    assert saved.stat().st_size < whole.stat().st_size - 3 * 4 * 40 * 30
+    loaded = half_frozen(-3.0)
+    frozen = loaded["policy"][0][0].weight
+    before = frozen.clone()
+    checkpoint.load(tmp_path, 1, loaded)
+    assert torch.equal(frozen, before)
+    assert torch.equal(loaded["policy"][0][1].weight, parts["policy"][0][1].weight)
 
 
 def test_the_root_of_a_checkpoint_is_a_hugging_face_model(tmp_path, model):
@@ -78,46 +139,58 @@ def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("target", ["torch.save", "checkpoint.save_policy", "checkpoint._flush"])
+@pytest.mark.parametrize("target", ["torch.save", "models.save_policy", "checkpoint._flush"])
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     tmp_path, model, monkeypatch, target
 ):
     save(tmp_path, 1, model)
     with monkeypatch.context() as patch:
         patch.setattr(target, full_disk)
+        if target == "models.save_policy":
+            patch.setitem(globals(), "save_policy", full_disk)
         with pytest.raises(CheckpointError, match="step 2 could not be written.*No space") as error:
             save(tmp_path, 2, model)
     assert "\n" not in str(error.value)
     assert "Earlier checkpoints are intact" in str(error.value)
     assert steps_and_litter(tmp_path) == ([1], [])
-    checkpoint.load(tmp_path, 1, "grpo")
+    load(tmp_path, 1)
 
 
 def test_a_full_disk_while_a_step_is_saved_again_keeps_its_first_version(
     tmp_path, model, monkeypatch
 ):
-    save(tmp_path, 1, model, value=1.0)
+    first, second = make_parts(1.0), make_parts(2.0)
+    save(tmp_path, 1, model, parts=first)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full_disk)
         with pytest.raises(CheckpointError):
-            save(tmp_path, 1, model, value=2.0)
-    assert checkpoint.load(tmp_path, 1, "grpo")[1]["policy"]["optimizer"] == {"lr": 1.0}
-    save(tmp_path, 1, model, value=2.0)
-    assert checkpoint.load(tmp_path, 1, "grpo")[1]["policy"]["optimizer"] == {"lr": 2.0}
+            save(tmp_path, 1, model, parts=second)
+    assert torch.equal(numbers(load(tmp_path, 1)[1]), numbers(first))
+    save(tmp_path, 1, model, parts=second)
+    assert torch.equal(numbers(load(tmp_path, 1)[1]), numbers(second))
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing_half_written(tmp_path, model, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch, "save", interrupted)
+    monkeypatch.setattr(checkpoint, "_flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, model)
     assert steps_and_litter(tmp_path) == ([], [])
 
 
+def test_what_a_killed_process_left_half_written_is_removed_by_the_next_save(tmp_path, model):
+    left = tmp_path / "checkpoints/.step_000001-abcd/trainer_state"
+    left.mkdir(parents=True)
+    (left / "state.json").write_text("{}")
+    assert checkpoint.steps_saved(tmp_path) == []
+    save(tmp_path, 2, model)
+    assert steps_and_litter(tmp_path) == ([2], [])
+
+
 def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(tmp_path, model):
-    """A 60 MB disk holds a few checkpoints of `tiny` (20 MB each) and not one more."""
+    """A 60 MB disk holds a few checkpoints of `tiny` (7 MB each) and not one more."""
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["-t", "tmpfs", "-o", "size=60m", "tmpfs", str(disk)]
@@ -127,13 +200,13 @@ def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(tmp_path, model):
     try:
         saved = []
         with pytest.raises(CheckpointError, match="could not be written") as error:
-            for step in range(1, 10):
+            for step in range(1, 30):
                 save(disk, step, model)
                 saved.append(step)
         assert "\n" not in str(error.value)
         assert saved
         assert steps_and_litter(disk) == (saved, [])
-        checkpoint.load(disk, saved[-1], "grpo")
+        load(disk, saved[-1])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -141,7 +214,9 @@ def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(tmp_path, model):
 # --- A checkpoint that cannot be right -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["policy.pt", "critic.pt", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["policy/.metadata", "policy/__0_0.distcp", "critic/__0_0.distcp", "state.json"]
+)
 @pytest.mark.parametrize("keep", [0, 3, 100, 0.5])
 def test_a_truncated_file_is_named_in_one_line(tmp_path, model, name, keep):
     folder = save(tmp_path, 3, model)
@@ -149,31 +224,52 @@ def test_a_truncated_file_is_named_in_one_line(tmp_path, model, name, keep):
     size = int(keep * path.stat().st_size) if isinstance(keep, float) else keep
     os.truncate(path, size)
     with pytest.raises(CheckpointError, match="step_000003.*truncated") as error:
-        checkpoint.load(tmp_path, 3, "grpo")
+        load(tmp_path, 3)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_the_right_length_with_garbage_in_it_is_an_error_too(tmp_path, model):
+    path = save(tmp_path, 3, model) / "trainer_state/policy/__0_0.distcp"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"step_000003.*policy.*cannot be read") as error:
+        load(tmp_path, 3)
     assert "\n" not in str(error.value)
 
 
 def test_files_that_are_missing_are_an_error_and_not_a_crash(tmp_path, model):
     folder = save(tmp_path, 3, model)
-    (folder / "trainer_state" / "policy.pt").unlink()
-    with pytest.raises(CheckpointError, match="step_000003"):
-        checkpoint.load(tmp_path, 3, "grpo")
+    (folder / "trainer_state/policy/__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000003.*__0_0.distcp is missing"):
+        load(tmp_path, 3)
     with pytest.raises(CheckpointError, match="step_000009"):
-        checkpoint.load(tmp_path, 9, "grpo")
+        load(tmp_path, 9)
 
 
-def test_a_newer_format_is_refused(tmp_path, model):
+@pytest.mark.parametrize(("offset", "words"), [(1, "reads 2; update it"), (-1, "older version")])
+def test_another_format_is_refused(tmp_path, model, offset, words):
     state = save(tmp_path, 1, model) / "trainer_state" / "state.json"
     document = json.loads(state.read_text())
-    state.write_text(json.dumps(document | {"format": checkpoint.FORMAT + 1}))
-    with pytest.raises(CheckpointError, match="has format 2, this program reads up to 1"):
-        checkpoint.load(tmp_path, 1, "grpo")
+    state.write_text(json.dumps(document | {"format": checkpoint.FORMAT + offset}))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path, 1)
 
 
-def test_another_algorithm_is_refused(tmp_path, model):
+def test_another_algorithm_or_model_is_refused(tmp_path, model):
     save(tmp_path, 1, model)
     with pytest.raises(CheckpointError, match="trained with --algorithm grpo, not ppo"):
-        checkpoint.load(tmp_path, 1, "ppo")
+        load(tmp_path, 1, SAME | {"algorithm": "ppo"})
+    with pytest.raises(CheckpointError, match="trained with --model tiny, not Qwen/Qwen2.5-3B"):
+        load(tmp_path, 1, SAME | {"model": "Qwen/Qwen2.5-3B"})
+
+
+def test_weights_of_another_shape_are_refused_in_one_line(tmp_path, model):
+    save(tmp_path, 1, model)
+    parts = make_parts()
+    net = torch.nn.Sequential(torch.nn.Linear(41, 30), torch.nn.Linear(30, 1))
+    parts["policy"] = (net, torch.optim.AdamW(net.parameters()))
+    with pytest.raises(CheckpointError, match="cannot be read") as error:
+        checkpoint.load(tmp_path, 1, parts)
+    assert "\n" not in str(error.value)
 
 
 # --- Which ones are kept -------------------------------------------------------------------------

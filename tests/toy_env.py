@@ -208,6 +208,21 @@ def train_main(argv):
             return stop.code
 
 
+def saved_tensors(run_dir, step, part="policy"):
+    """{"model": {name: tensor}, "optimizer": ...} of a checkpoint, put together by torch itself."""
+    import tempfile
+
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    import checkpoint
+
+    folder = checkpoint.folder_of(Path(run_dir), step) / "trainer_state" / part
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(folder, file.name)
+        return torch.load(file.name, weights_only=False)
+
+
 def read_metrics(run_dir):
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -1,0 +1,159 @@
+"""What tests/test_distributed.py runs as two processes, and as one: an update on a given batch.
+
+    python tests/two_ranks.py OUT CASE          one process
+    torchrun --nproc-per-node 2 ... OUT CASE    two, sharded
+
+Rank 0 writes OUT: metrics, every parameter in one piece, bytes that each rank holds.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import distributed
+from advantages import gae, grpo
+from batching import Batch
+from lora import add_lora
+from models import CriticModel, PolicyModel
+from update import Objective, score_critic, score_policy, update_critic, update_policy
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+OBJECTIVE = Objective(
+    mini_batch_size=64,
+    max_tokens=40,
+    max_grad_norm=1e9,
+    share_prefix=False,
+    entropy_coef=0.01,
+    kl_loss_coef=0.1,
+)
+# name -> (algorithm, LoRA rank, changes of the objective, optimizer, which rows)
+CASES = {
+    "grpo": ("grpo", 0, {}, "sgd", None),
+    "grpo lora": ("grpo", 4, {}, "sgd", None),
+    "ppo": ("ppo", 0, {"share_prefix": True}, "sgd", None),
+    "ppo lora": ("ppo", 4, {}, "sgd", None),
+    "shared": ("grpo", 0, {"share_prefix": True, "max_tokens": 10_000}, "sgd", None),
+    "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd", None),
+    "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw", None),
+    "checkpointing": ("grpo", 0, {}, "sgd", None),
+    "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
+    "not finite": ("grpo", 0, {"max_tokens": 14}, "sgd", None),
+}
+
+
+def make_policy(lora_rank: int = 0) -> PolicyModel:
+    torch.manual_seed(0)
+    policy = PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, initializer_range=0.3)))
+    if lora_rank:
+        add_lora(policy.lm, lora_rank, seed=1)
+        generator = torch.Generator().manual_seed(3)
+        for p in policy.parameters():  # B is zero at the start, and then A has no gradient
+            if p.requires_grad:
+                p.data = torch.randn(p.shape, generator=generator) * 0.1
+    return policy
+
+
+def make_batch() -> Batch:
+    """Eleven rows of three groups of 5, 4 and 2, lengths 5 to 16: nothing divides evenly."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([12, 5, 9, 7, 12, 6, 16, 8, 10, 5, 11])
+    groups = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
+    rows, width = len(lengths), int(lengths.max())
+    ids = torch.randint(3, 64, (rows, width), generator=generator)
+    for group in groups.unique():
+        ids[groups == group, :3] = ids[(groups == group).nonzero()[0], :3]
+    mask = torch.zeros(rows, width)
+    for row, length in enumerate(lengths.tolist()):
+        mask[row, 3 + row % 2 : length] = 1
+        ids[row, length:] = 0
+    noise = torch.randn(rows, width, generator=generator) * 0.1
+    rewards = torch.zeros(rows, width)
+    for row, length in enumerate(lengths.tolist()):
+        rewards[row, length - 1] = float(row % 3 == 0)
+    return Batch(ids, mask, (noise - 4) * mask, rewards, lengths, groups)
+
+
+def run(case: str) -> dict:
+    algorithm, lora_rank, changes, kind, rows = CASES[case]
+    objective = replace(OBJECTIVE, **changes)
+    accelerator = distributed.make_accelerator("no")
+    device = accelerator.device
+    batch = make_batch()
+    if rows is not None:
+        batch = batch.rows(rows)
+
+    def prepared(model: torch.nn.Module) -> tuple:
+        if case == "checkpointing":
+            distributed.checkpoint_activations(model)
+        model = distributed.shard(accelerator, model.train())
+        learning = [p for p in model.parameters() if p.requires_grad]
+        make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
+        return model, make(learning, lr=1.0 if kind == "sgd" else 0.01)
+
+    policy, optimizer = prepared(make_policy(lora_rank))
+    reference = distributed.shard(accelerator, make_policy().eval().requires_grad_(False))
+    old = score_policy(policy, batch, objective, device)
+    ref = score_policy(reference, batch, objective, device)
+    metrics = {}
+    critic = None
+    if algorithm == "ppo":
+        critic = CriticModel(make_policy().lm.base_model)
+        torch.nn.init.normal_(
+            critic.value_head.weight, generator=torch.Generator().manual_seed(1), std=0.1
+        )
+        critic, critic_optimizer = prepared(critic)
+        values = score_critic(critic, batch, objective.max_tokens, device)
+        advantages, returns = gae(batch.token_rewards, values, batch.loss_mask)
+        metrics |= update_critic(
+            accelerator, critic, critic_optimizer, batch, values, returns, objective
+        )
+    else:
+        advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
+    if case == "not finite":
+        advantages[3] = torch.nan
+    metrics |= update_policy(
+        accelerator, policy, optimizer, batch, advantages, objective, old, ref, signal_share=0.5
+    )
+    models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
+    weights = {
+        f"{name}.{n}": distributed.whole(p.detach()).clone()
+        for name, model in models.items()
+        for n, p in model.named_parameters()
+    }
+    moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
+    held = {
+        "parameters": sum(distributed.local(p).numel() * 4 for p in policy.parameters()),
+        "optimizer": sum(distributed.local(m).numel() * 4 for m in moments),
+        "largest": max(p.numel() * 4 for p in policy.parameters()),
+    }
+    kinds = {type(p).__name__ for model in models.values() for p in model.parameters()}
+    return {
+        "metrics": metrics,
+        "weights": weights,
+        "scores": {"old": old, "ref": ref},
+        "held": distributed.gather(held),
+        "kinds": sorted(kinds),
+        "ranks": distributed.world_size(),
+    }
+
+
+def main() -> None:
+    out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    distributed.join()
+    for case in cases:
+        result = run(case)
+        if distributed.rank() == 0:
+            torch.save(result, out / f"{case}.pt")
+    distributed.meet()
+    distributed.leave()
+
+
+if __name__ == "__main__":
+    main()
