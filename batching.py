@@ -2,7 +2,7 @@
 
 Trajectories of one step differ in length several-fold. Padding them all to the longest would spend
 most of the update on nothing, so rows are sorted by length and cut into micro-batches of at most
-`max_tokens` padded tokens:
+`max_tokens` padded tokens, of which at most one in twenty is padding:
 
     lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  = one forward and backward pass
 
@@ -21,6 +21,7 @@ Shapes: B rows, T = longest row. Read next: `update.py`, which runs the passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -28,6 +29,8 @@ import torch
 
 from advantages import token_rewards_of
 from trajectory import RolloutHandler
+
+MAX_PADDING = 0.05  # of a micro-batch's tokens
 
 
 @dataclass
@@ -92,7 +95,11 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens, padding included.
+    """Cut rows into micro-batches of at most `max_tokens` tokens, padding included, and at most
+    MAX_PADDING of padding.
+
+    NOTE: the budget alone leaves 8 to 29 % of padding on real trajectories, the more the larger it
+    is: a wide budget reaches from the longest rows to the shortest.
 
     Args:
         lengths: tokens of each row.
@@ -102,11 +109,15 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         running out of memory happens at once and not an hour later); every row is in exactly one.
     """
     cuts: list[list[int]] = []
+    tokens = 0  # in the open micro-batch, padding not counted
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if cuts and (len(cuts[-1]) + 1) * lengths[cuts[-1][0]] <= max_tokens:
+        padded = (len(cuts[-1]) + 1) * lengths[cuts[-1][0]] if cuts else math.inf
+        if padded <= max_tokens and tokens + lengths[row] >= (1 - MAX_PADDING) * padded:
             cuts[-1].append(row)
+            tokens += lengths[row]
         else:
             cuts.append([row])
+            tokens = lengths[row]
     return cuts
 
 

@@ -78,7 +78,7 @@ class Config:
     gradient_checkpointing: bool = False
     """keep each layer's input alone for the backward pass: less memory, a third more time"""
     share_prefix: bool = True
-    """compute the opening that the samples of a task share once per micro-batch (prefix.py)"""
+    """compute what the samples of a task have in common once, where that is faster (prefix.py)"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536

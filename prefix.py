@@ -134,6 +134,20 @@ def tree_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
+def shared_share(batch: Batch) -> float:
+    """Share of the batch's tokens that sharing openings would not compute again, 0..1.
+
+    s = 1 - Σ_groups (p + Σ_b n_b) / Σ_b (p + n_b)
+    """
+    total, packed = 0, 0
+    for group in batch.group_ids.unique():
+        lengths = batch.lengths[batch.group_ids == group]
+        p = opening_length(batch.rows((batch.group_ids == group).nonzero().flatten().tolist()))
+        total += int(lengths.sum())
+        packed += int(lengths.sum()) - p * (len(lengths) - 1)
+    return 1 - packed / total
+
+
 def group_cuts(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Micro-batches of rows that share an opening: one group each, cut where L is too long.
 

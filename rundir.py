@@ -236,7 +236,7 @@ def memory_advice(phase: str, config: Config | None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = str(error)
+        text = str(error) or type(error).__name__
         lacking = isinstance(error, MemoryError) or any(
             words in text.lower() for words in ("out of memory", "can't allocate memory")
         )

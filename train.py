@@ -61,6 +61,7 @@ from plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
 from sync import SyncError
 from trajectory import RolloutHandler
+from update import suited
 from worker import TrainingError, Worker, requests_of
 
 PROG = "train.py"
@@ -165,7 +166,8 @@ def main(config: Config) -> int:
                 logger.log(step, metrics)
                 w.completed_step = step
                 collapse = w.watch(step, metrics)
-                if is_due(step, config.save_every, config.steps) or collapse:
+                is_best = w.best_step == step
+                if is_due(step, config.save_every, config.steps) or is_best or collapse:
                     with clock("time/save_s"):
                         w.save(step)
                         saved = step
@@ -261,7 +263,8 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 def update_speed(batch: Batch, config: Config, clock: Clock) -> dict[str, float]:
     lengths = batch.lengths.tolist()
-    cuts = [] if config.share_prefix else micro_batches(lengths, config.max_tokens_per_micro_batch)
+    objective = suited(config.objective, batch)
+    cuts = [] if objective.share_prefix else micro_batches(lengths, objective.max_tokens)
     trained = sum(lengths) * config.ppo_epochs
     return {
         "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),

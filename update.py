@@ -45,7 +45,10 @@ import torch
 import distributed
 from batching import Batch, cut_rows, micro_batches
 from losses import kl_estimate, masked_mean, masked_sum, policy_loss, sampler_is_weights, value_loss
-from prefix import group_cuts, pack
+from prefix import group_cuts, pack, shared_share
+
+# Share of a batch's tokens that sharing must save to be faster than padded micro-batches.
+SHARING_PAYS = 0.1
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ class Objective:
     def num_optimizer_steps(self, num_rows: int) -> int:
         """Optimizer steps that a batch of `num_rows` trajectories gets."""
         return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
+
+
+def suited(objective: Objective, batch: Batch) -> Objective:
+    """`objective` with prefix sharing left out where the batch shares too little for it to pay."""
+    if objective.share_prefix and shared_share(batch) < SHARING_PAYS:
+        return replace(objective, share_prefix=False)
+    return objective
 
 
 def forward_policy(
@@ -118,6 +128,8 @@ def _own_passes(batch: Batch, cuts: list[list[int]]) -> list[tuple[list[int], bo
 
 def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
     """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
+
+    objective = suited(objective, batch)
 
     def forward(part: Batch) -> torch.Tensor:
         return forward_policy(policy, part, objective, device)[0]
@@ -179,6 +191,7 @@ def update_policy(
         raise ValueError(
             "several optimizer steps need old_log_probs, computed before the first of them"
         )
+    objective = suited(objective, batch)
 
     def loss_of(
         rows: list[int], denominator: float

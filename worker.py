@@ -479,9 +479,11 @@ class Worker:
         stops = [alarm for alarm in alarms if alarm.severity == "stop"]
         if not stops or self.config.on_collapse == "warn":
             return None
-        best = "no held-out evaluation has marked a best checkpoint"
-        link = self.run.path / "checkpoints/best"
-        if link.exists():
+        best = "nothing was evaluated (--eval-every 0), so that no checkpoint is known as the best"
+        if self.best_step == 0:
+            best = f"the best policy so far is the one it began with, {self.start}"
+        elif self.best_step is not None:
+            link = self.run.path / "checkpoints/best"
             best = f"the best checkpoint is {link} (step {self.best_step})"
         return (
             f"stopped after step {step}, the run is collapsing: {stops[0].message}; {best}; "

@@ -1,12 +1,14 @@
 """batching.py: every row once, nothing lost by padding, what belongs to a row travels with it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from fakes import FakePool, ScriptedEngine, byte_tokenizer, observe, requests_of, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching import Batch, make_batch, micro_batches, padding_share
+from batching import MAX_PADDING, Batch, make_batch, micro_batches, padding_share
 from chat import ChatTemplate
 from rollout import collect
 from trajectory import RolloutHandler, Turn
@@ -97,13 +99,33 @@ def test_every_row_is_in_exactly_one_micro_batch_and_none_is_over_the_budget(cas
     assert micro_batches(lengths, max_tokens) == cuts
 
 
+def padding_of(lengths, cut):
+    """Share of padding of one micro-batch."""
+    return padding_share([lengths[row] for row in cut], [range(len(cut))])
+
+
 @given(lengths_and_budget)
 def test_no_row_would_have_fitted_into_the_micro_batch_before(case):
+    """It would have gone over the budget, or over the padding that a micro-batch may have."""
     lengths, max_tokens = case
     cuts = micro_batches(lengths, max_tokens)
-    for cut in cuts[:-1]:
-        longest = max(lengths[row] for row in cut)
-        assert (len(cut) + 1) * longest > max_tokens
+    for cut, following in pairwise(cuts):
+        more = [*cut, following[0]]
+        tokens = len(more) * max(lengths[row] for row in more)
+        assert tokens > max_tokens or padding_of(lengths, more) > MAX_PADDING
+
+
+@given(lengths_and_budget)
+def test_padding_is_a_twentieth_at_most_in_every_micro_batch(case):
+    lengths, max_tokens = case
+    for cut in micro_batches(lengths, max_tokens):
+        assert padding_of(lengths, cut) <= MAX_PADDING + 1e-9
+
+
+def test_a_wide_budget_does_not_reach_from_the_longest_rows_to_the_shortest():
+    lengths = [1000, 990, 985, 500, 490, 100, 99, 98, 97, 96]
+    assert padding_share(lengths, micro_batches(lengths, 100_000)) < 0.02
+    assert padding_share(lengths, [list(range(10))]) > 0.5  # what the budget alone allows
 
 
 @given(lengths_and_budget)

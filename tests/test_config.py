@@ -11,7 +11,7 @@ from envs import load_tasks
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
-    "env tasks split subtasks env_addr model engine algorithm rounds_scheduler rounds "
+    "env tasks split subtasks env_addr model engine engine_url algorithm rounds_scheduler rounds "
     "steps_scaling_inter steps tasks_per_step group_size mini_batch_size ppo_epochs "
     "max_tokens_per_micro_batch max_tokens_per_turn max_trajectory_tokens temperature "
     "learning_rate critic_learning_rate clip_ratio gamma lam kl_coef kl_loss_coef kl_estimator "
@@ -64,6 +64,21 @@ def test_the_small_models_train_and_evaluate_on_families_that_do_not_overlap():
     held_out = load_tasks("textcraft", None, config.eval_tasks, config.subtasks)
     assert {task.subtask for task in train} == {"depth 1"}
     assert not {t.task_id for t in train} & {t.task_id for t in held_out}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine_url": ("http://a:1",), "engine_devices": ("2",)}, "exclude each other"),
+        ({"engine_url": ("http://a:1",), "engine": "transformers"}, "leave out --engine trans"),
+        ({"engine_devices": ("2",), "deterministic": True}, "leave out --deterministic"),
+        ({"lora_rank": -1}, "--lora-rank -1 must not be negative"),
+    ],
+)
+def test_engines_and_adapters_that_cannot_be_are_one_line(options, words):
+    with pytest.raises(ValueError, match=words) as error:
+        check(complete(Config(**options)))
+    assert "\n" not in str(error.value)
 
 
 def test_a_large_model_trains_on_the_environments_own_split():

@@ -328,3 +328,32 @@ class Slow(Letters):
     def step(self, action):
         time.sleep(0.2)
         return super().step(action)
+
+
+def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
+    """Both engines live beside the trainer's process group and get every step's weights."""
+    settings = options(
+        tmp_path,
+        "http://127.0.0.1:9",
+        env="textcraft",
+        engine="vllm",
+        algorithm="reinforce_plus_plus",
+        entropy_coef=0.01,
+        learning_rate=1e-3,
+        steps=2,
+        max_tokens_per_turn=8,
+        max_trajectory_tokens=1000,
+    )
+    del settings["env_addr"]  # every rank starts an environment server, too
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
+    code, stdout, stderr = launch("train.py", *flags(**settings), timeout=280)
+    assert code == 0, stdout + stderr
+    for line in read_metrics(settings["run_dir"]):
+        assert line["policy/optimizer_steps"] == 1
+        assert line["train/trajectories_used"] == 4
+        assert line["sampler/log_prob_diff_mean"] < 0.05
+        assert line["sync/log_prob_diff_mean"] < 0.05
+    first = trajectories(Path(settings["run_dir"]), 1)
+    texts = {t["turns"][0]["action_text"] for t in first}
+    assert len(texts) == 4  # the engines draw different random numbers

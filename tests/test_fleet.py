@@ -566,7 +566,7 @@ def is_alive(pid):
 
 
 def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
-    monkeypatch.setattr(fleet, "_RUN_WHILE_STDIN_IS_OPEN", STAND_IN)
+    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", STAND_IN)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")  # under torchrun
     with start_servers("my/model", [2, "3"], 512, seed=7, options=["--swap", "0"]) as urls:
@@ -588,11 +588,11 @@ def started(devices, **options):
 
 
 def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(monkeypatch):
-    monkeypatch.setattr(fleet, "_RUN_WHILE_STDIN_IS_OPEN", "raise SystemExit('no such card')")
+    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", "raise SystemExit('no such card')")
     with pytest.raises(EngineError, match=r"exited with 1 at its start:\nno such card"):
         started(["cpu"])
     waits = "import time; print('loading', flush=True); time.sleep(60)"
-    monkeypatch.setattr(fleet, "_RUN_WHILE_STDIN_IS_OPEN", waits)
+    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", waits)
     with pytest.raises(EngineError, match=r"not up after 0.5 s:\nloading"):
         started(["cpu"], start_timeout_s=0.5)
     with pytest.raises(ValueError, match="one device or more"):

@@ -33,6 +33,7 @@ from envs import Task
 from envs.server import create_app
 from models import load_tokenizer
 from rollout import (
+    THREAD_NAME,
     RolloutRequest,
     RolloutStats,
     TooManyEnvFailures,
@@ -416,7 +417,7 @@ def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, whe
 def wait_for_threads():
     """Until no environment call is under way."""
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
+        if thread.name.startswith(THREAD_NAME):
             thread.join(timeout=10)
 
 

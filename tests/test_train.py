@@ -40,6 +40,7 @@ from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft import TextCraft
 from models import load_policy
+from sentinels import Alarm
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn
 
@@ -661,7 +662,9 @@ def assert_same(run_dir, uninterrupted):
     assert evaluations == uninterrupted[2]
     assert state == uninterrupted[3]
     for name, part in uninterrupted[4].items():
-        torch.testing.assert_close(parts[name], part, rtol=0, atol=0)
+        assert parts[name]["optimizer"]["param_groups"] == part["optimizer"]["param_groups"]
+        for kind in (lambda p: p["model"], lambda p: p["optimizer"]["state"]):
+            torch.testing.assert_close(kind(parts[name]), kind(part), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stops", [(2,), (1, 3)], ids=["at the boundary", "inside both stages"])
@@ -710,6 +713,124 @@ def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held
     assert train.parse_command_line(train.Config, argv, "train.py", saved).steps == 60
 
 
+# --- Adapters, sentinels, memory -----------------------------------------------------------------
+
+
+def test_with_adapters_the_base_is_the_reference_and_the_export_is_merged(tmp_path):
+    """Trained with rank 4, resumed: a small state, a whole model, and a folder for peft."""
+    changes = {"lora_rank": 4, "kl_loss_coef": 0.1, "learning_rate": 1e-2, "deterministic": True}
+    changes |= {"algorithm": "reinforce_plus_plus", "entropy_coef": 0.01}
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=1, **changes)
+        assert code == 0
+        argv = ["--resume", "--run-dir", str(run_dir), "--steps", "3"]
+        assert train_main(argv) == 0
+        _, whole = run_in_process(tmp_path, url, steps=3, **changes, run_dir=str(tmp_path / "b"))
+    assert (run_dir / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    first, last = read_metrics(run_dir)[0], read_metrics(run_dir)[-1]
+    assert first["policy/kl"] == 0  # the start policy is the base, exactly
+    assert last["policy/kl"] > 0
+    assert last["sync/log_prob_diff_mean"] < 1e-5  # the sampler has the adapters
+    folder = run_dir / "checkpoints/step_000003"
+    assert set(os.listdir(folder / "adapter")) >= {"adapter_config.json"}
+    size = sum(p.stat().st_size for p in (folder / "trainer_state").rglob("*") if p.is_file())
+    assert size < (folder / "model.safetensors").stat().st_size
+    base = load_policy(resolve_model("tiny")).lm.state_dict()
+    merged = load_policy(str(folder)).lm.state_dict()
+    assert base.keys() == merged.keys()
+    assert not torch.allclose(base["model.layers.0.mlp.up_proj.weight"],
+                              merged["model.layers.0.mlp.up_proj.weight"], atol=1e-4)  # fmt: skip
+
+
+@pytest.fixture
+def alarmed(monkeypatch):
+    """A sentinel that wants to stop the run at step 2."""
+
+    def check(self, step, metrics):
+        if step < 2:
+            return []
+        return [Alarm("entropy_floor", 0.0, 0.1, "stop", "entropy is 0.0, --learning-rate lower")]
+
+    monkeypatch.setattr(worker.Sentinels, "check", check)
+
+
+def test_a_collapsing_run_stops_saved_and_names_its_best_checkpoint(tmp_path, capsys, alarmed):
+    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+    changes = {"eval_every": 1, "eval_samples": 1, "eval_tasks": held_out, "save_every": 1}
+    Later.num_ended = 0
+    with serve(Later) as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=4, **changes)
+    assert code == 1
+    captured = capsys.readouterr()
+    assert "step 2: stop: entropy is 0.0" in captured.out
+    best = f"the best checkpoint is {run_dir / 'checkpoints/best'}"
+    assert_one_line(captured.err, "stopped after step 2", "entropy is 0.0", best, "--on-collapse")
+    assert checkpoint.steps_saved(run_dir) == [1, 2]
+    assert [line["step"] for line in read_metrics(run_dir)] == [1, 2]
+
+
+def test_a_best_evaluation_is_kept_whatever_the_rhythm_of_saving(tmp_path):
+    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+    changes = {"eval_every": 1, "eval_samples": 1, "eval_tasks": held_out, "save_every": 3}
+    Later.num_ended = 0
+    with serve(Later) as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=3, keep_last=1, **changes)
+    assert code == 0
+    assert checkpoint.steps_saved(run_dir) == [1, 3]
+    assert os.readlink(run_dir / "checkpoints/best") == "step_000001"
+
+
+def test_a_run_may_go_on_all_the_same(tmp_path, capsys, alarmed):
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=2, save_every=2)
+        assert code == 1
+        argv = ["--resume", "--run-dir", str(run_dir), "--steps", "3", "--on-collapse", "warn"]
+        assert train_main(argv) == 0
+    assert "step 3: stop: entropy is 0.0" in capsys.readouterr().out
+
+
+def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(worker.Sentinels, "check", lambda self, *what: seen.append(what) or [])
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=2, eval_every=2, eval_samples=1)
+    assert code == 0
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert set(seen[0][1]) >= {"eval/avg"}
+    assert set(seen[2][1]) >= {"train/repeated_token_rate", "eval/avg", "train/parse_error_rate"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "flags_named"),
+    [
+        ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+         ["--max-tokens-per-micro-batch (now 4096)", "--gradient-checkpointing"]),
+        ("update", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+         ["--max-tokens-per-micro-batch (now 4096)", "--max-trajectory-tokens (now 128)"]),
+        ("roll_out", MemoryError(), ["--max-trajectory-tokens (now 128)"]),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_one_line_that_names_what_to_lower(
+    tmp_path, capsys, monkeypatch, phase, error, flags_named
+):
+    def too_much(*_, **__):
+        raise error
+
+    monkeypatch.setattr(worker.Worker, phase, too_much)
+    with serve() as url:
+        code, _ = run_in_process(tmp_path, url, algorithm="reinforce_plus_plus", entropy_coef=0.01)
+    assert code == 1
+    assert_one_line(capsys.readouterr().err, "out of memory in", *flags_named)
+
+
+def test_memory_is_measured_phase_by_phase(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "timings.jsonl").read_text().splitlines()]
+    for line in lines:
+        phases = [line[f"memory/{phase}_bytes"] for phase in ("rollout", "update", "sync")]
+        assert all(size > 50e6 for size in phases)
+        assert line["memory/peak_bytes"] >= max(phases)
+
+
 # --- The real thing ------------------------------------------------------------------------------
 
 
@@ -747,3 +868,34 @@ def test_two_steps_through_vllm_and_http(tmp_path):
         assert line["sync/log_prob_diff_mean"] < 0.05
     assert "eval/avg" in lines[1]
     assert checkpoint.steps_saved(run_dir) == [1, 2]
+
+
+def test_a_sampler_on_a_card_of_its_own(tmp_path):
+    """--engine-devices: a vLLM server samples, gets each step's weights, is gone afterwards."""
+    settings = options(
+        tmp_path,
+        NOWHERE,
+        env="textcraft",
+        engine="vllm",
+        engine_devices=("cpu",),
+        algorithm="reinforce_plus_plus",
+        entropy_coef=0.01,
+        learning_rate=1e-3,
+        steps=2,
+        max_tokens_per_turn=8,
+        max_trajectory_tokens=1000,
+    )
+    del settings["env_addr"]
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
+    process = spawn(flags(**settings))
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    lines = read_metrics(settings["run_dir"])
+    assert [line["policy/optimizer_steps"] for line in lines] == [1, 1]
+    for line in lines:
+        assert line["sampler/log_prob_diff_mean"] < 0.05
+        assert line["sync/log_prob_diff_mean"] < 0.05
+    assert not any((Path(settings["run_dir"]) / "weights").glob("*"))
+    servers = subprocess.run(["pgrep", "-f", "vllm.entrypoints"], capture_output=True, text=True)
+    assert servers.stdout == ""

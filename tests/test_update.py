@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import update
 from batching import Batch
 from losses import kl_estimate, masked_mean
 from models import CriticModel, PolicyModel
@@ -33,6 +34,12 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(mixed_precision="no", cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def share_whatever_there_is(monkeypatch):
+    """The rows here are short; where sharing pays is a matter of speed."""
+    monkeypatch.setattr(update, "SHARING_PAYS", 0.0)
 
 
 def make_policy(seed=0):
@@ -421,3 +428,22 @@ def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
     too_far, other = moved(accelerator, kept, advantages[:4, :width], objective)
     assert too_far.norm() > 1.3 * whole.norm()
     assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
+
+
+def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):
+    """Openings of 2 tokens in 3 groups of two rows: 6 of 51 tokens are computed twice."""
+    monkeypatch.setattr(update, "SHARING_PAYS", 6 / 51)
+    sharing = replace(WIDE, share_prefix=True)
+    assert update.suited(sharing, batch) == sharing
+    monkeypatch.setattr(update, "SHARING_PAYS", 6.1 / 51)
+    assert update.suited(sharing, batch) == WIDE
+    assert update.suited(WIDE, batch) == WIDE
+
+
+def test_the_samples_of_a_task_stay_in_one_mini_batch_where_they_fit(batch):
+    """Spread over mini-batches, a group would share its opening with few of its samples."""
+    objective = replace(WIDE, mini_batch_size=2, ppo_epochs=5)
+    for rows in update._mini_batches(batch, objective, seed=3):
+        assert len({int(batch.group_ids[row]) for row in rows}) == 1
+    orders = {tuple(map(tuple, update._mini_batches(batch, objective, seed))) for seed in range(4)}
+    assert len(orders) > 1

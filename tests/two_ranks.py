@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import distributed
+import update
 from advantages import gae, grpo
 from batching import Batch
 from lora import add_lora
@@ -46,6 +47,9 @@ CASES = {
     "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
     "not finite": ("grpo", 0, {"max_tokens": 14}, "sgd", None),
 }
+
+
+update.SHARING_PAYS = 0.0  # share whatever there is
 
 
 def make_policy(lora_rank: int = 0) -> PolicyModel:

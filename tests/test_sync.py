@@ -1,0 +1,90 @@
+"""Weight sync: every weight arrives, one at a time, and one that does not is noticed (trap 20)."""
+
+import math
+
+import pytest
+import torch
+
+import sync
+from default_models import resolve_model
+from engines import TransformersEngine
+from lora import add_lora
+from models import load_policy
+
+OPENINGS = [[5, 6, 7, 8, 9], [11, 12, 13]]
+
+
+@pytest.fixture
+def policy():
+    """The tiny model after a step that moved every weight."""
+    policy = load_policy(resolve_model("tiny")).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
+    return policy
+
+
+@pytest.fixture
+def engine():
+    """A sampler with the weights from before that step."""
+    return TransformersEngine(resolve_model("tiny"))
+
+
+def differences(policy, engine):
+    return sync.compare(policy, engine, OPENINGS, temperature=0.7, device="cpu", seed=3)
+
+
+def test_before_the_sync_the_two_differ_and_after_it_they_agree(policy, engine):
+    (before,) = differences(policy, engine)
+    assert before > 0.1
+    num_bytes = sync.send_weights(policy, engine, torch.float32)
+    (after,) = differences(policy, engine)
+    assert after < 1e-5
+    assert num_bytes == 4 * sum(t.numel() for t in policy.lm.state_dict().values())
+    assert sync.check([after], 0.01, step=1) == after
+
+
+def test_adapters_arrive_merged(policy, engine):
+    add_lora(policy.lm, rank=4)
+    for p in policy.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+    sync.send_weights(policy, engine, torch.float32)
+    assert differences(policy, engine)[0] < 1e-4
+
+
+def test_one_stale_weight_is_noticed(policy, engine):
+    """The tied head, say, which vLLM leaves at its old values when it reloads from a path."""
+    load = engine.load_weights
+
+    def load_all_but_one(weights):
+        own = engine.lm.state_dict()
+        load((n, own[n].clone() if n == "model.norm.weight" else t) for n, t in weights)
+
+    engine.load_weights = load_all_but_one
+    sync.send_weights(policy, engine, torch.float32)
+    found = differences(policy, engine)
+    assert found[0] > 1e-3
+    with pytest.raises(sync.SyncError, match="step 7 sampler and trainer differ by .* 0.001"):
+        sync.check(found, 0.001, step=7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5])
+def test_the_rank_whose_sampler_is_off_is_named(bad):
+    with pytest.raises(sync.SyncError, match="trainer of rank 2 differ by"):
+        sync.check([0.001, 0.002, bad], 0.1, step=1)
+    assert sync.check([0.001, 0.003], 0.1, step=1) == pytest.approx(0.002)
+
+
+def test_one_weight_exists_at_a_time(policy):
+    """What was yielded is dropped before the next is put together; a second copy never exists."""
+    import weakref
+
+    alive = []
+    most = 0
+    for _, tensor in sync.whole_weights(policy, torch.bfloat16):
+        alive = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
+        most = max(most, len(alive))
+        del tensor
+    assert most <= 2  # the one that is handed over and the one before it
