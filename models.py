@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +139,7 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
     logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_no_model(path, error)) from error
 
 
