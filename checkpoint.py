@@ -116,8 +116,7 @@ def save(
 
 def _folder_aside(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(".step_*"):  # by a process that was killed while saving
-        shutil.rmtree(left, ignore_errors=True)
+    remove_left_over(folder.parents[1])
     tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     (tmp / "trainer_state").mkdir()
     return tmp
@@ -205,6 +204,13 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
         set_state_dict(*part, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
 
 
+def remove_left_over(run_dir: Path) -> None:
+    """Delete what a process that was killed has left under a temporary name."""
+    for left in (run_dir / "checkpoints").glob(".step_*"):
+        shutil.rmtree(left, ignore_errors=True)
+    (run_dir / "checkpoints" / ".best").unlink(missing_ok=True)
+
+
 def mark_best(run_dir: Path, step: int) -> None:
     """Point checkpoints/best at `step`, atomically."""
     link = run_dir / "checkpoints" / "best"
@@ -219,8 +225,10 @@ def prune(run_dir: Path, keep_last: int) -> None:
     best = (run_dir / "checkpoints" / "best").resolve().name
     for step in steps_saved(run_dir)[:-keep_last]:
         folder = folder_of(run_dir, step)
-        if folder.name != best:
-            shutil.rmtree(folder)
+        if folder.name != best:  # renamed first: a kill must not leave half of it under its name
+            aside = folder.with_name(f".{folder.name}")
+            folder.rename(aside)
+            shutil.rmtree(aside)
 
 
 def _flush(path: Path) -> None:

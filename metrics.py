@@ -247,9 +247,8 @@ class MetricsLogger:
         if last.pop("step") != step:
             raise ValueError(f"step {step} is not the last of {path}")
         self._files["metrics.jsonl"].close()
-        truncate_log(path, step - 1)
+        truncate_log(path, step - 1, then=_line(METRICS, "metrics.jsonl", step, last | metrics))
         self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self.log(step, last | metrics)
 
     def timings(self, step: int, timings: dict[str, Any]) -> None:
         """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
@@ -271,22 +270,22 @@ class MetricsLogger:
     def _append(
         self, name: str, allowed: dict[str, str], step: int, values: dict[str, Any]
     ) -> None:
-        for key in values:
-            if key in GLOSSARY and key not in allowed:
-                raise ValueError(
-                    f"{key!r} is not for {name}: times go to timings(), the rest to log()"
-                )
-            if key not in GLOSSARY:
-                raise ValueError(
-                    f"metric {key!r} is not in the glossary; define it in metrics.py first"
-                )
-        if not self.writes:
-            return
-        line = json.dumps(
-            {"step": step} | {k: _number(v) for k, v in values.items()}, allow_nan=False
-        )
-        self._files[name].write(line + "\n")
-        self._files[name].flush()
+        line = _line(allowed, name, step, values)
+        if self.writes:
+            self._files[name].write(line)
+            self._files[name].flush()
+
+
+def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:
+    for key in values:
+        if key in GLOSSARY and key not in allowed:
+            raise ValueError(f"{key!r} is not for {name}: times go to timings(), the rest to log()")
+        if key not in GLOSSARY:
+            raise ValueError(
+                f"metric {key!r} is not in the glossary; define it in metrics.py first"
+            )
+    numbers = {k: _number(v) for k, v in values.items()}
+    return json.dumps({"step": step} | numbers, allow_nan=False) + "\n"
 
 
 def _number(value: Any) -> float | int | None:
@@ -297,13 +296,14 @@ def _number(value: Any) -> float | int | None:
     return value if math.isfinite(value) else None
 
 
-def truncate_log(path: Path, last_step: int) -> None:
-    """Keep the lines of steps <= last_step, byte for byte; what a crash cut short goes too."""
+def truncate_log(path: Path, last_step: int, then: str = "") -> None:
+    """Keep the lines of steps <= last_step, byte for byte, and add `then`; what a crash cut short
+    goes too."""
     if not path.exists():
         return
     kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_text("".join(kept) + then, encoding="utf-8")
     os.replace(aside, path)
 
 

@@ -81,9 +81,6 @@ class Run:
         if self.writes:
             self._write(name, json.dumps(content, indent=1))
 
-    def has_evaluation(self, step: int) -> bool:
-        return (self.path / f"eval/step_{step:06d}.json").exists()
-
     def _write(self, name: str, text: str) -> None:
         """Aside and renamed: a reader never sees half a file."""
         path = self.path / name

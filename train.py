@@ -102,10 +102,11 @@ def main(config: Config) -> int:
         saved = first - 1
         try:
             done = first - 1
-            if is_due(done, config.eval_every, config.steps) and not run.has_evaluation(done):
+            if is_due(done, config.eval_every, config.steps) and w.evaluated_step != done:
+                # It is new, was cut short by Ctrl-C, or no checkpoint knows of its evaluation.
                 evaluation = w.evaluate(done)
                 w.watch(done, evaluation)
-                if done:  # it was due when Ctrl-C came
+                if done:
                     logger.amend(done, evaluation)
                     w.mark_if_best(done)
             for step in range(first, config.steps + 1):

@@ -166,6 +166,7 @@ class Worker:
         self.completed_step = 0
         self.best: float | None = None  # held-out success, and the step that had it
         self.best_step: int | None = None
+        self.evaluated_step: int | None = None  # the last whose evaluation best and sentinels know
 
     def start_engine(self, stack: contextlib.ExitStack) -> Engine:
         """This rank's sampler: in this process, or its line to servers that all ranks share."""
@@ -424,6 +425,7 @@ class Worker:
             f"[{avg['low']:.1%}, {avg['high']:.1%}], "
             f"{row['items']} tasks x {c.eval_samples} samples"
         )
+        self.evaluated_step = step
         if self.best is None or avg["value"] > self.best:
             self.best, self.best_step = avg["value"], step
         return {
@@ -434,16 +436,25 @@ class Worker:
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`. Collective."""
-        c = self.config
         state = self.identity() | {
             "best": self.best,
             "best_step": self.best_step,
+            "evaluated_step": self.evaluated_step,
             "kl_controller": self.kl_controller.state_dict(),
             "sentinels": self.sentinels.state_dict(),
         }
         checkpoint.save(self.run.path, step, self.export, self.parts(), state)
+        self.tidy_up(step)
+
+    def tidy_up(self, step: int) -> None:
+        """What follows a checkpoint's rename, and what a kill in between has left to do."""
+
+        def prune() -> None:
+            checkpoint.remove_left_over(self.run.path)
+            checkpoint.prune(self.run.path, self.config.keep_last)
+
         self.mark_if_best(step)
-        distributed.first("pruning", lambda: checkpoint.prune(self.run.path, c.keep_last))
+        distributed.first("pruning", prune)
 
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files, put together on rank 0. Collective."""
@@ -511,8 +522,10 @@ class Worker:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
         self.best, self.best_step = state["best"], state["best_step"]
+        self.evaluated_step = state.get("evaluated_step", steps[-1])
         self.completed_step = steps[-1]
         self.load_into_engine()
+        self.tidy_up(steps[-1])
         distributed.say(f"resumed after step {steps[-1]}")
         return steps[-1]
 

@@ -1,21 +1,136 @@
-"""train.py in a process of its own that knows the toy world; what several processes are started on.
+"""train.py in a process of its own that knows the toy world: what several processes are started
+on, and what is killed.
 
-Before train.py's own arguments: --fail-on-rank N (its sampler breaks in the first rollout),
---kill-rank N (it is killed there).
+Before train.py's own arguments:
+    --fail-on-rank N           rank N's sampler breaks in the first rollout
+    --kill-rank N              rank N is killed there
+    --watch FILE               FILE says at any moment what the process is doing, see `Watch`
+    after --watch FILE:
+    --kill-at PLACE STEP       `kill -9` of itself at one of PLACES in that training step
+    --interrupt-at PLACE STEP  Ctrl-C there
 """
 
+import builtins
+import functools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import torch  # noqa: E402
+import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
 from toy_env import registered  # noqa: E402
 
+import checkpoint  # noqa: E402
+import distributed  # noqa: E402
+import metrics  # noqa: E402
 import train  # noqa: E402
 import worker  # noqa: E402
-from engines import EngineError  # noqa: E402
+from engines import EngineError, TransformersEngine  # noqa: E402
+from metrics import MetricsLogger  # noqa: E402
+from rundir import Run  # noqa: E402
+from worker import Worker  # noqa: E402
+
+# What a process can be doing -> the function it does it in; they nest, and the innermost counts.
+PHASES = {
+    "resuming": (Worker, "restore"),
+    "truncating": (metrics, "truncate_log"),
+    "amending": (MetricsLogger, "amend"),
+    "rollout": (Worker, "roll_out"),
+    "log-probs": (Worker, "score"),
+    "update": (Worker, "update"),
+    "sync": (Worker, "sync"),
+    "evaluation": (Worker, "evaluate"),
+    "logging": (MetricsLogger, "log"),
+    "saving": (Worker, "save"),
+    "pruning": (checkpoint, "prune"),
+    "showing": (train, "show_step"),
+}
+
+# Where to die -> the phase (None: any), and which call of which function in it is not reached.
+PLACES = {
+    "in the rollout": ("rollout", TransformersEngine, "poll", 3),
+    "between the policy's log-probs and the critic's": ("log-probs", worker, "score_critic", 1),
+    "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
+    "in the middle of the weight sync": ("sync", distributed, "whole", 5),
+    "in the evaluation": ("evaluation", TransformersEngine, "poll", 2),
+    "between the evaluation's two files": ("evaluation", Run, "_write", 2),
+    "before the step is logged": (None, MetricsLogger, "log", 1),
+    "between logging and saving": (None, Worker, "watch", 1),
+    "after the policy's files": ("saving", checkpoint, "_write", 1),
+    "in the middle of the optimizer's file": ("saving", dcp_files, "_write_item", 40),
+    "before the checkpoint gets its name": ("saving", checkpoint, "_flush", 1),
+    "before the best is marked": ("saving", checkpoint, "mark_best", 1),
+    "while the best is marked": ("saving", os, "replace", 1),
+    "before pruning": (None, checkpoint, "prune", 1),
+    "in the middle of pruning": ("pruning", os, "unlink", 5),
+    "between saving and the timings": (None, train, "show_step", 1),
+    "before the picture is drawn": ("showing", train, "plot", 1),
+    "while weights are restored": ("resuming", checkpoint, "load", 1),
+    "while the log is truncated": ("truncating", os, "replace", 1),
+    "while the log is amended": ("amending", builtins, "open", 1),  # again, to go on with it
+}
+
+
+class Watch:
+    """Follows this process's step and phase; tells a file, and strikes where it is told to.
+
+    The file has a line for each change: seconds of the monotonic clock, step, phase. In a resumed
+    process the step is 0 until its first rollout.
+    """
+
+    def __init__(self, file: str) -> None:
+        speaks = os.environ.get("RANK", "0") == "0"
+        self.file = open(file if speaks else os.devnull, "a", buffering=1)  # noqa: SIM115
+        self.step, self.phases = 0, ["between"]
+        self.calls = 0
+        train.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
+        self.wrap(train, "requests_of", self.on_step)
+        for phase, (owner, name) in PHASES.items():
+            self.wrap(owner, name, self.on_phase, phase)
+
+    def strike(self, number: signal.Signals, place: str, step: int) -> None:
+        """Send this process a signal when it comes to `place` in `step`."""
+        self.signal, self.last_step = number, step
+        self.phase, owner, name, self.last_call = PLACES[place]
+        self.wrap(owner, name, self.on_call)
+
+    @staticmethod
+    def wrap(owner, name, instead, *first):
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            return instead(*first, function, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def on_step(self, function, step, *rest):
+        self.step = step
+        self.calls = 0
+        return function(step, *rest)
+
+    def on_phase(self, phase, function, *args, **kwargs):
+        self.phases.append(phase)
+        self.note()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.phases.pop()
+            self.note()
+
+    def on_call(self, function, *args, **kwargs):
+        if self.step == self.last_step and self.phase in (None, self.phases[-1]):
+            self.calls += 1
+            if self.calls == self.last_call:
+                os.kill(os.getpid(), self.signal)
+        return function(*args, **kwargs)
+
+    def note(self):
+        self.file.write(f"{time.monotonic()} {self.step} {self.phases[-1]}\n")
 
 
 def main(argv: list[str]) -> int:
@@ -29,8 +144,23 @@ def main(argv: list[str]) -> int:
                 raise EngineError("this rank's sampler broke")
 
             worker.collect = break_down
+    if argv[0] == "--watch":
+        watch, argv = Watch(argv[1]), argv[2:]
+        signals = {"--kill-at": signal.SIGKILL, "--interrupt-at": signal.SIGINT}
+        if argv[0] in signals:
+            watch.strike(signals[argv[0]], argv[1], int(argv[2]))
+            argv = argv[3:]
     with registered():
         return train.command_line(argv)
+
+
+def forked(argv: list[str], out: str) -> None:
+    """`main` in a process that was forked off with all modules imported; it prints into `out`."""
+    with open(out, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    sys.exit(main(argv))
 
 
 if __name__ == "__main__":
