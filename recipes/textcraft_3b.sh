@@ -1,0 +1,217 @@
+#!/usr/bin/env bash
+# TextCraft with Qwen2.5-3B-Instruct and the published settings, from nothing to the evaluation
+# table:
+#
+#   set-up -> machine check -> test before -> train -> test after -> table
+#
+#   bash recipes/textcraft_3b.sh              8 GPUs (or 4, 2), or a single large one
+#   SMOKE=1 bash recipes/textcraft_3b.sh      the same walk without a GPU, in minutes: the model
+#                                             `tiny` in two CPU processes, few steps, few tasks
+#   DRY_RUN=1 bash recipes/textcraft_3b.sh    print the commands, run none
+#
+#   RUN_DIR   where everything goes           runs/textcraft_3b
+#   RESULT    result without its ending       recipes/results/textcraft_3b
+#   MODEL     hub id or checkpoint folder     Qwen/Qwen2.5-3B-Instruct
+#
+# May be interrupted at any time: the same command goes on where it stopped. A run that the
+# sentinels end (collapse) stops here too; train.py says what can be done.
+#
+# The checkpoint that is tested is the best on goals that are in neither published list (70 of
+# TextCraft's 544), so that the test split is seen twice: before training and after it.
+#
+# Not run yet with the 3B model: it needs GPUs that we did not have. SMOKE=1 has been walked to its
+# last line. Arithmetic on memory: recipes/memory.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+SMOKE=${SMOKE:-} DRY_RUN=${DRY_RUN:-}
+PYTHON=.venv/bin/python
+MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
+RUN_DIR=${RUN_DIR:-runs/textcraft_3b${SMOKE:+-smoke}}
+RESULT=${RESULT:-$([ "$SMOKE" ] && echo "$RUN_DIR/textcraft_3b" || echo recipes/results/textcraft_3b)}
+
+step() { printf '\n== %s\n' "$*"; }
+run() { # show a command, and run it
+    printf '$ %s\n' "${*@Q}"
+    [ "$DRY_RUN" ] || "$@"
+}
+stop() { printf 'textcraft_3b.sh: %s\n' "$*" >&2; exit 1; }
+
+# The published settings. The numbers are config.PAPER, and a test compares them.
+STEPS=300
+TRAIN=(
+    --env textcraft --split train --model "$MODEL" --warm-start never
+    --algorithm grpo --rounds-scheduler scaling_inter_stepwise --rounds 10 20 30
+    --steps-scaling-inter 100 --steps "$STEPS"
+    --tasks-per-step 32 --group-size 8 --mini-batch-size 64
+    --max-tokens-per-turn 512 --max-trajectory-tokens 10752 --temperature 1.0
+    --learning-rate 1e-6 --learning-rate-decay-steps 0 --clip-ratio 0.2
+    --kl-loss-coef 1e-3 --entropy-coef 1e-3
+    --eval-every 25 --save-every 25 --eval-tasks "$RUN_DIR/held_out.json"
+)
+TEST=(
+    --env textcraft --split test --samples 1 --max-rounds 30
+    --max-tokens-per-turn 512 --max-trajectory-tokens 10752 --temperature 1.0
+)
+NUM_HELD_OUT=70
+SETTINGS="the published ones"
+if [ "$SMOKE" ]; then # smaller numbers, the same commands; a later option overrides an earlier one
+    MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="of a smoke test: the figures mean nothing"
+    export CUDA_VISIBLE_DEVICES=""
+    TRAIN+=(
+        --model tiny --steps 2 --rounds 2 3 4 --steps-scaling-inter 1 --tasks-per-step 2
+        --group-size 2 --mini-batch-size 2 --max-tokens-per-turn 16 --max-trajectory-tokens 3072
+        --eval-every 2 --save-every 1 --eval-samples 1
+        --no-skip-zero-variance # random weights solve nothing; the update runs all the same
+    )
+    TEST+=(--subtasks "depth 4" --max-rounds 3 --max-tokens-per-turn 16 --max-trajectory-tokens 3072)
+fi
+
+# --------------------------------------------------------------------------------------- set-up
+step "set-up"
+run make --no-print-directory setup
+
+# -------------------------------------------------------------------------------- machine check
+# What one process needs while it updates, beside the half of the card that the sampler takes
+# (MiB of the whole card; recipes/memory.py, rows of 3B and 11k tokens; a test compares).
+CARD_8=32000 CARD_4=48000 CARD_2=79000 CARD_1=160000 CARD_LORA=60000
+step "machine"
+LAUNCH=("$PYTHON")
+if [ "$SMOKE" ]; then
+    echo "smoke test: two processes on the CPU"
+    LAUNCH=(.venv/bin/accelerate launch --config_file recipes/fsdp2_cpu.yaml
+        --num_cpu_threads_per_process 1)
+    if nvidia-smi -L 2> /dev/null | grep GPU > /dev/null; then # vLLM of the GPU packages has no CPU part
+        TRAIN+=(--engine transformers) TEST+=(--engine transformers)
+    fi
+else
+    CARDS=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null) || CARDS=
+    [ "$CARDS" ] ||
+        stop "no GPU answers (nvidia-smi); this recipe needs one of 80 GB or several. Without any:" \
+            "SMOKE=1 walks through it with a small model, and make train learns on two CPU cores"
+    COUNT=$(wc -l <<< "$CARDS") CARD=$(sort -rn <<< "$CARDS" | tail -n 1)
+    echo "$COUNT GPUs, $CARD MiB the smallest"
+    USED=0
+    for n in 8 4 2 1; do
+        needed=CARD_$n
+        if [ "$USED" = 0 ] && [ "$COUNT" -ge $n ] && [ "$CARD" -ge "${!needed}" ]; then USED=$n; fi
+    done
+    TRAIN+=(--gradient-checkpointing)
+    if [ "$USED" -gt 1 ]; then
+        echo "training on $USED of them, weights cut over them"
+        LAUNCH=(.venv/bin/accelerate launch --config_file recipes/fsdp2.yaml --num_processes "$USED")
+        TRAIN+=(--max-tokens-per-micro-batch 16384)
+    elif [ "$USED" = 1 ]; then
+        echo "training on one of them"
+        TRAIN+=(--max-tokens-per-micro-batch 10752)
+    elif [ "$CARD" -ge $CARD_LORA ]; then
+        SETTINGS="the published ones, but LoRA of rank 64 with learning rate 1e-5"
+        echo "training on one of them with LoRA: full training does not fit beside the sampler." \
+            "The settings are $SETTINGS"
+        TRAIN+=(--max-tokens-per-micro-batch 10752 --lora-rank 64 --learning-rate 1e-5)
+    else
+        stop "$COUNT x $CARD MiB is too little for a 3B model and 10752 tokens; needed: 8 GPUs of" \
+            "$CARD_8 MiB, 4 of $CARD_4, 2 of $CARD_2, 1 of $CARD_1, or 1 of $CARD_LORA with LoRA." \
+            "python recipes/memory.py shows what smaller models and contexts need"
+    fi
+    # Checkpoints of 14 bytes a parameter (LoRA: 2): the last two, the best, and the next one.
+    DISK=$([ "$USED" = 0 ] && echo 35 || echo 180)
+    if [ ! "$DRY_RUN" ] && [ ! -e "$RUN_DIR/config.json" ]; then
+        mkdir -p "$RUN_DIR"
+        FREE=$(df -PB 1000000000 "$RUN_DIR" | awk 'NR == 2 { print $4 }')
+        [ "$FREE" -ge "$DISK" ] ||
+            stop "$FREE GB free for $RUN_DIR, its checkpoints need $DISK; RUN_DIR=... puts it elsewhere"
+    fi
+fi
+
+# --------------------------------------------------------------------------------- held-out goals
+step "held-out goals: in neither published list"
+HELD_OUT='
+import json, sys
+from envs import load_tasks
+published = {t.task_id for split in ("train", "test") for t in load_tasks("textcraft", split)}
+others = [t.task_id for t in load_tasks("textcraft") if t.task_id not in published]
+chosen = others[: int(sys.argv[2])]
+with open(sys.argv[1], "w") as file:
+    json.dump([{"item_id": task_id} for task_id in chosen], file)
+print(len(chosen), "goals in", sys.argv[1])
+'
+[ "$DRY_RUN" ] || mkdir -p "$RUN_DIR"
+[ "$DRY_RUN" ] || $PYTHON -c "$HELD_OUT" "$RUN_DIR/held_out.json" $NUM_HELD_OUT
+
+# ------------------------------------------------------------------------------------------- test
+evaluate() { # MODEL FOLDER: the published test split, unless it was played to its end before
+    if grep -qs '"complete": true' "$2/eval.json"; then
+        echo "done before: $2"
+        return
+    fi
+    [ "$DRY_RUN" ] || rm -rf "$2"
+    run $PYTHON evaluate.py "${TEST[@]}" --model "$1" --out "$2"
+}
+step "test before"
+evaluate "$MODEL" "$RUN_DIR/test_before"
+
+# ------------------------------------------------------------------------------------------ train
+step "train"
+LAST=$(printf '%s/checkpoints/step_%06d' "$RUN_DIR" "$STEPS")
+if [ -e "$LAST/trainer_state/state.json" ]; then
+    echo "done before: $LAST"
+elif [ -e "$RUN_DIR/config.json" ]; then # the run's own options, from its config.json
+    run "${LAUNCH[@]}" train.py --resume --run-dir "$RUN_DIR"
+else
+    run "${LAUNCH[@]}" train.py "${TRAIN[@]}" --run-dir "$RUN_DIR"
+fi
+
+# ------------------------------------------------------------------------------------- test, table
+step "test after"
+BEST=$RUN_DIR/checkpoints/best
+CHOICE="the best on held-out goals"
+if [ ! "$DRY_RUN" ] && [ ! -e "$BEST" ]; then
+    CHOICE="the last, none being better on the held-out goals than the model was at the start"
+    echo "testing $CHOICE"
+    BEST=$LAST
+fi
+evaluate "$BEST" "$RUN_DIR/test_after"
+
+step "table"
+TABLE='
+import datetime, json, sys
+from pathlib import Path
+from recipes.common import write_json
+from scoring import compare, format_table
+run_dir, result, tested, choice, settings = Path(sys.argv[1]), *sys.argv[2:]
+record = json.loads((run_dir / "config.json").read_text())
+paths = [run_dir / name / "eval.json" for name in ("test_before", "test_after")]
+before, after = (json.loads(path.read_text()) for path in paths)
+shown = {"settings": settings, "checkpoint": Path(tested).resolve().name, "model": record["config"]["model"]}
+shown |= {"date": datetime.date.today().isoformat(), **record}
+write_json(Path(result + ".json"), shown | {"before": before, "after": after})
+cards = record["hardware"]["gpus"]
+text = f"""# TextCraft, {shown["model"]}
+
+Settings: {settings}. Checkpoint: {shown["checkpoint"]}, {choice}.
+Commit {record["git_commit"]}, {shown["date"]}, on {f"{len(cards)} x {cards[0]}" if cards else "CPU"}.
+
+The published test split before training:
+
+```
+{format_table(before)}
+```
+
+and after it:
+
+```
+{format_table(after)}
+```
+
+{compare(*paths)}
+"""
+Path(result + ".md").write_text(text)
+print(text)
+'
+if [ "$DRY_RUN" ]; then
+    echo "dry run: nothing was done; the table goes to $RESULT.md"
+else
+    $PYTHON -c "$TABLE" "$RUN_DIR" "$RESULT" "$BEST" "$CHOICE" "$SETTINGS"
+    echo "done: $RESULT.md"
+fi
