@@ -4,14 +4,14 @@ The trainer keeps float32 master weights, over several processes in parts; each 
 whole copy in the type that it computes in. In between runs a stream, one parameter at a time:
 
     for each name:   W_r on rank r  ──all-gather──>  W  ──merge adapters, cast──>  sampler
-                                                     dropped before the next one
+                                                     dropped when the next one has come
 
 so that no second copy of the model ever exists on a device. It costs a read of all weights and a
 write of them; what it saves is a checkpoint on disk and a new start of the engine at every step.
 
-A sync that fails says nothing. vLLM, told to reload a checkpoint from a path, leaves a tied output
-head at its old values, and sampling goes on, off-policy by half a nat a token; so the log-probs of
-a few freshly sampled tokens are compared after every sync:
+A sync that fails says nothing. vLLM, given weights without the name of a tied output head, leaves
+the head at its old values, and sampling goes on, off-policy; so the log-probs of a few freshly
+sampled tokens are compared after every sync:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 

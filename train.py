@@ -49,6 +49,7 @@ import torch
 
 import checkpoint
 import distributed
+import memory
 import rundir
 from advantages import gae, grpo, reinforce_plus_plus, rloo
 from batching import Batch, make_batch, micro_batches, padding_share
@@ -57,12 +58,13 @@ from config import GROUPED, Config, check, complete, hardware_defaults
 from engines import EngineError
 from envclient import EnvError
 from metrics import MetricsLogger, summarize_trajectories
+from plan import requests_of
 from plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
 from sync import SyncError
 from trajectory import RolloutHandler
 from update import suited
-from worker import TrainingError, Worker, requests_of
+from worker import TrainingError, Worker
 
 PROG = "train.py"
 MEMORY_OF = {
@@ -78,7 +80,7 @@ FAILURES = (
     TooManyEnvFailures,
     checkpoint.CheckpointError,
     distributed.RankError,
-    rundir.OutOfMemory,
+    memory.OutOfMemory,
 )
 
 
@@ -304,13 +306,13 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        rundir.reset_peak_memory()
+        memory.reset_peak()
         began = time.perf_counter()
-        with rundir.memory_advice(name, self.config):
+        with memory.advice(name, self.config):
             yield
         self.values[name] = time.perf_counter() - began
-        if (memory := MEMORY_OF.get(name)) is not None:
-            self.values[memory] = rundir.peak_memory()
+        if name in MEMORY_OF:
+            self.values[MEMORY_OF[name]] = memory.peak()
 
     def total(self) -> float:
         return time.perf_counter() - self._began

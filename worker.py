@@ -3,7 +3,7 @@
 One `Worker` is one process. It knows how to roll out, score, update, sync, evaluate and save, and
 holds no algorithm: which of these happen in a step, and in what order, is written in `train.py`.
 
-    tasks ── requests_of(step) ──> roll_out ──> score ──> update ──> sync ──> evaluate, save
+    tasks ── plan.requests_of ──> roll_out ──> score ──> update ──> sync ──> evaluate, save
                pure function        engine       policy    optimizer   policy weights
                of the step          + pool       critic                into the engine
                                                  reference
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,15 +31,15 @@ import torch
 
 import checkpoint
 import distributed
+import memory
 import rundir
 import sync
 from batching import Batch
 from chat import ChatTemplate
 from config import Config
-from default_models import resolve_model
 from engines import Engine, EngineError, make_engine
 from envclient import EnvPool, local_server
-from envs import Task, load_tasks
+from envs import load_tasks
 from evaluate import evaluate_policy
 from fleet import FleetEngine
 from lora import adapters_off, add_lora, save_adapter
@@ -60,6 +59,7 @@ from models import (
     num_trained,
     save_policy,
 )
+from plan import held_out_tasks, start_model
 from rollout import (
     RolloutRequest,
     RolloutSettings,
@@ -70,7 +70,6 @@ from rollout import (
 from schedulers import make_scheduler
 from sentinels import Sentinels
 from servers import start_servers
-from sft import SftSettings, warm_start
 from trajectory import RolloutHandler
 from update import score_critic, score_policy, update_critic, update_policy
 
@@ -355,7 +354,7 @@ class Worker:
             step,
             signal_share,
         )
-        rundir.return_freed_memory()
+        memory.return_freed()
         return metrics
 
     def set_learning_rates(self, step: int) -> None:
@@ -528,42 +527,3 @@ class Worker:
         self.tidy_up(steps[-1])
         distributed.say(f"resumed after step {steps[-1]}")
         return steps[-1]
-
-
-def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:
-    """The step's trajectories to roll: a pure function, so resume cannot lose its place.
-
-    Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
-    environment's seed.
-    """
-    requests = []
-    for n in range(config.tasks_per_step):
-        position = (step - 1) * config.tasks_per_step + n
-        epoch, index = divmod(position, len(tasks))
-        order = random.Random(f"{config.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
-        task, env_seed = tasks[order[index]], config.seed * 1_000_003 + position
-        requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(config.group_size)]
-    return requests
-
-
-def held_out_tasks(config: Config) -> list[Task]:
-    """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
-    if not config.eval_every:
-        return []
-    subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
-    split = None if config.eval_tasks else "test"
-    return load_tasks(config.env, split, config.eval_tasks, subtasks)
-
-
-def start_model(config: Config) -> str:
-    """Path of the weights that RL starts from: as given, or warmed up on demonstrations."""
-    if config.warm_start not in ("auto", "never"):
-        return config.warm_start
-    if config.warm_start == "never" or config.model not in ("smollm2-135m", "tiny"):
-        return resolve_model(config.model)
-    # Demonstrations may be one level harder than RL's tasks: they teach grammar, not tasks.
-    tasks = load_tasks(config.env, config.split, config.tasks)
-    levels = sorted({task.subtask for task in tasks})[:2]
-    return warm_start(
-        config.model, config.env, [t for t in tasks if t.subtask in levels], SftSettings()
-    )

@@ -84,9 +84,10 @@ def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
     import rundir
     from batching import make_batch
+    from plan import requests_of
     from rollout import RolloutStats
     from train import estimate, usable_trajectories
-    from worker import Worker, requests_of
+    from worker import Worker
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = replace(config, run_dir=folder)
@@ -271,8 +272,8 @@ def main() -> int:
             run_trl(config, options.start, wait_for_turn, report)
         return 0
     version = trl_version()
+    from plan import start_model
     from rundir import circumstances
-    from worker import start_model
 
     config = step_config(options)
     start = start_model(config)  # trained here if it is not in the cache yet

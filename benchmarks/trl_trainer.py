@@ -144,7 +144,7 @@ def run_trl(
     from envclient import EnvPool, local_server
     from envs import load_tasks
     from models import load_tokenizer
-    from worker import requests_of
+    from plan import requests_of
 
     tokenizer = load_tokenizer(start)
     chat = ChatTemplate(tokenizer)

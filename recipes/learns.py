@@ -230,8 +230,8 @@ def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]
 def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples: int) -> Result:
     """Everything the report needs of one finished run, small enough to commit."""
     from checkpoint import folder_of
+    from plan import start_model
     from rundir import circumstances
-    from worker import start_model
 
     about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     evaluations = read_evaluations(run_dir)

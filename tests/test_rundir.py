@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_freed_pages_between_live_ones_go_back_to_the_system():
     code = """
 import torch
-from rundir import return_freed_memory
+from memory import return_freed
 def megabytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
 before = megabytes()
 blocks = [torch.ones(25_000) for _ in range(3_000)]  # 300 MB in blocks of the heap
 blocks = blocks[::50]
 held = megabytes() - before
-return_freed_memory()
+return_freed()
 print(held, megabytes() - before)
 """
     done = subprocess.run(
