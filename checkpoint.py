@@ -118,6 +118,7 @@ def _folder_aside(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_left_over(folder.parents[1])
     tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    tmp.chmod(0o755)  # mkdtemp's folders are their owner's alone
     (tmp / "trainer_state").mkdir()
     return tmp
 

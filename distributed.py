@@ -58,9 +58,15 @@ class RankError(RuntimeError):
 
 
 def join() -> None:
-    """Meet the other ranks, if a launcher started any."""
+    """Meet the other ranks, if a launcher started any.
+
+    NOTE: accelerate's launcher asks by default for "RAM efficient loading": transformers then fills
+    the model with zeros on all ranks of a node but one, for accelerate to broadcast the weights
+    later. `shard` cuts the weights that each rank has read, and would cut zeros, without an error.
+    """
     from accelerate import PartialState
 
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         PartialState(cpu=not torch.cuda.is_available(), timeout=TIMEOUT)
 

@@ -136,6 +136,9 @@ class VLLMEngine:
         options: dict[str, Any] = (
             {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
         )
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            # One engine per process, on that process's card; by itself vLLM takes the first card.
+            options["distributed_executor_backend"] = "external_launcher"
         try:
             with _quiet():
                 self._llm = LLM(

@@ -66,7 +66,7 @@ METRICS: dict[str, str] = {
     "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt and all (tokens)",
     "train/parse_error_rate": "share of turns without an action in the asked-for format (0..1)",
-    "train/repeated_token_rate": "share of sampled tokens in 4-grams that came before in the turn",
+    "train/repeated_token_rate": "share of sampled tokens in repeated 4-grams of their turn (0..1)",
     "train/groups": "number of tasks with at least one valid trajectory (count)",
     "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
     "train/trajectories_used": "number of trajectories that entered the loss (count)",

@@ -290,6 +290,7 @@ class Worker:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Banner 3: old log-probs (where the update needs them), reference log-probs, values."""
         c, device = self.config, self.device
+        self.engine.sleep()  # its memory is the trainer's until the weight sync
         several = c.objective.num_optimizer_steps(len(batch)) > 1
         old = ref = values = None
         if several or c.kl_coef:

@@ -18,8 +18,8 @@ context), H hidden, I intermediate, A·D attention size, L layers, V vocabulary,
                  a layer's at a time
                  W > 1: gathered bfloat16 weights of the root and of two layers, and gradients of
                  the root (bfloat16) and of a layer (both types)
-    sampler      2 P + keys and values, 4 L D A_kv a token; vLLM takes half of the card, and keeps
-                 it during the update
+    sampler      2 P + keys and values, 4 L D A_kv a token; vLLM takes half of the card, and
+                 sleeps during the update
     FLOPs        a token, forward: 2 (P - embedding) + 2 L AD T, and 2 V H where the policy spoke;
                  backward: twice that (LoRA: once), recomputation: once; old and reference
                  log-probs: one forward pass each
@@ -61,7 +61,7 @@ GIB = 2**30
 GPU_HEAD_BYTES = 512 << 20  # what models.py takes where HEAD_BYTES names no limit
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 SAMPLER_SHARE = 0.5  # of the card, VLLMEngine's gpu_memory_utilization
-SAMPLER_SLEEPS = False  # train.py does not call engine.sleep() before the update
+SAMPLER_SLEEPS = True  # train.py calls engine.sleep() before the update; no GPU has run it yet
 MARGIN = 1.05  # an allocator's losses
 POLICY_SHARE = 0.3  # of a trajectory's tokens, sampled ones
 TRAJECTORIES = 32 * 8  # a step of the paper

@@ -72,9 +72,10 @@ step "set-up"
 run make --no-print-directory setup
 
 # -------------------------------------------------------------------------------- machine check
-# What one process needs while it updates, beside the half of the card that the sampler takes
+# What one process needs: the sampler's half of the card beside the weights and moments, or, with the
+# sampler asleep, the update; no GPU has tried it
 # (MiB of the whole card; recipes/memory.py, rows of 3B and 11k tokens; a test compares).
-CARD_8=32000 CARD_4=48000 CARD_2=79000 CARD_1=160000 CARD_LORA=60000
+CARD_8=32000 CARD_4=40000 CARD_2=65000 CARD_1=130000 CARD_LORA=48000
 step "machine"
 LAUNCH=("$PYTHON")
 if [ "$SMOKE" ]; then

@@ -20,6 +20,7 @@ from metrics import (
     read_log,
     summarize_trajectories,
 )
+from sentinels import repeated_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass(frozen=True)
 class Turn:
     parse_error: str | None = None
+    action_span: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ def test_the_summary_of_a_hand_worked_step():
     assert summary["train/env_failures"] == 0
     assert summary["train/stop/success"] == 0.25
     assert summary["train/stop/env_error"] == 0.0
+
+
+def test_repeated_tokens_are_counted_within_each_turn():
+    """A loop of two tokens in one turn, four different ones in the other: sums, not means."""
+    ids = (1, 2, *[7, 8] * 6, 20, 21, 22, 23)
+    turns = (Turn(action_span=(2, 14)), Turn(action_span=(14, 18)))
+    looping = Trajectory(0, 0.0, turns=turns, input_ids=ids)
+    expected = [repeated_tokens(ids[2:14]), repeated_tokens(ids[14:18])]
+    rate = summarize_trajectories([looping])["train/repeated_token_rate"]
+    assert rate == sum(n for n, _ in expected) / sum(total for _, total in expected)
+    assert 0.3 < rate < 1
+    assert summarize_trajectories([Trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 
 def test_action_tokens_are_the_sampled_ones_and_not_prompt_or_observation():

@@ -208,7 +208,7 @@ def test_the_test_is_the_published_split_with_thirty_turns(tmp_path):
         ([40960] * 8, 8, {}),
         ([143771] * 2, 2, {}),
         ([183359], 1, {}),
-        ([143771], 1, {"lora_rank": 64, "learning_rate": 1e-5}),
+        ([143771], 1, {}),
         ([81559], 1, {"lora_rank": 64, "learning_rate": 1e-5}),
     ],
 )
