@@ -108,11 +108,11 @@ def textcraft_openings(tokenizer: Any, count: int) -> list[list[int]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    import memory
     import sync
     from default_models import resolve_model
     from engines import VLLMEngine
     from models import load_policy, load_tokenizer, num_parameters, save_policy
-    from rundir import peak_memory, reset_peak_memory
 
     path, dtype = resolve_model(options.model), torch.bfloat16
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,10 +171,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         policy.lm.save_pretrained(folder / "tied_once")
         reload(folder / "tied_once")
         compare("tied_once")
-        reset_peak_memory()
-        before = peak_memory()
+        memory.reset_peak()
+        before = memory.peak()
         stream()
-        process_bytes = peak_memory() - before
+        process_bytes = memory.peak() - before
         compare("repaired")
 
         loops: dict[str, Callable[[], dict[str, float]]] = {
