@@ -190,11 +190,13 @@ def measure(
     import torch
     from accelerate import Accelerator
 
+    import update
     from config import Config
     from default_models import resolve_model
     from models import load_policy, load_tokenizer, num_parameters
     from update import Objective, update_policy
 
+    update.SHARING_PAYS = 0.0  # what is to be found here: share wherever there is an opening
     default, path = Config(), resolve_model(options.model)
     shared = Objective(
         mini_batch_size=1 << 30,  # one gradient of the whole batch

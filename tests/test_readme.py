@@ -10,6 +10,7 @@ import pytest
 from config import Config, hardware_defaults
 from recipes import scaling_inter
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
+from update import SHARING_PAYS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,3 +151,31 @@ def test_the_figures_against_trl_are_those_of_the_committed_run() -> None:
     assert f"({ours:.0f} s against {theirs:.0f} s, medians of three" in README
     assert f"single repeats {min(single):.1f} to {max(single):.0f}," in README
     assert len(single) == 3
+
+
+def test_the_weight_sync_figures_are_those_of_the_committed_run() -> None:
+    document = json.loads((RESULTS / "weight_sync-smollm2-135m.json").read_text())
+    summary, difference = document["summary"], document["log_prob_difference"]
+    megabytes = document["bytes"]["sent"] / 1e6
+    assert f"135M model into vLLM, {megabytes:.0f} MB in bfloat16" in README
+    times = f"{summary['stream_s']:.2f} s; {summary['checkpoint_over_stream']:.1f} times faster"
+    assert f"{times}; {100 * summary['held_share']:.0f} % of the weights" in README
+    stale, synced, loaded = (difference[name] for name in ("stale", "synced", "as_loaded"))
+    said = f"{stale:.2f} and {synced:.2f} nats a token ({loaded:.2f} before the weights"
+    assert said in README
+
+
+def test_the_prefix_figures_are_those_of_the_committed_run_and_so_is_the_switch() -> None:
+    document = json.loads((RESULTS / "prefix-smollm2-135m.json").read_text())
+    real = {row["name"]: row["ratio"] for row in document["summary"]["rows"]}
+    first, whole = real["first turn"], real["whole"]
+    assert f"| {first:.1f} and {whole:.1f} times (goal 2" in README
+    faster = {
+        case["saved"]: all(r["shared_s"] < r["unshared_s"] for r in case["repeats"])
+        for case in document["cases"]
+    }
+    assert all(faster[saved] for saved in faster if saved >= 0.14)
+    assert not all(faster[saved] for saved in faster if saved < SHARING_PAYS)
+    assert all(len(case["repeats"]) == 2 for case in document["cases"])
+    assert "case that saves 14 % of the tokens or more" in README
+    assert f"`update.py` shares from {100 * SHARING_PAYS:.0f} % on" in README
