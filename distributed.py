@@ -120,8 +120,8 @@ def shard(accelerator: Any, model: Any) -> Any:
     """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole.
 
     A layer's parameters are gathered when it runs and dropped after it, layer by layer; what
-    belongs to no layer (embedding, norm, head) forms the root. With --mixed-precision bf16 layers
-    compute in bfloat16 on float32 master weights, and gradients are summed in float32.
+    belongs to no layer (embedding, norm, head) forms the root. In bf16 layers compute in bfloat16
+    on float32 master weights, and gradients are summed in float32.
 
     Options of accelerate's FSDP config are read from the launcher's environment:
     `fsdp_reshard_after_forward`, `fsdp_offload_params`, `fsdp_activation_checkpointing`.
@@ -172,11 +172,6 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 # ----------------------------------------------------------------------------------- work in parts
-
-
-def own_share(items: Sequence[T]) -> list[T]:
-    """Every W-th item: what this rank does when each item is independent."""
-    return list(items[rank() :: world_size()])
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
