@@ -49,9 +49,6 @@ CASES = {
 }
 
 
-update.SHARING_PAYS = 0.0  # share whatever there is
-
-
 def make_policy(lora_rank: int = 0) -> PolicyModel:
     torch.manual_seed(0)
     policy = PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, initializer_range=0.3)))
@@ -151,6 +148,7 @@ def run(case: str) -> dict:
 def main() -> None:
     out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     distributed.join()
+    update.SHARING_PAYS = 0.0  # share whatever there is
     for case in cases:
         result = run(case)
         if distributed.rank() == 0:
