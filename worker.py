@@ -281,7 +281,7 @@ class Worker:
     def own_requests(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """This rank's: all samples of every W-th task."""
         ranks, rank = distributed.world_size(), distributed.rank()
-        return [r for r in requests if ranks == 1 or r.group_id % ranks == rank]
+        return [r for r in requests if r.group_id % ranks == rank]
 
     # 3 to 6: learning
 
@@ -397,8 +397,7 @@ class Worker:
         c = self.config
         if not self.eval_tasks:
             return {}
-        total = len(self.eval_tasks) * c.eval_samples
-        total = math.ceil(total / distributed.world_size())
+        total = math.ceil(len(self.eval_tasks) * c.eval_samples / distributed.world_size())
         with rundir.progress_bar(total, f"step {step} evaluation") as tick:
             summary, trajectories = evaluate_policy(
                 self.engine,
@@ -522,7 +521,7 @@ class Worker:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
         self.best, self.best_step = state["best"], state["best_step"]
-        self.evaluated_step = state.get("evaluated_step", steps[-1])
+        self.evaluated_step = state["evaluated_step"]
         self.completed_step = steps[-1]
         self.load_into_engine()
         self.tidy_up(steps[-1])
