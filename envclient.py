@@ -153,6 +153,8 @@ class EnvClient:
             self._session_id = None
             self.open()
             answer = self._request("POST", "/reset", self._addressed(body))
+        if isinstance(answer, dict):
+            answer = self._wire.first_observation(answer)
         observation = self._field(answer, "/reset", "observation", str)
         self._score, self._is_running = 0.0, True
         return observation
@@ -174,9 +176,10 @@ class EnvClient:
         try:
             answer = self._request("POST", "/step", self._addressed({"action": action}))
             observation = self._field(answer, "/step", "observation", str)
-            reward = float(self._field(answer, "/step", "reward", (int, float)))
-            if not math.isfinite(reward):
-                raise self._unexpected(answer, "/step", f"a finite reward, got {reward}")
+            points = float(self._field(answer, "/step", "reward", (int, float)))
+            if not math.isfinite(points):
+                raise self._unexpected(answer, "/step", f"a finite reward, got {points}")
+            reward = self._wire.to_reward(points)
             truncated = bool(answer.get("truncated", False))
             if "terminated" in answer:
                 terminated = self._field(answer, "/step", "terminated", bool)
@@ -189,8 +192,9 @@ class EnvClient:
             raise
         self._score += reward
         self._is_running = not (terminated or truncated)
-        # AgentGym's answers hold no info: solved is what pays in full.
-        info = {"success": terminated and self._score >= 1.0, "score": self._score}
+        # AgentGym's answers hold no info; 1e-9: increments of 1/100 do not sum to exactly 1.
+        solved = terminated and self._score > self._wire.solved_from - 1e-9
+        info = {"success": solved, "score": self._score}
         if isinstance(answer.get("info"), dict):
             info |= answer["info"]
         return StepResult(observation, reward, terminated, truncated, info)

@@ -1,8 +1,9 @@
 """Environments: the worlds the agent acts in, one file each, and the lists of tasks.
 
 An environment is one class with no base class; what it must have is the list below, and
-`envs/textcraft.py` is the example to copy. `envs/server.py` gives any such class HTTP and
-sessions, so adding a world is one file, one line in `ENVS` and its id lists in `envs/ids/`.
+`envs/textcraft.py` is the example to copy (`envs/common.py` holds what worlds share).
+`envs/server.py` gives any such class HTTP and sessions, so adding a world is one file, one line in
+`ENVS` and its id lists in `envs/ids/`.
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
     WIRE              a `Wire`: the names that AgentGym's client of this world puts on the wire
@@ -16,6 +17,10 @@ sessions, so adding a world is one file, one line in `ENVS` and its id lists in 
     subtask(task_index) -> the name under which evaluation tables group the task  (class)
     state_for_people() -> dict, what a person wants to see while looking at an episode
     close()
+    open_shared(), close_shared()    optional, of the class: what all sessions of a server use
+
+Trainers import the class too, for its texts and numbers, on machines that lack what the world needs
+to run: a module imports its simulator where it is used.
 
 `reward` is the increment of this turn, the increments of an episode sum to 0..1, and
 `info["success"]` says whether the task is solved (AgentGym-RL keeps the last score only, which
@@ -33,7 +38,7 @@ Read next: envs/textcraft.py, then envs/server.py.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +46,11 @@ from typing import Any
 
 VERSION = "0.1.0"
 IDS_DIR = Path(__file__).parent / "ids"
-ENVS = {"textcraft": "envs.textcraft:TextCraft"}
+ENVS = {
+    "textcraft": "envs.textcraft:TextCraft",
+    "babyai": "envs.babyai:BabyAI",
+    "sciworld": "envs.sciworld:SciWorld",
+}
 
 
 class ParseError(ValueError):
@@ -82,6 +91,12 @@ class Wire:
     index_field = "data_idx"
     index_default: int | None = 0  # None: /reset must name a task
     shows_task_at_create = True  # /create already answers with an observation
+    has_score = False  # /reset and /step also answer the world's own score, info["score"]
+    points = 1  # what the wire calls a full return; SciWorld counts to 100
+    solved_from = 1.0  # AgentGym's servers do not say "solved": an end with this return or more
+    # More paths: /name -> (GET or POST, the env's method that answers), or (STEP, a method whose
+    # dict is added to the answer of a step).
+    paths: Mapping[str, tuple[str, str]] = {}
 
     def root(self) -> Any:
         return f"This is environment {self.title}."
@@ -92,17 +107,30 @@ class Wire:
             answer |= {key: turn[key] for key in ("observation", "done", "reward")}
         return answer
 
-    def reset(self, session_id: int, turn: dict) -> Any:
-        return {self.session_field: session_id, **turn}
+    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
+        return {self.session_field: session_id, **self.step(turn)}
 
     def step(self, turn: dict) -> Any:
-        return turn
+        return turn | {"score": turn["info"]["score"]} if self.has_score else turn
 
     def observation(self, turn: dict) -> Any:
         return turn["observation"]
 
     def close(self, closed: bool) -> Any:
         return closed
+
+    def to_points(self, reward: float) -> float:
+        """An increment (an episode's sum to 0..1) as the wire shows it; whole numbers as int."""
+        points = round(reward * self.points, 9)
+        return int(points) if points == int(points) else points
+
+    def to_reward(self, points: float) -> float:
+        """The increment that `points` on the wire stand for."""
+        return points / self.points
+
+    def first_observation(self, answer: dict) -> Any:
+        """What the policy reads first, from the answer of /reset."""
+        return answer.get("observation")
 
 
 def get_env(name: str) -> Any:

@@ -37,6 +37,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -77,6 +78,8 @@ def create_app(
                 await asyncio.sleep(min(idle_timeout_s / 4, 30.0))
                 await sessions.evict_idle()
 
+        if hasattr(env_class, "open_shared"):
+            await anyio.to_thread.run_sync(env_class.open_shared)
         sweeper = asyncio.create_task(sweep())
         yield
         sweeper.cancel()
@@ -85,6 +88,8 @@ def create_app(
                 ApiError
             ):  # logged by call(); the others are closed all the same
                 await sessions.close(session_id)
+        if hasattr(env_class, "close_shared"):
+            await anyio.to_thread.run_sync(env_class.close_shared)
 
     app = FastAPI(title=f"AgentGym environment {wire.title}", version=VERSION, lifespan=lifespan)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
@@ -138,7 +143,7 @@ def create_app(
         observation, reward, terminated, truncated, info = outcome
         session.turn = {
             "observation": observation,
-            "reward": int(reward) if reward == int(reward) else reward,
+            "reward": wire.to_points(reward),
             "done": terminated or truncated,
             "terminated": terminated,
             "truncated": truncated,
@@ -168,18 +173,21 @@ def create_app(
         async with sessions.use(body.session_id) as session:
             turn = await start_episode(session, body.task_index, body.seed)
             session.has_episode = True
-            return Answer(wire.reset(session.session_id, turn))
+            return Answer(wire.reset(session.session_id, turn, body.task_index))
+
+    async def take_step(session: Session, action: str) -> Any:
+        require_episode(session)
+        if session.turn is not None and session.turn["done"]:
+            hint = "POST /reset starts the next episode"
+            raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
+        outcome = await play(session, session.env.step, action)
+        return wire.step(set_turn(session, outcome, session.task_index))
 
     @app.post("/step")
     @_takes(StepBody)
     async def step(body: Any) -> Answer:
         async with sessions.use(body.session_id) as session:
-            require_episode(session)
-            if session.turn is not None and session.turn["done"]:
-                hint = "POST /reset starts the next episode"
-                raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-            outcome = await play(session, session.env.step, body.action)
-            return Answer(wire.step(set_turn(session, outcome, session.task_index)))
+            return Answer(await take_step(session, body.action))
 
     @app.post("/close")
     @_takes(CloseBody)
@@ -216,6 +224,29 @@ def create_app(
     @app.get("/state")
     async def state(session_id: int = session_query) -> Answer:
         return Answer(await ask(session_id, "state_for_people"))
+
+    def add_path(path: str, http_method: str, method: str) -> None:
+        """A path of this world alone: answers what the env's method returns."""
+
+        async def by_query(session_id: int = session_query) -> Answer:
+            return Answer(await ask(session_id, method))
+
+        @_takes(CloseBody)
+        async def by_body(body: Any) -> Answer:
+            return Answer(await ask(body.session_id, method))
+
+        @_takes(StepBody)
+        async def with_step(body: Any) -> Answer:
+            async with sessions.use(body.session_id) as session:
+                answer = await take_step(session, body.action)
+                return Answer(answer | await play(session, getattr(session.env, method)))
+
+        endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
+        verb = "GET" if http_method == "GET" else "POST"
+        app.add_api_route(path, endpoint, methods=[verb], name=method)
+
+    for path, (http_method, method) in wire.paths.items():
+        add_path(path, http_method, method)
 
     @app.get("/oracle")
     async def oracle(session_id: int = session_query) -> Answer:

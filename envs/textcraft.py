@@ -47,14 +47,14 @@ each episode owns its generator. Indices do not wrap around, amounts end at nine
 envs/server.py.
 """
 
-import argparse
 import random
 import re
 from dataclasses import dataclass, field
 from itertools import product
 from typing import ClassVar
 
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, Wire
+from envs import Wire
+from envs.common import Stage, action_line, command_line, require_task
 from envs.textcraft_recipes import Recipe, recipe_book, spoken
 
 MAX_DISTRACTORS = 10
@@ -105,8 +105,8 @@ class TextCraft:
 
     def __init__(self) -> None:
         self._book = recipe_book()
-        self._goal: str | None = None
-        self._ended = False
+        self._goal = ""
+        self._stage = Stage()
 
     @staticmethod
     def num_tasks() -> int:
@@ -123,12 +123,8 @@ class TextCraft:
         Raises:
             TaskIndexError: task_index is not in 0 .. num_tasks - 1.
         """
-        goals = self._book.goals
-        if not 0 <= task_index < len(goals):
-            raise TaskIndexError(
-                f"task index {task_index} does not exist; TextCraft has 0 to {len(goals) - 1}"
-            )
-        goal = goals[task_index]
+        require_task(type(self), task_index)
+        goal = self._book.goals[task_index]
         generator = random.Random(f"textcraft {task_index} {seed}")  # strings seed by SHA-512
         needed = self._book.recipes_towards(goal)
         distractors: dict[Recipe, None] = {}  # a dict keeps its order, a set of strings does not
@@ -140,9 +136,10 @@ class TextCraft:
         others = list(distractors)
         listed = needed + generator.sample(others, min(len(others), MAX_DISTRACTORS))
         generator.shuffle(listed)
-        self._listed, self._goal, self._ended = listed, goal, False
+        self._listed, self._goal = listed, goal
         self._inventory: dict[str, int] = {}
         self._num_turns = 0
+        self._stage.begin()
         commands = "\n".join(recipe.command for recipe in listed)
         return f"Crafting commands:\n{commands}\n\nGoal: craft {spoken(goal)}."
 
@@ -152,14 +149,20 @@ class TextCraft:
         Raises:
             NotResetError, EpisodeEndedError: there is no running episode.
         """
-        self._require_running()
+        self._stage.require_running()
         self._num_turns += 1
         try:
             observation = self._act(action)
         except _ActionFailed as failure:
             observation = str(failure)
-        reward = float(self._ended)
-        return observation, reward, self._ended, False, {"success": self._ended, "score": reward}
+        solved = self._stage.ended
+        return (
+            observation,
+            float(solved),
+            solved,
+            False,
+            {"success": solved, "score": float(solved)},
+        )
 
     def _act(self, action: str) -> str:
         if match := re.match(r"craft (.*) using (.*)", action):
@@ -195,7 +198,8 @@ class TextCraft:
             if not self._inventory[item]:
                 del self._inventory[item]
         self._inventory[output] = self._inventory.get(output, 0) + recipe.output_count
-        self._ended = output == self._goal
+        if output == self._goal:
+            self._stage.end()
         return f"Crafted {recipe.output_count} minecraft:{output}"
 
     @staticmethod
@@ -206,18 +210,12 @@ class TextCraft:
         Raises:
             ParseError: no 'Action:', more than one, or nothing after it.
         """
-        found = re.findall(r"Action:\s*(.*?)(?=\n|$)", model_text, re.DOTALL)
-        if len(found) > 1:
-            raise ParseError(f"Got {len(found)} 'Action:' lines, expected one. Give one action.")
-        action = " ".join(re.sub(r"[^A-Za-z0-9, ]+", "", found[0]).split()) if found else ""
-        if not action:
-            raise ParseError("No action found. End your answer with a line 'Action: ...'.")
-        return action
+        return action_line(model_text, drop="[^A-Za-z0-9, ]")
 
     def available_actions(self) -> list[str]:
         """Actions that succeed now: every listed command whose inputs are held, every fetchable
         input in the amounts that the commands name (other amounts work as well), inventory."""
-        self._require_reset()
+        self._stage.require_episode()
         crafts: dict[str, None] = {}
         gets: dict[str, None] = {}
         for recipe in self._listed:
@@ -237,7 +235,7 @@ class TextCraft:
         Raises:
             NotResetError, EpisodeEndedError: there is no running episode.
         """
-        self._require_running()
+        self._stage.require_running()
         plan = self._plan()
         for item, count in plan.gets.items():
             purpose = spoken(plan.purposes[item])
@@ -251,36 +249,26 @@ class TextCraft:
 
     def state_for_people(self) -> dict:
         """Goal, depth, inventory, commands and the actions left to do, for display."""
-        self._require_reset()
-        plan = _Plan({}) if self._ended else self._plan()
+        self._stage.require_episode()
+        plan = _Plan({}) if self._stage.ended else self._plan()
         return {
-            "goal": spoken(self._goal or ""),
-            "subtask": f"depth {self._book.depth(self._goal or '')}",
+            "goal": spoken(self._goal),
+            "subtask": f"depth {self._book.depth(self._goal)}",
             "inventory": {spoken(item): count for item, count in self._inventory.items()},
             "commands": [recipe.command for recipe in self._listed],
             "plan": [f"get {count} {spoken(item)}" for item, count in plan.gets.items()]
             + [recipe.command_with(inputs) for recipe, inputs, _ in plan.crafts],
             "num_turns": self._num_turns,
-            "success": self._ended,
+            "success": self._stage.ended,
         }
 
     def close(self) -> None:
         """Nothing is held outside the object."""
 
-    def _require_reset(self) -> None:
-        if self._goal is None:
-            raise NotResetError("no episode has been started; call reset(task_index) first")
-
-    def _require_running(self) -> None:
-        self._require_reset()
-        if self._ended:
-            raise EpisodeEndedError("this episode is over; call reset(task_index) to play again")
-
     # The oracle plans on a copy of the inventory. `plan.stock` is what is not yet spoken for: an
     # input is taken out of it as soon as it is planned, so no item is counted on twice.
 
     def _plan(self) -> _Plan:
-        assert self._goal is not None  # for the type checker; callers have checked
         plan = _Plan(dict(self._inventory))
         self._provide(self._goal, 1, self._goal, plan)
         return plan
@@ -321,39 +309,10 @@ class TextCraft:
         plan.stock[recipe.output] = plan.stock.get(recipe.output, 0) + recipe.output_count
 
 
-def play(task_index: int, seed: int) -> None:
-    """An episode in the terminal; an empty line asks the oracle."""
-    env = TextCraft()
-    print(env.reset(task_index, seed))
-    terminated = False
-    while not terminated:
-        action = input("> ").strip()
-        if not action:
-            thought, action = env.oracle()
-            print(f"{thought}\n> {action}")
-        observation, reward, terminated, _, _ = env.step(action)
-        print(observation)
-    print(f"return {reward:g}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m envs.textcraft", description="Play TextCraft.")
-    parser.add_argument("--task-index", type=int, default=140, help="0 to 543 (default: 140)")
-    parser.add_argument("--seed", type=int, default=0, help="distractors and order (default: 0)")
-    parser.add_argument("--write-ids", action="store_true", help="write envs/ids/textcraft_*.json")
-    arguments = parser.parse_args()
-    if arguments.write_ids:
-        from envs.textcraft_ids import write_ids
+    from envs.textcraft_ids import write_ids
 
-        for path, num_ids in write_ids().items():
-            print(f"{path}: {num_ids} tasks")
-        return
-    try:
-        play(arguments.task_index, arguments.seed)
-    except TaskIndexError as error:
-        parser.error(str(error))
-    except (EOFError, KeyboardInterrupt):
-        print()
+    command_line(TextCraft, "textcraft", task_index=140, write_ids=write_ids)
 
 
 if __name__ == "__main__":

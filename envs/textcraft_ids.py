@@ -22,12 +22,12 @@ textcraft_family_test, textcraft_family_train   In the split above nearly every 
     measured by the length of the oracle's plans at each depth.
 """
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
 
 from envs import IDS_DIR
+from envs.common import write_id_lists
 from envs.textcraft import TextCraft
 from envs.textcraft_recipes import recipe_book
 
@@ -112,10 +112,4 @@ def write_ids(folder: Path = IDS_DIR) -> dict[Path, int]:
     train, test = published_split()
     family_train, family_test = family_split()
     lists = {"train": train, "test": test, "family_train": family_train, "family_test": family_test}
-    written = {}
-    for split, indices in lists.items():
-        path = folder / f"textcraft_{split}.json"
-        lines = ",\n".join(json.dumps({"item_id": f"textcraft_{index}"}) for index in indices)
-        path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        written[path] = len(indices)
-    return written
+    return write_id_lists("textcraft", lists, folder)

@@ -175,7 +175,7 @@ def test_a_world_with_other_field_names_needs_only_its_wire():
         def create(self, session_id, turn):
             return session_id
 
-        def reset(self, session_id, turn):
+        def reset(self, session_id, turn, task_index):
             return turn["observation"]
 
     world = type("Search", (SlowWorld,), {"WIRE": SearchWire()})
@@ -534,7 +534,10 @@ def test_binding_beyond_this_machine_warns_in_one_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--env", "minecraft"], "invalid choice: 'minecraft' (choose from 'textcraft')"),
+        (
+            ["--env", "minecraft"],
+            "invalid choice: 'minecraft' (choose from 'babyai', 'sciworld', 'textcraft')",
+        ),
         ([], "required: --env"),
         (["--env", "textcraft", "--port", "70000"], "--port 70000"),
         (["--env", "textcraft", "--max-sessions", "0"], "--max-sessions"),

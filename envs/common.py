@@ -1,0 +1,135 @@
+"""What every text world does alike: where an episode stands, the line that holds an action, ids.
+
+An environment is one class without a base class (envs/__init__.py lists what it has). These are the
+pieces that three worlds came to share, as small things to use rather than a frame to fit into:
+
+    Stage            before the first reset, in an episode, after its end; a named error for misuse
+    require_task     an index out of range is refused, never wrapped around
+    action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
+    write_id_lists   envs/ids/<env>_<split>.json
+    command_line     python -m envs.NAME: play in the terminal, or write the id lists
+
+Read next: envs/textcraft.py uses all five.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from envs import IDS_DIR, EpisodeEndedError, NotResetError, ParseError, TaskIndexError
+
+
+class Stage:
+    """Where a session stands. Without it a step after the end plays on in a finished world."""
+
+    def __init__(self) -> None:
+        self.has_episode = False
+        self.ended = False
+
+    def begin(self) -> None:
+        self.has_episode, self.ended = True, False
+
+    def end(self) -> None:
+        self.ended = True
+
+    def require_episode(self) -> None:
+        """Raises NotResetError before the first reset."""
+        if not self.has_episode:
+            raise NotResetError("no episode has been started; call reset(task_index) first")
+
+    def require_running(self) -> None:
+        """Raises NotResetError before the first reset, EpisodeEndedError after the end."""
+        self.require_episode()
+        if self.ended:
+            raise EpisodeEndedError("this episode is over; call reset(task_index) to play again")
+
+
+def require_task(env_class: Any, task_index: int) -> None:
+    """Raises TaskIndexError unless `env_class` has the task."""
+    if not 0 <= task_index < env_class.num_tasks():
+        raise TaskIndexError(
+            f"task index {task_index} does not exist; {env_class.__name__} has 0 to "
+            f"{env_class.num_tasks() - 1}"
+        )
+
+
+def action_line(model_text: str, drop: str = "") -> str:
+    """The action of the one 'Action:' line, with characters that match `drop` removed and blanks
+    squeezed.
+
+        >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
+        'get 2 oak log'
+
+    Raises:
+        ParseError: no 'Action:', more than one, or nothing after it.
+    """
+    found = re.findall(r"Action:\s*(.*?)(?=\n|$)", model_text, re.DOTALL)
+    if len(found) > 1:
+        raise ParseError(f"Got {len(found)} 'Action:' lines, expected one. Give one action.")
+    text = re.sub(drop, "", found[0]) if found and drop else "".join(found)
+    action = " ".join(text.split())
+    if not action:
+        raise ParseError("No action found. End your answer with a line 'Action: ...'.")
+    return action
+
+
+def write_id_lists(
+    env: str, lists: Mapping[str, Iterable[int]], folder: Path = IDS_DIR
+) -> dict[Path, int]:
+    """Write one list for each split, in AgentGym's format; returns how many ids each file holds."""
+    written = {}
+    for split, indices in lists.items():
+        path = folder / f"{env}_{split}.json"
+        lines = [json.dumps({"item_id": f"{env}_{index}"}) for index in indices]
+        path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+        written[path] = len(lines)
+    return written
+
+
+def play(env: Any, task_index: int, seed: int) -> None:
+    """An episode in the terminal; an empty line asks the oracle."""
+    print(env.reset(task_index, seed))
+    ended, total = False, 0.0
+    while not ended:
+        action = input("> ").strip()
+        if not action:
+            thought, action = env.oracle()
+            print(f"{thought}\n> {action}")
+        observation, reward, terminated, truncated, _ = env.step(action)
+        ended, total = terminated or truncated, total + reward
+        print(observation)
+    print(f"return {total:g}")
+
+
+def command_line(
+    env_class: Any, name: str, task_index: int, write_ids: Callable[[], dict[Path, int]]
+) -> None:
+    """`python -m envs.NAME`: play `task_index`, or --write-ids."""
+    last = env_class.num_tasks() - 1
+    parser = argparse.ArgumentParser(
+        prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."
+    )
+    parser.add_argument(
+        "--task-index", type=int, default=task_index, help=f"0 to {last} (default: {task_index})"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="what a task leaves open (default: 0)")
+    parser.add_argument(
+        "--write-ids", action="store_true", help=f"write envs/ids/{name}_*.json and stop"
+    )
+    arguments = parser.parse_args()
+    if arguments.write_ids:
+        for path, num_ids in write_ids().items():
+            print(f"{path}: {num_ids} tasks")
+        return
+    env = env_class()
+    try:
+        play(env, arguments.task_index, arguments.seed)
+    except TaskIndexError as error:
+        parser.error(str(error))
+    except (EOFError, KeyboardInterrupt):
+        print()
+    finally:
+        env.close()
