@@ -1,7 +1,7 @@
 """Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
 
-The defaults fit the machine. Without a GPU they train the 135M model on the shallow goals of
-TextCraft on two cores; with one they are the published settings for Qwen2.5-3B.
+The defaults fit the machine and the environment. Without a GPU they train the 135M model on the
+shortest tasks on two cores; with one they are the published settings for Qwen2.5-3B.
 `hardware_defaults` is the difference.
 
 Options that contradict each other are refused before anything is written, each with one line that
@@ -12,10 +12,12 @@ Read next: `train.py`.
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from schedulers import make_scheduler
 from update import Objective
@@ -173,7 +175,7 @@ class Config:
         return self.eval_rounds or max(self.rounds)
 
 
-PAPER = {
+PAPER: dict[str, Any] = {
     "model": "Qwen/Qwen2.5-3B-Instruct",
     "warm_start": "never",
     "split": "train",
@@ -195,12 +197,52 @@ PAPER = {
     "save_every": 25,
     "eval_every": 25,
 }
-LAPTOP_LISTS = {"textcraft": ("textcraft_family_train.json", "textcraft_family_test.json")}
+# What the paper's scripts set otherwise for another environment.
+PAPER_OF: dict[str, dict[str, Any]] = {
+    "babyai": {
+        "rounds": (6, 13, 20),
+        "tasks_per_step": 32,
+        "group_size": 4,
+        "mini_batch_size": 32,
+        "max_trajectory_tokens": 9216,
+    },
+    "sciworld": {
+        "tasks_per_step": 16,
+        "max_tokens_per_turn": 200,
+        "max_trajectory_tokens": 9216,
+    },
+}
+# Without a GPU: short tasks of each environment (envs/ids/NAME_train.json and NAME_test.json), the
+# sub-tasks of them, and options that fit their length.
+LAPTOP_LISTS = {
+    "textcraft": ("textcraft_family", ("depth 1",)),
+    "babyai": ("babyai_simple", ()),
+    "sciworld": ("sciworld_short", ()),
+}
+LAPTOP_OF: dict[str, dict[str, Any]] = {
+    "babyai": {"rounds": (6,), "max_trajectory_tokens": 2560, "eval_samples": 2},
+    "sciworld": {
+        "rounds": (10,),
+        "tasks_per_step": 4,
+        "mini_batch_size": 32,
+        "max_trajectory_tokens": 4096,
+        "eval_samples": 1,
+    },
+}
 
 
-def hardware_defaults(gpu: bool) -> Config:
-    """The defaults of this machine: `Config()` on a CPU, the paper's with a GPU."""
-    return replace(Config(), **PAPER) if gpu else Config()  # type: ignore[arg-type]
+def named_env(argv: Sequence[str] | None) -> str:
+    """The value of --env on a command line (None: this process's), whose defaults depend on it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env", nargs="?", default=Config.env)
+    return parser.parse_known_args(argv)[0].env or Config.env
+
+
+def hardware_defaults(gpu: bool, env: str = Config.env) -> Config:
+    """The defaults of this machine for `env`: short tasks on a CPU, the paper's with a GPU."""
+    if gpu:
+        return replace(Config(env=env), **{**PAPER, **PAPER_OF.get(env, {})})
+    return replace(Config(env=env), **LAPTOP_OF.get(env, {}))
 
 
 def complete(config: Config) -> Config:
@@ -209,10 +251,12 @@ def complete(config: Config) -> Config:
         config = replace(config, engine="transformers")
     if config.tasks is None and config.split is None:
         if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
-            train, test = (f"envs/ids/{name}" for name in LAPTOP_LISTS[config.env])
-            subtasks = config.subtasks or (("depth 1",) if config.env == "textcraft" else ())
+            name, subtasks = LAPTOP_LISTS[config.env]
             config = replace(
-                config, tasks=train, eval_tasks=config.eval_tasks or test, subtasks=subtasks
+                config,
+                tasks=f"envs/ids/{name}_train.json",
+                eval_tasks=config.eval_tasks or f"envs/ids/{name}_test.json",
+                subtasks=config.subtasks or subtasks,
             )
         else:
             config = replace(config, split="train")

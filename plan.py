@@ -58,6 +58,5 @@ def start_model(config: Config) -> str:
     # Demonstrations may be one level harder than RL's tasks: they teach grammar, not tasks.
     tasks = load_tasks(config.env, config.split, config.tasks)
     levels = sorted({task.subtask for task in tasks})[:2]
-    return warm_start(
-        config.model, config.env, [t for t in tasks if t.subtask in levels], SftSettings()
-    )
+    shown = [task for task in tasks if task.subtask in levels]
+    return warm_start(config.model, config.env, shown, SftSettings(), config.env_addr)

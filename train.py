@@ -54,7 +54,7 @@ import rundir
 from advantages import gae, grpo, reinforce_plus_plus, rloo
 from batching import Batch, make_batch, micro_batches, padding_share
 from cli import complain, parse_command_line
-from config import GROUPED, Config, check, complete, hardware_defaults
+from config import GROUPED, Config, check, complete, hardware_defaults, named_env
 from engines import EngineError
 from envclient import EnvError
 from metrics import MetricsLogger, summarize_trajectories
@@ -321,7 +321,7 @@ class Clock:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
     first_lines = (__doc__ or "").split("\n\n")[0]
-    default = hardware_defaults(torch.cuda.is_available())
+    default = hardware_defaults(torch.cuda.is_available(), named_env(argv))
     config = parse_command_line(Config, argv, PROG, default, first_lines)
     try:
         if config.resume:  # what is not given again is what the run was started with

@@ -25,9 +25,9 @@ def load_config(arguments: Sequence[str]) -> Any:
     import torch
 
     from cli import parse_command_line
-    from config import Config, check, complete, hardware_defaults
+    from config import Config, check, complete, hardware_defaults, named_env
 
-    default = hardware_defaults(torch.cuda.is_available())
+    default = hardware_defaults(torch.cuda.is_available(), named_env(arguments))
     config = complete(parse_command_line(Config, arguments, "recipe", default))
     check(config)
     return config

@@ -36,7 +36,7 @@ Each run takes 1.0 to 1.3 hours on two CPU cores (the sft arm that for each lear
 `shuffled`, whose episodes grow long as it fails, 2.6), and half an hour for each evaluation of the
 published split, which --test-samples 0 leaves out. It may be killed at any time and goes on from
 its last checkpoint. What follows the known options is handed on to train.py, for all arms alike.
-Read next: learns_report.py; sft.py for demonstrations.
+Read next: learns_report.py; demonstrations.py.
 """
 
 import argparse
@@ -124,8 +124,9 @@ def train_sft(config: Any, learning_rate: float) -> None:
     import torch
 
     import rundir
+    from demonstrations import demonstrations
     from metrics import MetricsLogger
-    from sft import SftSettings, demonstrations, encode
+    from sft import SftSettings, encode
     from train import Clock, is_due
     from worker import Worker
 

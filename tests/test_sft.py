@@ -11,7 +11,8 @@ from toy_env import fresh_process_state
 import sft
 from chat import ChatTemplate
 from default_models import resolve_model
-from envclient import StepResult
+from demonstrations import demonstrate, to_agenttraj
+from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft import TextCraft
 from models import load_policy, load_tokenizer
@@ -69,7 +70,9 @@ def test_demonstrations_repeat_by_seed_and_reuse_tasks_with_another_one_when_all
 
 def test_an_oracle_that_needs_too_long_demonstrates_nothing():
     deep = next(task for task in TASKS if task.subtask == "depth 4")
-    assert sft.demonstrate("textcraft", deep, seed=0, max_turns=1) is None
+    with local_server("textcraft") as url, connect("textcraft", url) as client:
+        assert demonstrate(client, deep, seed=0, max_turns=1) is None
+        assert demonstrate(client, deep, seed=0) is not None
 
 
 # --- Encoding: one path for sampling and for demonstrations (traps 6 and 8) ----------------------
@@ -130,7 +133,7 @@ def test_a_turn_without_loss_stays_in_the_sequence_and_out_of_the_loss(chat, rec
 def test_an_agenttraj_conversation_survives_import_and_export(chat, records):
     for record in records:
         handler = sft.from_agenttraj(chat, record)
-        assert sft.to_agenttraj(handler.task_id, handler.messages) == record
+        assert to_agenttraj(handler.task_id, handler.messages) == record
 
 
 def test_agentgyms_opening_by_human_and_gpt_is_prompt_and_not_learned(chat):
@@ -229,7 +232,7 @@ def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatc
     monkeypatch.setattr(sft, "train_to", fail)
     with pytest.raises(OSError, match="No space"):
         sft.warm_start("tiny", "textcraft", TASKS[:4], SETTINGS)
-    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
+    assert [p for p in (tmp_path / "cache/warm_starts").rglob("*") if p.is_file()] == []
 
 
 # --- The command line ----------------------------------------------------------------------------

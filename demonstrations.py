@@ -1,0 +1,221 @@
+"""Demonstrations: an oracle plays, and what it did is kept in the format that AgentGym's data has.
+
+    {"item_id": "textcraft_31", "conversations": [{"from": "human", "loss": null, "value": ...},
+                                                  {"from": "gpt", "loss": true, "value": ...}, ...]}
+
+Every world that wants a warm start answers GET /oracle: a thought and a good action for the current
+state. The oracle is asked and its answer is played over HTTP, as text, by the client that training
+uses, so that a demonstration shows what the policy would have to write, parsing included, and the
+machine that imitates needs no Java and no simulator.
+
+    demonstrations    oracle ──HTTP──> conversations, kept on disk: the same tasks are played once
+    from_agenttraj    a conversation ──> a trajectory with its loss mask, encoded as sampling does
+    to_agenttraj      a trajectory's messages ──> a conversation
+
+A world may answer the same task and seed differently on two days (ScienceWorld shuffles what lies
+in a room). What hangs on the text of demonstrations, as the key of a warm start does, would never
+be found again; so they are kept, under a key of the tasks and of the world's source.
+
+Read next: sft.py, which imitates them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from chat import ChatTemplate
+from default_models import build_aside, cache_dir
+from envclient import EnvClient, EnvPool, local_server
+from envs import Task, get_env
+from trajectory import RolloutHandler
+
+Conversation = dict[str, Any]
+
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+NAMES = {role: name for name, role in ROLES.items()}
+NUM_CLIENTS = 4  # episodes side by side
+
+
+def demonstrate(
+    client: EnvClient, task: Task, seed: int, max_turns: int = 50
+) -> Conversation | None:
+    """The oracle plays one task: an AgentTraj conversation, or None if it failed or took more than
+    `max_turns`.
+
+    Raises:
+        EnvError: the server has no oracle (AgentGym's have none), or is gone.
+    """
+    observation = client.reset(task.task_index, seed)
+    turns: list[dict[str, Any]] = [
+        {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in client.prompt
+    ]
+    for _ in range(max_turns):
+        thought, action = client.oracle()
+        text = f"Thought: {thought}\nAction: {action}"
+        turns.append({"from": "human", "loss": None, "value": observation})
+        turns.append({"from": "gpt", "loss": True, "value": text})
+        observation, _, terminated, truncated, info = client.step(text)
+        if terminated or truncated:
+            solved = info["success"]
+            return {"item_id": task.task_id, "conversations": turns} if solved else None
+    return None
+
+
+def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[Task, int]]:
+    """(task, seed) in the order in which they are tried: sub-tasks in turn, each task again with
+    another seed once all are used; four times `count`, for those that fail."""
+    rng = random.Random(seed)
+    by_subtask: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_subtask.setdefault(task.subtask, []).append(task)
+    groups = []
+    for group in by_subtask.values():
+        rng.shuffle(group)
+        groups.append(group)
+    for n in range(4 * count):
+        turn, which = divmod(n, len(groups))
+        group = groups[which]
+        yield group[turn % len(group)], seed + turn // len(group)
+
+
+def play_demonstrations(
+    env: str, tasks: Sequence[Task], count: int, seed: int, urls: Sequence[str] = ()
+) -> list[Conversation]:
+    """`count` successful demonstrations in the order of `candidates`; fewer if too many fail."""
+    from tqdm import tqdm
+
+    chosen: list[Conversation] = []
+    with ExitStack() as stack:
+        pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
+        stack.callback(pool.close)
+        clients = [pool.client() for _ in range(NUM_CLIENTS)]
+        threads = stack.enter_context(ThreadPoolExecutor(NUM_CLIENTS))
+        bar = stack.enter_context(tqdm(total=count, desc="demonstrations", disable=None))
+        trials = candidates(tasks, count, seed)
+        while len(chosen) < count:
+            batch = [pair for pair, _ in zip(trials, clients, strict=False)]
+            if not batch:
+                break
+            for demonstration in threads.map(
+                lambda client, pair: demonstrate(client, *pair), clients, batch
+            ):
+                if demonstration is not None and len(chosen) < count:
+                    chosen.append(demonstration)
+                    bar.update()
+    return chosen
+
+
+def demonstrations(
+    env: str, tasks: Sequence[Task], count: int, seed: int, urls: Sequence[str] = ()
+) -> list[Conversation]:
+    """
+    `count` oracle demonstrations, played once and then read from the cache.
+
+    Args:
+        tasks: what may be shown; sub-tasks get equal parts.
+        count: how many; the list is shorter when the oracle fails too often.
+        seed: of the choice of tasks, and the first seed of their worlds.
+        urls: servers of the environment; none: one is started here.
+    Raises:
+        ValueError: the oracle failed at every task.
+        EnvError: no server, or one without an oracle.
+    """
+    asked = [env, source_of(env), [task.task_id for task in tasks], count, seed]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    file = cache_dir() / "demonstrations" / f"{env}-{key}" / "agenttraj.json"
+
+    def write(folder: Path) -> None:
+        records = play_demonstrations(env, tasks, count, seed, urls)
+        if not records:
+            raise ValueError(
+                f"the oracle of {env} solved none of {4 * count} tasks; nothing to show"
+            )
+        (folder / file.name).write_text(json.dumps(records, indent=1), encoding="utf-8")
+
+    if not file.exists():
+        build_aside(file.parent, write)
+    return read_agenttraj(file)
+
+
+def source_of(env: str) -> str:
+    """Hash of the world's source: envs/NAME.py, envs/NAME_*.py and what worlds share."""
+    file = Path(inspect.getfile(get_env(env)))
+    paths = sorted(file.parent.glob(f"{file.stem}*.py")) + [
+        Path(__file__).parent / "envs/common.py"
+    ]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
+    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user
+    turn get loss."""
+    turns = []
+    for i, message in enumerate(messages):
+        loss = True if message["role"] == "assistant" and i > 1 else None
+        turns.append({"from": NAMES[message["role"]], "loss": loss, "value": message["content"]})
+    return {"item_id": item_id, "conversations": turns}
+
+
+def read_agenttraj(path: Path) -> list[Conversation]:
+    """The conversations of an AgentTraj file; ValueError when it holds something else."""
+    records = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(records, list) or not all(
+        isinstance(r, dict) and isinstance(r.get("conversations"), list) for r in records
+    ):
+        raise ValueError(
+            f"--data {path} holds no AgentTraj conversations: expected "
+            '[{"item_id": ..., "conversations": [...]}, ...]'
+        )
+    return records
+
+
+def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
+    """An AgentTraj conversation as a trajectory, encoded like a sampled one.
+
+    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them,
+    less the observation right before it, is the prompt.
+    Raises:
+        ValueError: no turn has loss, or roles do not alternate.
+    """
+    turns = record["conversations"]
+    item_id = str(record.get("item_id"))
+    for i, turn in enumerate(turns):
+        if turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
+            raise ValueError(
+                f"conversation {item_id}: turn {i} must be from human, gpt or system, with a value"
+            )
+    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
+    if not actions:
+        raise ValueError(f"conversation {item_id} has no gpt turn with loss: nothing to learn from")
+    first = actions[0]
+    if first == 0 or turns[first - 1]["from"] != "human":
+        raise ValueError(f"conversation {item_id}: no observation stands before its first action")
+    prompt = [{"role": ROLES[t["from"]], "content": t["value"]} for t in turns[: first - 1]]
+    handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
+    handler.start(chat, prompt, turns[first - 1]["value"])
+    for i in range(first, len(turns)):
+        expected = "gpt" if (i - first) % 2 == 0 else "human"
+        if turns[i]["from"] != expected:
+            raise ValueError(
+                f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}"
+            )
+        if expected == "human":
+            if i + 1 < len(turns):
+                handler.add_observation(chat, turns[i]["value"])
+            continue
+        handler.next_prompt()
+        ids = chat.action(turns[i]["value"])
+        handler.add_action(chat, ids, [0.0] * len(ids))
+        if not turns[i].get("loss"):
+            start = handler.turns[-1].action_span[0]
+            handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
+    handler.stop("success", success=True)
+    return handler

@@ -1,0 +1,111 @@
+"""Demonstrations: played once over HTTP, kept, and asked of the servers that were named."""
+
+import json
+
+import pytest
+from toy_env import NAME, Letters, registered, serve
+
+import demonstrations as module
+from demonstrations import candidates, demonstrations, play_demonstrations, read_agenttraj
+from envclient import EnvError, NotSupported
+from envs import load_tasks
+from envs.common import action_line
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
+
+
+class Told(Letters):
+    """Letters that are told by an action line, as an oracle's are."""
+
+    parse = staticmethod(action_line)
+
+
+def letters(count, urls, seed=0):
+    return demonstrations(NAME, load_tasks(NAME), count, seed, urls)
+
+
+def test_an_oracle_is_asked_once_and_its_demonstrations_are_kept(tmp_path):
+    with serve(Told) as url:
+        first = letters(5, [url])
+    with registered(Told):  # no server is left: what comes now comes from the disk
+        assert letters(5, ["http://127.0.0.1:9"]) == first
+    assert len(first) == 5
+    (file,) = (tmp_path / "cache/demonstrations").rglob("agenttraj.json")
+    assert read_agenttraj(file) == first
+    texts = [turn["value"] for turn in first[0]["conversations"] if turn["from"] == "gpt"]
+    assert texts == ["Thought: a is in the first half.\nAction: abc"] * Letters.NUM_TURNS
+
+
+def test_other_tasks_counts_seeds_or_another_source_of_the_world_are_played_anew(monkeypatch):
+    played = []
+    monkeypatch.setattr(
+        module,
+        "play_demonstrations",
+        lambda *arguments: played.append(arguments) or [{"conversations": []}],
+    )
+    with registered():
+        tasks = load_tasks(NAME)
+        for arguments in ((tasks, 5, 0), (tasks, 5, 0), (tasks[1:], 5, 0), (tasks, 6, 0)):
+            demonstrations(NAME, *arguments)
+        demonstrations(NAME, tasks, 5, 1)
+        assert len(played) == 4
+        monkeypatch.setattr(module, "source_of", lambda env: "changed")
+        demonstrations(NAME, tasks, 5, 0)
+    assert len(played) == 5
+
+
+def test_the_source_of_a_world_is_all_its_files():
+    hashes = {module.source_of("textcraft"), module.source_of("textcraft")}
+    with registered():
+        hashes.add(module.source_of(NAME))
+    assert len(hashes) == 2
+
+
+class Unlucky(Told):
+    """The oracle fails at every task with an even number."""
+
+    def oracle(self):
+        return "", "abc" if self.task_index % 2 else "xyz"
+
+
+def test_failures_are_left_out_and_made_up_for_and_a_world_that_always_fails_ends():
+    with serve(Unlucky) as url:
+        found = play_demonstrations(NAME, load_tasks(NAME), 6, 0, [url])
+        assert len(found) == 6
+        assert all(int(record["item_id"].rpartition("_")[2]) % 2 for record in found)
+        with pytest.raises(ValueError, match="solved none of 12"):
+            demonstrations(NAME, load_tasks(NAME, subtasks=["even"]), 3, 0, [url])
+
+
+def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
+    with registered():
+        pairs = list(candidates(load_tasks(NAME), count=4, seed=7))
+    assert len(pairs) == 16
+    assert [task.subtask for task, _ in pairs] == ["even", "odd"] * 8
+    assert len({(task.task_index, seed) for task, seed in pairs}) == 16
+    assert [seed for _, seed in pairs] == [7] * 8 + [8] * 8
+
+
+def test_a_server_without_an_oracle_is_named_and_nothing_is_kept(tmp_path):
+    async def no_oracle(request, call_next):
+        if request.url.path == "/oracle":
+            from starlette.responses import JSONResponse
+
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return await call_next(request)
+
+    with serve(Told, middleware=no_oracle) as url, pytest.raises(NotSupported, match="/oracle"):
+        letters(2, [url])
+    with registered(), pytest.raises(EnvError):
+        letters(2, ["http://127.0.0.1:9"])
+    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
+
+
+def test_a_file_that_holds_no_conversations_is_refused(tmp_path):
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"item_id": "textcraft_0"}]))
+    with pytest.raises(ValueError, match="holds no AgentTraj conversations"):
+        read_agenttraj(file)
