@@ -485,7 +485,7 @@ class Worker:
         if self.config.on_collapse == "off":
             return None
         for alarm in alarms:
-            distributed.say(f"step {step}: {alarm.severity}: {alarm.message}")
+            distributed.say(f"{alarm.severity}: {alarm.message}")
         stops = [alarm for alarm in alarms if alarm.severity == "stop"]
         if not stops or self.config.on_collapse == "warn":
             return None

@@ -749,7 +749,7 @@ def alarmed(monkeypatch):
     def check(self, step, metrics):
         if step < 2:
             return []
-        return [Alarm("entropy_floor", 0.0, 0.1, "stop", "entropy is 0.0, --learning-rate lower")]
+        return [Alarm("entropy_floor", 0.0, 0.1, "stop", f"step {step}: entropy is 0.0")]
 
     monkeypatch.setattr(worker.Sentinels, "check", check)
 
@@ -762,7 +762,7 @@ def test_a_collapsing_run_stops_saved_and_names_its_best_checkpoint(tmp_path, ca
         code, run_dir = run_in_process(tmp_path, url, steps=4, **changes)
     assert code == 1
     captured = capsys.readouterr()
-    assert "step 2: stop: entropy is 0.0" in captured.out
+    assert "stop: step 2: entropy is 0.0" in captured.out
     best = f"the best checkpoint is {run_dir / 'checkpoints/best'}"
     assert_one_line(captured.err, "stopped after step 2", "entropy is 0.0", best, "--on-collapse")
     assert checkpoint.steps_saved(run_dir) == [1, 2]
@@ -786,7 +786,7 @@ def test_a_run_may_go_on_all_the_same(tmp_path, capsys, alarmed):
         assert code == 1
         argv = ["--resume", "--run-dir", str(run_dir), "--steps", "3", "--on-collapse", "warn"]
         assert train_main(argv) == 0
-    assert "step 3: stop: entropy is 0.0" in capsys.readouterr().out
+    assert "stop: step 3: entropy is 0.0" in capsys.readouterr().out
 
 
 def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
