@@ -3,9 +3,11 @@
 The blocks of one document share one namespace, as if typed into one session, and run from the
 repository root; `>>>` lines must print what the page shows. A block after `<!-- skip: next -->` is
 shown only. A tutorial whose blocks take long has `slow` in its file name's stem, as in
-`09_learning_slow.md`, and is run by `make test-slow`.
+`09_learning_slow.md`, and is run by `make test-slow`. Pages about a world whose packages are not
+installed are skipped, and say so; with CI set they fail.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +16,11 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).resolve().parent
+# Page -> the package of the environment that it plays in.
+NEEDS = {
+    "08_a_grid_world": ("minigrid", "babyai"),
+    "09_a_science_lab": ("scienceworld", "sciworld"),
+}
 
 
 def _enter_root(namespace: dict) -> None:
@@ -38,3 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".md" and item.path.stem.endswith("slow"):
             item.add_marker("slow")
+        package, env = NEEDS.get(item.path.stem, ("pytest", ""))
+        missing = item.path.suffix == ".md" and importlib.util.find_spec(package) is None
+        if missing and os.environ.get("CI") != "true":
+            reason = f"{package} is not installed: make setup ENV={env}"
+            item.add_marker(pytest.mark.skip(reason=reason))

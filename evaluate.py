@@ -14,7 +14,18 @@ sub-task. Results go to a folder of their own:
     curves.png           success over test-time compute
     config.json          every option
 
-Several `--max-rounds` cost no more than the longest of them (scoring.py says why).
+Several `--max-rounds` cost no more than the longest of them (scoring.py says why); without the
+option each environment has the horizon of the paper's evaluation.
+
+`--env all` plays every environment's test split with one model, loaded once, and prints the
+benchmark's table beside the paper's numbers (leaderboard.py):
+
+    <environment>/       eval.json, trajectories.jsonl and curves.png of each
+    benchmark.json, benchmark.md    the table, written anew after each environment
+    config.json          every option
+
+An environment that cannot start, or dies, does not lose the others: its row says "not measured" and
+why, the exit code is 1, and the same command with `--resume` plays what is missing.
 
 The reference (AgentGym-RL, `verl/agent_trainer/main_generation.py`) needs a GPU and the weights,
 ends with an empty batch when the batch size divides the number of tasks, and keeps no log of single
@@ -26,29 +37,34 @@ How to run:
     .venv/bin/python evaluate.py --env textcraft --model runs/NAME/checkpoints/best --samples 4
     .venv/bin/python evaluate.py --env textcraft --max-rounds 5 10 20 30
     .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 --api-model NAME
+    .venv/bin/python evaluate.py --env all --model runs/NAME/checkpoints/best --out results/NAME
+    .venv/bin/python evaluate.py --env all --limit 2
     .venv/bin/python evaluate.py --compare before/eval.json after/eval.json
 
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C; what had
 ended is written in every case but 2.
 
-Read next: scoring.py for the numbers, rollout.py for the loop that plays.
+Read next: scoring.py for the numbers, rollout.py for the loop that plays; every option is in
+evalconfig.py.
 """
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from chatapi import ApiError, ChatApi, collect_api
 from cli import complain, parse_command_line
 from envclient import EnvError, EnvPool, local_server
-from envs import Task, load_tasks
+from envs import ENVS, Task, load_tasks
+from evalconfig import ALL, EvalConfig
+from leaderboard import Benchmark, format_markdown, format_text, to_json
 from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from scoring import compare, format_table, plot_curves, summarize
 from trajectory import RolloutHandler, Trajectory
@@ -63,6 +79,22 @@ def requests_for(tasks: Sequence[Task], samples: int, step: int, seed: int) -> l
         for group, task in enumerate(tasks)
         for sample in range(samples)
     ]
+
+
+def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task]:
+    """
+    At most `limit` tasks of each sub-task, in their order; None: all.
+
+    >>> [t.task_id for t in first_of_each_subtask(load_tasks("textcraft", "test"), limit=1)]
+    ['textcraft_0', 'textcraft_140', 'textcraft_420', 'textcraft_533']
+    """
+    seen: Counter[str] = Counter()
+    chosen = []
+    for task in tasks:
+        seen[task.subtask] += 1
+        if limit is None or seen[task.subtask] <= limit:
+            chosen.append(task)
+    return chosen
 
 
 def evaluate_policy(
@@ -99,125 +131,6 @@ def evaluate_policy(
 # The command line
 
 
-@dataclass(frozen=True)
-class EvalConfig:
-    """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
-
-    env: str = "textcraft"
-    """environment (name)"""
-    tasks: str | None = None
-    """id list to play instead of --split (JSON file)"""
-    split: Literal["train", "test"] | None = None
-    """id list that comes with the environment (without it: test)"""
-    subtasks: tuple[str, ...] = ()
-    """play these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (names; without it: all)"""
-    model: str | None = None
-    """smollm2-135m, tiny, a checkpoint folder or a hub id (without it: smollm2-135m on a
-    CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """what samples from --model"""
-    api_base: str | None = None
-    """base URL of an OpenAI-compatible chat server, in place of --model (URL)"""
-    api_model: str | None = None
-    """model name to ask that server for"""
-    api_key_env: str | None = None
-    """environment variable that holds the server's key (name; without it: no key is sent)"""
-    samples: int = 1
-    """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
-    max_rounds: tuple[int, ...] = (30,)
-    """turns an episode may take; several give the curve over turns at the cost of the longest
-    (turns; paper: 30 textcraft, sciworld, searchqa; 20 babyai; 15 webarena)"""
-    temperature: float = 1.0
-    """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
-    seed: int = 0
-    """of environments, sampling and bootstrap"""
-    max_tokens_per_turn: int = 512
-    """longest answer of the policy (tokens; paper: 512, or 200)"""
-    max_trajectory_tokens: int = 8192
-    """longest episode, prompt included (tokens; paper: 10752 for textcraft); not for --api-base"""
-    env_addr: tuple[str, ...] = ()
-    """addresses of running environment servers (URLs; without it: one is started here)"""
-    env_workers: int = 32
-    """environment calls, or with --api-base episodes, under way at a time (count)"""
-    max_env_failures: float = 0.2
-    """share of trajectories lost to servers above which the run fails (0..1)"""
-    deterministic: bool = False
-    """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
-    out: str | None = None
-    """new folder for the results (without it: runs/eval-<env>-<date-time>/)"""
-    compare: tuple[str, ...] = ()
-    """two eval.json: print the paired difference and stop"""
-
-    def check(self) -> None:
-        """Raises ValueError for a value out of range or options that contradict each other."""
-        rules = (
-            (len(self.compare) in (0, 2), f"--compare takes two files, got {len(self.compare)}"),
-            (self.samples >= 1, f"--samples {self.samples} must be at least 1"),
-            (
-                self.max_rounds and min(self.max_rounds) >= 1,
-                f"--max-rounds {_words(self.max_rounds)} must be one or more counts of at least 1",
-            ),
-            (
-                self.temperature >= 0 and math.isfinite(self.temperature),
-                f"--temperature {self.temperature} must be 0 or more",
-            ),
-            (
-                self.temperature > 0 or self.samples == 1,
-                f"--temperature 0 plays {self.samples} times the same; use --samples 1",
-            ),
-            (self.seed >= 0, f"--seed {self.seed} must be 0 or more"),
-            (
-                1 <= self.max_tokens_per_turn < self.max_trajectory_tokens,
-                f"--max-tokens-per-turn {self.max_tokens_per_turn} must be at least 1 and below "
-                f"--max-trajectory-tokens {self.max_trajectory_tokens}",
-            ),
-            (self.env_workers >= 1, f"--env-workers {self.env_workers} must be at least 1"),
-            (
-                0 <= self.max_env_failures <= 1,
-                f"--max-env-failures {self.max_env_failures} must be a share, 0 to 1",
-            ),
-            (
-                not (self.tasks and self.split),
-                f"--tasks {self.tasks} and --split {self.split} both name tasks; give one",
-            ),
-            (
-                not (self.model and self.api_base),
-                f"--model {self.model} and --api-base {self.api_base} exclude each other",
-            ),
-            (
-                bool(self.api_base) == bool(self.api_model),
-                "--api-base and --api-model go together: where the server is, what to ask it for",
-            ),
-            (
-                self.api_base or not self.api_key_env,
-                "--api-key-env has a use only with --api-base",
-            ),
-            (
-                not self.api_key_env or os.environ.get(self.api_key_env),
-                f"--api-key-env {self.api_key_env}: this environment variable is not set",
-            ),
-            (
-                not (self.api_base and self.deterministic),
-                "--deterministic is not possible with --api-base: the server decides",
-            ),
-        )
-        for holds, problem in rules:
-            if not holds:
-                raise ValueError(problem)
-        for flag, url in [("--env-addr", url) for url in self.env_addr] + [
-            ("--api-base", self.api_base or "http://")
-        ]:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{flag} {url} is not a URL; expected http://HOST:PORT")
-        out = Path(self.out or "")
-        if self.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise ValueError(f"--out {self.out} exists and is not empty; choose a new folder")
-
-
-def _words(values: Sequence[Any]) -> str:
-    return " ".join(map(str, values)) or "(nothing)"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a failure at run time, 2 misuse, 130 stopped by Ctrl-C."""
     config = parse_command_line(EvalConfig, argv, prog=PROG)
@@ -227,69 +140,125 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.compare:
                 print(compare(*config.compare))
                 return 0
-            split = None if config.tasks else config.split or "test"
-            tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-            play, model = _player(config, stack)
+            if config.env == ALL:
+                model = _model(config)
+                kept = _complete_families(config, model)
+                play = _player(config, model, stack) if kept.keys() < ENVS.keys() else _nothing
+            else:
+                split = None if config.tasks else config.split or "test"
+                tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
+                model = _model(config)
+                play = _player(config, model, stack)
+                pool = _pool(config, config.env, stack)
         except ValueError as error:
             complain(PROG, error)
             return 2
-        except (EngineError, EnvError, OSError) as error:
+        except FAILURES as error:
             complain(PROG, error)
             return 1
         except KeyboardInterrupt:
             return 130
-        return _run(config, tasks, play, model)
+        out = Path(config.out or f"runs/eval-{config.env}-{time.strftime('%Y%m%d-%H%M%S')}")
+        out.mkdir(parents=True, exist_ok=True)
+        _write_json(out / "config.json", {"command": sys.argv, **asdict(config), "model": model})
+        if config.env == ALL:
+            return _measure_all(config, model, play, kept, out)
+        summary, outcome = _measure(config, config.env, model, play, pool, tasks, out)
+        print(format_table(summary))
+        if outcome.problem:
+            complain(PROG, outcome.problem)
+        return outcome.exit_code
 
 
+FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: an environment's package
+
+# Pool, requests, settings and what to call with each trajectory that ends.
 Play = Callable[
-    [Sequence[RolloutRequest], RolloutSettings, Callable[[Trajectory], None]], Sequence[Trajectory]
+    [EnvPool, Sequence[RolloutRequest], RolloutSettings, Callable[[Trajectory], None]],
+    Sequence[Trajectory],
 ]
 
 
-def _player(config: EvalConfig, stack: contextlib.ExitStack) -> tuple[Play, str]:
-    """What plays requests, and the model's name. Whatever is started here, `stack` closes."""
-    if config.api_base:
-        key = os.environ[config.api_key_env] if config.api_key_env else None
-        api = ChatApi(config.api_base, str(config.api_model), key)
-        pool = _pool(config, stack)
-        return lambda r, s, p: collect_api(api, pool, r, s, p), str(config.api_model)
+class Outcome(NamedTuple):
+    """How playing one environment went."""
+
+    exit_code: int
+    problem: str | None
+
+
+def _model(config: EvalConfig) -> str:
+    """The name of what plays."""
+    if config.api_model or config.model:
+        return str(config.api_model or config.model)
 
     import torch
+
+    return "Qwen/Qwen2.5-3B-Instruct" if torch.cuda.is_available() else "smollm2-135m"
+
+
+def _player(config: EvalConfig, model: str, stack: contextlib.ExitStack) -> Play:
+    """What plays requests in any environment. Whatever is started here, `stack` closes."""
+    if config.api_base:
+        key = os.environ[config.api_key_env] if config.api_key_env else None
+        api = ChatApi(config.api_base, model, key)
+        return lambda pool, r, s, progress: collect_api(api, pool, r, s, progress)
 
     from chat import ChatTemplate
     from default_models import resolve_model
     from engines import make_engine
     from models import load_tokenizer
 
-    default = "Qwen/Qwen2.5-3B-Instruct" if torch.cuda.is_available() else "smollm2-135m"
-    model = config.model or default
     path = resolve_model(model)
     chat = ChatTemplate(load_tokenizer(path))
     kind = "transformers" if config.deterministic else config.engine
     engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
     stack.callback(engine.close)
-    pool = _pool(config, stack)
-    return lambda r, s, p: collect(engine, pool, chat, r, s, p), model
+    return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, progress)
 
 
-def _pool(config: EvalConfig, stack: contextlib.ExitStack) -> EnvPool:
+def _nothing(*_: Any) -> list[Trajectory]:
+    """A player for when all has been played; no model is loaded."""
+    return []
+
+
+def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
     """Clients of --env-addr, or of a server that is started here and dies with us."""
-    addresses = list(config.env_addr) or [stack.enter_context(local_server(config.env))]
-    pool = EnvPool(config.env, addresses)
+    addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
+    pool = EnvPool(env, addresses)
     stack.callback(pool.close)
     return pool
 
 
-def _run(config: EvalConfig, tasks: Sequence[Task], play: Play, model: str) -> int:
-    """Play, then write and print; what has ended is written whatever happens."""
+def _asked(config: EvalConfig, env: str, model: str) -> dict[str, Any]:
+    """What a result depends on, as eval.json names it."""
+    options = ("temperature", "seed", "samples", "limit")
+    budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
+    return (
+        {"env": env, "model": model}
+        | {name: getattr(config, name) for name in options + budgets}
+        | {"max_rounds": config.horizons(env)}
+    )
+
+
+# ----------------------------------------------------------------------------------------------
+# One environment
+
+
+def _measure(
+    config: EvalConfig,
+    env: str,
+    model: str,
+    play: Play,
+    pool: EnvPool,
+    tasks: Sequence[Task],
+    out: Path,
+) -> tuple[dict[str, Any], Outcome]:
+    """Play, then write the three files of `out`; what has ended is written whatever happens."""
     from tqdm import tqdm
 
-    out = Path(config.out or f"runs/eval-{config.env}-{time.strftime('%Y%m%d-%H%M%S')}")
-    out.mkdir(parents=True, exist_ok=True)
-    resolved = {"command": sys.argv, **asdict(config), "model": model}
-    (out / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    horizons = config.horizons(env)
     settings = RolloutSettings(
-        max_rounds=max(config.max_rounds),
+        max_rounds=horizons[-1],
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
         temperature=config.temperature,
@@ -297,10 +266,11 @@ def _run(config: EvalConfig, tasks: Sequence[Task], play: Play, model: str) -> i
         env_workers=config.env_workers,
         max_env_failures=config.max_env_failures,
     )
+    tasks = first_of_each_subtask(tasks, config.limit)
     requests = requests_for(tasks, config.samples, step=0, seed=config.seed)
-    print(f"{model} on {config.env}: {len(tasks)} tasks x {config.samples}, results in {out}")
+    print(f"{model} on {env}: {len(tasks)} tasks x {config.samples}, results in {out}", flush=True)
     ended: list[Trajectory] = []
-    exit_code, problem = 0, None
+    outcome = Outcome(0, None)
     with (
         open(out / "trajectories.jsonl", "w", encoding="utf-8") as log,
         tqdm(total=len(requests), unit="episode", disable=None, leave=False) as bar,
@@ -314,29 +284,89 @@ def _run(config: EvalConfig, tasks: Sequence[Task], play: Play, model: str) -> i
             bar.update()
 
         try:
-            play(requests, settings, progress)
+            play(pool, requests, settings, progress)
         except KeyboardInterrupt:
-            exit_code, problem = 130, f"stopped; {len(ended)} of {len(requests)} episodes had ended"
+            outcome = Outcome(130, f"stopped; {len(ended)} of {len(requests)} episodes had ended")
         except (EngineError, EnvError, ApiError, TooManyEnvFailures) as error:
-            exit_code, problem = 1, str(error)
-    summary = {
-        "env": config.env,
-        "model": model,
-        "temperature": config.temperature,
-        "seed": config.seed,
-        "complete": len(ended) == len(requests),
-    } | summarize(ended, config.samples, sorted(set(config.max_rounds)), seed=config.seed)
+            outcome = Outcome(1, str(error))
+    summary = _asked(config, env, model) | {"complete": outcome.problem is None}
+    summary |= summarize(ended, config.samples, horizons, seed=config.seed)
     _write_json(out / "eval.json", summary)
     plot_curves(summary, out / "curves.png")
-    print(format_table(summary))
-    if problem:
-        complain(PROG, problem)
+    return summary, outcome
+
+
+# ----------------------------------------------------------------------------------------------
+# Every environment in turn
+
+
+def _complete_families(config: EvalConfig, model: str) -> dict[str, dict[str, Any]]:
+    """
+    What --resume need not play again: environment -> its eval.json.
+
+    Raises: ValueError if --out holds a result of other options; one table of both would lie.
+    """
+    families = {}
+    for env in ENVS if config.resume else ():
+        path = Path(str(config.out), env, "eval.json")
+        if not path.exists():
+            continue
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in _asked(config, env, model).items():
+            if summary.get(name) != value:
+                raise ValueError(
+                    f"--resume: {path} was measured with {name} {summary.get(name)}, "
+                    f"not {value}; choose another --out"
+                )
+        if summary["complete"]:
+            families[env] = summary
+    return families
+
+
+def _measure_all(
+    config: EvalConfig, model: str, play: Play, kept: Mapping[str, Any], out: Path
+) -> int:
+    """One environment after the other; the table is on disk after each. Returns the exit code."""
+    table = Benchmark(model, config.samples, config.temperature, config.seed)
+    table.families = {env: kept.get(env, "not played yet") for env in ENVS}
+    _write_table(table, out)
+    exit_code = 0
+    for env in [env for env in ENVS if env not in kept]:
+        summary: dict[str, Any] = {}
+        try:
+            with contextlib.ExitStack() as stack:
+                tasks = load_tasks(env, "test")
+                pool = _pool(config, env, stack)
+                (out / env).mkdir(exist_ok=True)
+                summary, outcome = _measure(config, env, model, play, pool, tasks, out / env)
+        except (ValueError, *FAILURES) as error:  # the others can still be measured
+            outcome = Outcome(1, str(error))
+        except KeyboardInterrupt:
+            outcome = Outcome(130, "stopped while its server started or ended")
+        table.families[env] = outcome.problem or summary
+        _write_table(table, out)
+        if outcome.problem:
+            complain(PROG, f"{env}: {outcome.problem}")
+        exit_code = max(exit_code, outcome.exit_code)
+        if outcome.exit_code == 130:
+            break
+    print(format_text(table))
     return exit_code
 
 
+def _write_table(table: Benchmark, out: Path) -> None:
+    _write_json(out / "benchmark.json", to_json(table))
+    _write(out / "benchmark.md", format_markdown(table))
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    _write(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Aside and renamed: a reader never sees half a file."""
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 

@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from starlette.responses import JSONResponse
+from toy_env import Letters, serve
 
+import engines
+import envs
+import evaluate
 from chat import ChatTemplate
 from default_models import resolve_model
 from engines import Generation
-from envclient import EnvPool, EnvServerError
+from envclient import EnvError, EnvPool, EnvServerError
 from envs import load_tasks
 from envs.server import create_app
 from envs.textcraft import TextCraft
@@ -333,10 +338,241 @@ def test_ctrl_c_writes_what_has_ended_and_exits_130(env_url, tmp_path):
     assert result["complete"] is False and result["overall"]["items"] == 4
 
 
+def test_limit_plays_the_first_tasks_of_each_subtask(env_url, tmp_path):
+    out = tmp_path / "out"
+    with chat_server(perfect) as url:
+        command = ["--api-base", url, "--api-model", "m", "--env-addr", env_url]
+        assert main([*command, "--limit", "2", "--out", str(out)]) == 0
+    result = json.loads((out / "eval.json").read_text())
+    expected = []
+    for depth in ("depth 1", "depth 2", "depth 3", "depth 4"):
+        expected += [task.task_id for task in TASKS if task.subtask == depth][:2]
+    assert sorted(result["items"]) == sorted(expected)
+    assert result["limit"] == 2 and result["max_rounds"] == [30]
+
+
+# ------------------------------------------------------------------------------ --env all
+
+FAMILIES = ("textcraft", "babyai")  # names that the paper has, over a world of two turns
+
+
+class Worlds:
+    """Two toy families whose servers start, fail to, or die as a test says."""
+
+    def __init__(self, urls):
+        self.urls, self.started, self.refuse, self.dead = urls, [], set(), set()
+
+    @contextlib.contextmanager
+    def local_server(self, env):
+        self.started.append(env)
+        if env in self.refuse:
+            raise EnvError("exited with 1 at start:\nModuleNotFoundError: No module", env)
+        yield self.urls[env]
+
+
+@pytest.fixture
+def worlds(monkeypatch, tmp_path):
+    monkeypatch.setattr(envs, "IDS_DIR", tmp_path)
+    monkeypatch.setattr("envhttp.BACK_OFF_S", 0.001)
+    with contextlib.ExitStack() as stack:
+        state = Worlds({})
+
+        def dies(env):
+            async def middleware(request, call_next):
+                if env in state.dead and request.url.path == "/step":
+                    return JSONResponse({"error": "the simulator died"}, 500)
+                return await call_next(request)
+
+            return middleware
+
+        for env in FAMILIES:
+            ids = [{"item_id": f"{env}_{i}"} for i in range(4)]
+            (tmp_path / f"{env}_test.json").write_text(json.dumps(ids))
+            state.urls[env] = stack.enter_context(serve(Letters, dies(env), name=env))
+        entries = {env: envs.ENVS[env] for env in FAMILIES}
+        stack.callback(envs.ENVS.update, dict(envs.ENVS))
+        envs.ENVS.clear()
+        envs.ENVS.update(entries)
+        monkeypatch.setattr(evaluate, "local_server", state.local_server)
+        yield state
+
+
+def all_families(url, out, *options):
+    command = ["--env", "all", "--api-base", url, "--api-model", "writer", "--out", str(out)]
+    return main([*command, *options])
+
+
+def families_of(out):
+    return json.loads((out / "benchmark.json").read_text())["families"]
+
+
+def good_letters(messages):
+    """Solves the tasks with an even number."""
+    first = next(m["content"] for m in messages if m["content"].startswith("craft"))
+    return "abc" if int(first.split()[-1]) % 2 == 0 else "xyz"
+
+
+def test_all_families_end_in_one_table_beside_the_papers_numbers(worlds, tmp_path, capsys):
+    out = tmp_path / "out"
+    with chat_server(good_letters) as url:
+        assert all_families(url, out, "--samples", "2") == 0
+    printed = capsys.readouterr().out
+    assert worlds.started == list(FAMILIES)
+    names = {"eval.json", "trajectories.jsonl", "curves.png"}
+    assert all({p.name for p in (out / env).iterdir()} == names for env in FAMILIES)
+    assert {p.name for p in out.iterdir()} == {
+        *FAMILIES, "benchmark.json", "benchmark.md", "config.json",
+    }  # fmt: skip
+    results = {env: json.loads((out / env / "eval.json").read_text()) for env in FAMILIES}
+    assert {env: result["max_rounds"] for env, result in results.items()} == {
+        "textcraft": [30], "babyai": [20],
+    }  # fmt: skip
+    for env, result in results.items():
+        lines = (out / env / "trajectories.jsonl").read_text().splitlines()
+        assert {json.loads(line)["max_rounds"] for line in lines} == set(result["max_rounds"])
+        assert result["complete"] and result["samples"] == 2
+        assert result["subtasks"]["even"]["avg"]["value"] == 1.0
+        assert result["subtasks"]["odd"]["avg"]["value"] == 0.0
+    table = (out / "benchmark.md").read_text()
+    for text in (printed, table):  # 4 tasks are not the paper's 90, and that is said
+        assert "writer: 2 per task" in text
+        assert "! not comparable: babyai: other tasks than the paper's test (GoTo 0 of 55" in text
+    row = "| babyai | all | 4 ! | 50.0 [0.0, 100.0] | 50.0 [0.0, 100.0] | 90 | 52.2 | 66.7 |"
+    assert row in table
+    assert families_of(out)["babyai"]["overall"] == results["babyai"]["overall"]
+
+
+@pytest.fixture
+def tiny_model():
+    """Built from the real TextCraft where it is not in the cache: before `worlds` replaces that."""
+    return resolve_model("tiny")
+
+
+def test_one_engine_plays_all_families(tiny_model, worlds, tmp_path, monkeypatch):
+    made = []
+    make_engine = engines.make_engine
+
+    def counted(*args):
+        made.append(make_engine(*args))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "make_engine", counted)
+    budget = ["--max-tokens-per-turn", "4", "--max-trajectory-tokens", "128"]
+    command = ["--env", "all", "--model", tiny_model, "--deterministic", "--limit", "1"]
+    out = tmp_path / "out"
+    assert main([*command, *budget, "--out", str(out)]) == 0
+    assert len(made) == 1
+    assert main([*command, *budget, "--out", str(out), "--resume"]) == 0
+    assert len(made) == 1  # nothing is left to play: none is loaded
+    assert {env: row["overall"]["items"] for env, row in families_of(out).items()} == {
+        "textcraft": 2, "babyai": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", ["server does not start", "package missing", "server dies"])
+def test_a_family_that_fails_does_not_lose_the_others(cause, worlds, tmp_path, capsys):
+    out = tmp_path / "out"
+    reason = {"server does not start": "No module", "server dies": "the simulator died"}
+    if cause == "server does not start":
+        worlds.refuse.add("textcraft")
+    elif cause == "server dies":
+        worlds.dead.add("textcraft")
+    else:
+        envs.ENVS["textcraft"] = "no_such_module:TextCraft"
+    with chat_server(good_letters) as url:
+        assert all_families(url, out) == 1
+    printed = capsys.readouterr()
+    reason = reason.get(cause, "No module named 'no_such_module'")
+    (line,) = [x for x in printed.err.splitlines() if x.startswith("evaluate.py: textcraft: ")]
+    assert reason in line
+    (row,) = [x for x in printed.out.splitlines() if x.startswith("textcraft  not measured: ")]
+    assert reason in row
+    assert "| textcraft | not measured: " in (out / "benchmark.md").read_text()
+    assert reason in families_of(out)["textcraft"]["not_measured"]
+    assert families_of(out)["babyai"]["overall"]["items"] == 4
+
+
+@pytest.mark.parametrize("stopped", FAMILIES)
+def test_ctrl_c_keeps_the_families_that_have_ended(stopped, worlds, tmp_path, capsys):
+    out, released = tmp_path / "out", threading.Event()
+    log = out / stopped / "trajectories.jsonl"
+
+    def stops_in_that_family(messages):
+        if log.parent.exists() and good_letters(messages) == "xyz":
+            if messages[-1]["content"] == "craft 3":
+                while not log.exists() or len(log.read_text().splitlines()) < 2:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGINT)
+            released.wait(30)
+        return good_letters(messages)
+
+    with chat_server(stops_in_that_family) as url:
+        assert all_families(url, out) == 130
+        released.set()
+    printed = capsys.readouterr()
+    assert f"evaluate.py: {stopped}: stopped; 2 of 4 episodes had ended" in printed.err
+    assert f"{stopped:<9}  not measured: stopped; 2 of 4" in printed.out
+    assert len(log.read_text().splitlines()) == 2
+    assert json.loads((out / stopped / "eval.json").read_text())["complete"] is False
+    if stopped == "babyai":
+        assert families_of(out)["textcraft"]["overall"]["items"] == 4
+    else:
+        assert families_of(out)["babyai"]["not_measured"] == "not played yet"
+        assert worlds.started == ["textcraft"]
+
+
+def test_resume_plays_what_is_missing_and_nothing_else(worlds, tmp_path, capsys):
+    out = tmp_path / "out"
+    worlds.refuse.add("babyai")
+    with chat_server(good_letters) as url:
+        assert all_families(url, out) == 1
+        kept = (out / "textcraft" / "eval.json").stat().st_mtime_ns
+        worlds.refuse.clear()
+        worlds.started.clear()
+        assert all_families(url, out) == 2  # nothing is overwritten by accident
+        assert "exists and is not empty" in capsys.readouterr().err
+        assert all_families(url, out, "--resume") == 0
+        assert worlds.started == ["babyai"]
+        assert (out / "textcraft" / "eval.json").stat().st_mtime_ns == kept
+        assert [row["overall"]["items"] for row in families_of(out).values()] == [4, 4]
+        before = (out / "benchmark.md").read_text()
+        assert all_families(url, out, "--resume") == 0  # all there: the table again
+        assert worlds.started == ["babyai"]
+        assert (out / "benchmark.md").read_text() == before
+
+
+def test_resume_begins_where_there_is_nothing_yet(worlds, tmp_path):
+    with chat_server(good_letters) as url:
+        assert all_families(url, tmp_path / "new", "--resume") == 0
+    assert worlds.started == list(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--samples 2", "samples 1, not 2"),
+        ("--max-rounds 3 9", "max_rounds [30], not [3, 9]"),
+        ("--seed 1", "seed 0, not 1"),
+        ("--temperature 0.5", "temperature 1.0, not 0.5"),
+        ("--limit 1", "limit None, not 1"),
+        ("--api-model other", "model writer, not other"),
+    ],
+)
+def test_resume_refuses_to_mix_results_of_two_settings(option, named, worlds, tmp_path, capsys):
+    out = tmp_path / "out"
+    with chat_server(good_letters) as url:
+        assert all_families(url, out) == 0
+        capsys.readouterr()
+        before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+        assert all_families(url, out, "--resume", *option.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"textcraft/eval.json was measured with {named}; choose another --out" in line
+    assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
 BAD_COMMANDS = {
     "--samples 0": "--samples 0 must be at least 1",
     "--max-rounds 10 0": "--max-rounds 10 0 must be",
-    "--max-rounds": "--max-rounds (nothing) must be",
     "--temperature -1": "--temperature -1.0 must be 0 or more",
     "--temperature nan": "--temperature nan must be",
     "--temperature 0 --samples 4": "--temperature 0 plays 4 times the same",
@@ -355,6 +591,14 @@ BAD_COMMANDS = {
     "--api-base h:1 --api-model m": "--api-base h:1 is not a URL",
     "--env-addr localhost": "--env-addr localhost is not a URL",
     "--env mars": "unknown environment 'mars'",
+    "--limit 0": "--limit 0 must be at least 1",
+    "--env all --env-addr http://h:1": "--env-addr is not possible with --env all",
+    "--env all --tasks x.json": "--tasks is not possible with --env all",
+    "--env all --subtasks nix": "--subtasks is not possible with --env all",
+    "--env all --split train": "--split train is not possible with --env all",
+    "--env all --resume": "--resume goes with --env all and --out",
+    "--env textcraft --resume --out x": "--resume goes with --env all and --out",
+    "--env all --resume --out tests": "--out tests holds no results of --env all",
     "--subtasks nix": "unknown sub-task 'nix'",
     "--tasks no-such-file.json": "cannot read the id list no-such-file.json",
     "--compare one.json": "--compare takes two files, got 1",
@@ -389,8 +633,15 @@ def test_misuse_is_exit_2_with_one_line_and_nothing_written(command, capsys, mon
 def test_a_good_command_line_passes_the_checks():
     config = parse_command_line(EvalConfig, ["--max-rounds", "10", "20"], "evaluate.py")
     config.check()
-    assert config.max_rounds == (10, 20)
+    assert config.horizons("textcraft") == [10, 20]
     EvalConfig().check()
+    EvalConfig(env="all", split="test").check()
+
+
+def test_without_max_rounds_each_environment_has_the_papers_horizon():
+    names = ("textcraft", "babyai", "sciworld", "searchqa", "webarena", "of_my_own")
+    assert [EvalConfig().horizons(env) for env in names] == [[30], [20], [30], [30], [15], [30]]
+    assert EvalConfig(max_rounds=(9, 3, 9)).horizons("babyai") == [3, 9]
 
 
 def test_help_explains_every_flag(capsys):
