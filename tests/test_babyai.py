@@ -1,0 +1,770 @@
+"""BabyAI: the same texts everywhere, AgentGym's numbers, actions that do what they say."""
+
+import base64
+import contextlib
+import gc
+import hashlib
+import importlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+
+from fastapi.testclient import TestClient
+
+import envs
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
+from envs.babyai import BabyAI
+from envs.babyai_actions import CHECK, available, perform
+from envs.babyai_ids import (
+    MAX_TURNS,
+    MORE_TEST_SEEDS,
+    TEST_SEEDS,
+    TRAIN_SEEDS,
+    num_turns,
+    published_split,
+    write_ids,
+)
+from envs.babyai_levels import LEVELS, level_and_seed, task_index_of
+from envs.babyai_view import View
+from envs.babyai_world import DONE, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, Level, parts_left
+from envs.server import create_app
+
+ROOT = Path(__file__).parent.parent
+NUM_TASKS = 40_000
+OLD_STARTS = ROOT / "tests" / "data" / "babyai_starts_minigrid_2_3_1.json"
+NOTHING = (0.0, False, False, {"success": False, "score": 0.0})
+
+
+def put(level: Level, thing, ahead: int, right: int = 0) -> None:
+    """Places a thing (None: clears the cell) relative to the agent."""
+    (x, y), _ = View(level).absolute((ahead, right, 0))
+    if thing is None:
+        level.env.grid.set(x, y, None)
+    else:
+        level.env.put_obj(thing, x, y)
+
+
+def empty_room(direction: int = 0) -> Level:
+    """Level 1's room with nothing but the red ball of the goal, at (2, 2), and the agent at (3, 3);
+    directions are 0 right, 1 down, 2 left, 3 up."""
+    level = Level(1, 0)
+    for x in range(1, 7):
+        for y in range(1, 7):
+            thing = level.env.grid.get(x, y)
+            if thing is not None and thing.color == "grey":
+                level.env.grid.set(x, y, None)
+    level.env.agent_pos, level.env.agent_dir = (3, 3), direction
+    return level
+
+
+def goal_at(level: Level, ahead: int, right: int) -> None:
+    """Moves the red ball of the goal there."""
+    description = level.env.instrs.desc
+    ball = description.obj_set[0]
+    level.env.grid.set(*ball.cur_pos, None)
+    put(level, ball, ahead, right)
+    description.obj_poss = [ball.cur_pos]
+
+
+def world_object(kind: str, color: str, **options):
+    module = importlib.import_module("minigrid.core.world_object")
+    return getattr(module, kind)(color, **options)
+
+
+# ---- levels and their numbers
+
+
+def test_a_task_index_names_a_level_and_a_seed_as_agentgym_counts_them():
+    assert len(LEVELS) == len(set(LEVELS)) == 40 and BabyAI.num_tasks() == NUM_TASKS
+    numbered = {1: "GoToRedBallGrey-v0", 4: "GoToObjS6-v1", 16: "OpenDoorsOrderN4Debug-v0"}
+    numbered |= {23: "PutNextS7N4Carrying-v0", 36: "SynthLoc-v0", 40: "BossLevelNoUnlock-v0"}
+    assert {number: LEVELS[number - 1] for number in numbered} == {
+        number: "BabyAI-" + name for number, name in numbered.items()
+    }
+    for task_index in (0, 39, 40, 83, NUM_TASKS - 1):
+        assert task_index_of(*level_and_seed(task_index)) == task_index
+    env = BabyAI()
+    env.reset(83)
+    state = env.state_for_people()
+    assert (state["level"], state["level_seed"]) == ("BabyAI-GoToObjS6-v1", 2)
+
+
+def digest_of_start(level: Level) -> str:
+    """As computed for tests/data in minigrid 2.3.1: agent, grid and what is carried."""
+    carrying = level.env.carrying
+    carried = None if carrying is None else [int(code) for code in carrying.encode()]
+    cells = level.env.grid.encode().tolist()
+    text = json.dumps([list(level.position), level.direction, cells, carried])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_levels_start_as_in_the_minigrid_that_agentgym_pins_but_for_seven_of_200():
+    """The old starts were written by minigrid 2.3.1 in a virtual environment of its own."""
+    starts = json.loads(OLD_STARTS.read_text())["starts"]
+    assert len(starts) == 200
+    differs = {}
+    for key, (mission, digest) in starts.items():
+        level = Level(*map(int, key.split()))
+        new = (level.mission != mission, digest_of_start(level) != digest)
+        if any(new):
+            differs[key] = new
+    # Level 4 is another room; two missions are drawn anew in the same grid.
+    assert differs.pop("36 3") == differs.pop("37 3") == (True, False)
+    assert sorted(differs) == [f"4 {seed}" for seed in range(5)]
+    assert all(grid for _, grid in differs.values())
+
+
+def test_same_id_gives_the_same_texts_and_oracle_for_any_hash_seed_and_argument_seed():
+    program = (
+        "import hashlib, random, sys\n"
+        "random.seed(sys.argv[1])\n"
+        "from envs.babyai import BabyAI\n"
+        "env, digest = BabyAI(), hashlib.sha256()\n"
+        "for index in range(80):\n"
+        "    digest.update(env.reset(index, seed=int(sys.argv[1])).encode())\n"
+        "    for _ in range(2 if index % 40 in (0, 5, 15, 21, 25, 29, 34) else 0):\n"
+        "        if not env.available_actions(): break\n"
+        "        thought, action = env.oracle()\n"
+        "        digest.update((thought + action + env.step(action)[0]).encode())\n"
+        "print(digest.hexdigest())\n"
+    )
+    digests = set()
+    for hash_seed in ("0", "12345"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, hash_seed],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert len(done.stdout.split()) == 1, "minigrid printed"
+        digests.add(done.stdout.strip())
+    assert digests == {"9f09cc0b35fbb7a12c78874d5a65300360d01f3e0ec80b26b3c8707b34158699"}
+
+
+def test_a_level_inherits_nothing_from_the_episode_before():
+    env, fresh = BabyAI(), BabyAI()
+    generator = random.Random(4)
+    for task_index in (36, 38, 38 + 40, 36, 6, 25, 36):
+        first = env.reset(task_index)
+        fresh.close()
+        fresh = BabyAI()
+        assert first == fresh.reset(task_index)
+        for _ in range(5):
+            if env.available_actions():
+                env.step(generator.choice(env.available_actions()))
+
+
+@pytest.mark.parametrize("index", [-1, NUM_TASKS, 10**30])
+def test_an_index_out_of_range_is_refused_and_does_not_wrap_around(index):
+    env = BabyAI()
+    with pytest.raises(TaskIndexError, match=f"{index} does not exist; BabyAI has 0 to 39999"):
+        env.reset(index)
+
+
+def test_without_minigrid_the_class_works_for_trainers_and_reset_says_what_to_do():
+    program = (
+        "import sys\n"
+        "for name in ('minigrid', 'gymnasium', 'PIL', 'numpy'): sys.modules[name] = None\n"
+        "from envs import get_env, load_tasks\n"
+        "env = get_env('babyai')\n"
+        "print(len(load_tasks('babyai', 'test')), env.parse('Action: Go to red ball 1.'))\n"
+        "assert env.PROMPT and env.WIRE\n"
+        "try: env().reset(0)\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == (
+        "90 go to red ball 1\n"
+        "BabyAI needs gymnasium, which is not installed; run `make setup ENV=babyai`\n"
+    )
+
+
+# ---- what the agent reads
+
+
+def test_an_episode_word_for_word():
+    env = BabyAI()
+    told = [env.reset(25)]
+    while env.available_actions():
+        action = "fly"
+        if len(told) > 1:
+            thought, action = env.oracle()
+            told.append(f"# {thought}")
+        observation, reward, *_ = env.step(action)
+        told += [f"> {action}", observation]
+    told.append(f"reward {reward:g}")
+    assert "\n".join(told) + "\n" == EPISODE
+    with pytest.raises(EpisodeEndedError):
+        env.step("turn left")
+    assert env.available_actions() == [] and env.state_for_people()["success"]
+
+
+EPISODE = """\
+Your goal: open the door
+You see: no objects.
+Walls: 4 ahead, 3 right.
+You carry nothing.
+Available actions: ["turn left", "turn right", "move forward", "check available actions"]
+> fly
+Not possible: 'fly' is no action.
+Available actions: ["turn left", "turn right", "move forward", "check available actions"]
+# I do not see the door, so I turn right to look for it.
+> turn right
+You turn right.
+You see: yellow box 1 (1 ahead, 1 right).
+Walls: 3 ahead, 3 right.
+You carry nothing.
+Available actions: ["turn left", "turn right", "move forward", "go to yellow box 1", \
+"pickup yellow box 1", "check available actions"]
+# There may be a key in yellow box 1, so I go to yellow box 1.
+> go to yellow box 1
+You go to yellow box 1.
+You see: yellow box 1 (1 ahead).
+Walls: 3 ahead, 2 left.
+You carry nothing.
+Available actions: ["turn left", "turn right", "go to yellow box 1", "pickup yellow box 1", \
+"toggle", "check available actions"]
+# There may be a key in yellow box 1, so I toggle.
+> toggle
+You open the yellow box: a purple key is in it.
+You see: purple key 1 (1 ahead).
+Walls: 3 ahead, 2 left.
+You carry nothing.
+Available actions: ["turn left", "turn right", "go to purple key 1", "pickup purple key 1", \
+"check available actions"]
+# I need purple key 1 to open a locked door, so I pick up purple key 1.
+> pickup purple key 1
+You pick up purple key 1.
+You see: no objects.
+Walls: 3 ahead, 2 left.
+You carry a purple key.
+Available actions: ["turn left", "turn right", "move forward", "drop", "check available actions"]
+# I want to open the purple door, so I turn right.
+> turn right
+You turn right.
+You see: purple door 1 (locked, 5 ahead, 3 right).
+Walls: 5 ahead, 3 left.
+You carry a purple key.
+Available actions: ["turn left", "turn right", "move forward", "go to purple door 1", \
+"toggle and go through purple door 1", "drop", "check available actions"]
+# I see purple door 1, which is my goal, so I toggle and go through purple door 1.
+> toggle and go through purple door 1
+You open purple door 1.
+The goal is reached.
+reward 0.975
+"""
+
+
+def test_the_view_is_minigrids_own_for_every_cell():
+    generator = random.Random(1)
+    for number in range(1, 41):
+        level = Level(number, 3)
+        for _ in range(12):
+            view = View(level)
+            grid, mask = level.env.gen_obs_grid()
+            for i in range(7):
+                for j in range(7):
+                    cell = (6 - j, i - 3)
+                    (x, y), _ = view.absolute((*cell, 0))
+                    if 0 <= x < level.env.width and 0 <= y < level.env.height:
+                        assert (cell in view.cells) == mask[i, j]
+                        if mask[i, j] and cell != (0, 0):
+                            assert view.cells[cell] is grid.get(i, j)
+            perform(level, view, generator.choice(available(level, view)[:-1]))
+            if level.ended:
+                break
+
+
+def test_things_are_named_by_distance_and_placed_in_steps():
+    level = empty_room(direction=3)  # up, three steps from the wall ahead and on the left
+    put(level, world_object("Ball", "blue"), 1, -1)
+    put(level, world_object("Ball", "blue"), 0, 1)
+    put(level, world_object("Key", "blue"), 2, 0)
+    view = View(level)
+    assert view.words() == (
+        "You see: blue ball 1 (1 right), blue ball 2 (1 ahead, 1 left), blue key 1 (2 ahead).\n"
+        "Walls: 3 ahead, 3 left.\nYou carry nothing."
+    )
+    assert [seen.name for seen in view.objects] == ["blue ball 1", "blue ball 2", "blue key 1"]
+    level.act(RIGHT)  # numbers are given anew: the other ball is behind
+    assert View(level).words() == (
+        "You see: blue ball 1 (1 ahead), blue key 1 (2 left).\n"
+        "Walls: 4 ahead, 3 left.\nYou carry nothing."
+    )
+
+
+def test_observations_are_short_enough_for_a_small_model():
+    env = BabyAI()
+    lengths = []
+    for task_index in range(200):
+        first = env.reset(task_index)
+        head, _, actions = first.rpartition("\nAvailable actions: ")
+        assert json.loads(actions) == env.available_actions()
+        assert head.startswith("Your goal: ") and head.endswith(
+            (" nothing.", " ball.", " key.", " box.")
+        )
+        lengths.append(len(head))
+    assert sum(lengths) / len(lengths) < 220 and max(lengths) < 600
+
+
+# ---- what actions do
+
+
+def test_every_available_action_works_and_what_is_not_available_changes_nothing():
+    generator = random.Random(2)
+    tried = Counter()
+    for number in range(1, 41):
+        level = Level(number, 1)
+        for _ in range(3):
+            view = View(level)
+            actions = available(level, view)
+            assert len(set(actions)) == len(actions) and actions[-1] == CHECK
+            every = {"move forward", "toggle", "drop"}
+            for seen in view.objects:
+                every |= {f"{verb} {seen.name}" for verb in ("go to", "pickup", "go through")}
+                every.add(f"toggle and go through {seen.name}")
+            for action in sorted({*actions[:-1], *every}):
+                env = BabyAI()
+                env.reset(task_index_of(number, 1))
+                env._level = replay = Level(number, 1)
+                for primitive in level.history:
+                    replay.act(primitive)
+                env._look()
+                observation, *_ = env.step(action)
+                works = not observation.startswith("Not possible: ")
+                assert works == (action in actions), (action, observation)
+                assert works == (len(replay.history) > len(level.history))
+                tried[action.split()[0], works] += 1
+            perform(level, view, generator.choice(actions[:-1]))
+            if level.ended:
+                break
+    for verb in ("pickup", "toggle", "move", "drop", "go"):
+        assert min(tried[verb, True], tried[verb, False]) > 10, (verb, tried)
+
+
+def test_a_macro_action_walks_the_fewest_steps_around_what_stands_in_the_way():
+    level = empty_room(direction=3)
+    put(level, world_object("Key", "blue"), 2)
+    put(level, world_object("Box", "grey"), 1)
+    assert perform(level, View(level), "pickup blue key 1") == "You pick up blue key 1."
+    # Round the right side: the red ball stands on the left one.
+    assert level.history == [RIGHT, FORWARD, LEFT, FORWARD, FORWARD, LEFT, PICKUP]
+    assert level.env.carrying.type == "key"
+
+
+def test_boxes_open_and_doors_close():
+    level = empty_room()
+    put(level, world_object("Box", "green", contains=world_object("Key", "blue")), 1)
+    assert "toggle" in available(level, View(level))
+    assert perform(level, View(level), "toggle") == "You open the green box: a blue key is in it."
+    assert [seen.name for seen in View(level).objects if seen.cell == (1, 0)] == ["blue key 1"]
+    put(level, world_object("Box", "green"), 1)
+    assert perform(level, View(level), "toggle") == "You open the green box: nothing is in it."
+    assert level.front_object is None
+    put(level, world_object("Door", "green"), 1)
+    assert perform(level, View(level), "toggle") == "You open the green door."
+    assert perform(level, View(level), "toggle") == "You close the green door."
+
+
+def test_what_stands_behind_a_door_stops_the_walk_in_the_doorway():
+    level = empty_room()
+    for right in (-2, -1, 1, 2, 3):
+        put(level, world_object("Wall", "grey"), 2, right)
+    put(level, world_object("Door", "green"), 2)
+    put(level, world_object("Ball", "blue"), 3)
+    assert "blue ball 1" not in View(level).by_name  # the closed door hides it
+    assert perform(level, View(level), "toggle and go through green door 1") == (
+        "You open and go through green door 1 but stop in the doorway: a blue ball is in the way."
+    )
+    assert level.history == [FORWARD, TOGGLE, FORWARD]
+    assert View(level).words().startswith("You stand in the open green door.\nYou see: blue ball 1")
+
+
+def test_a_walk_stops_when_the_mission_ends_or_the_steps_are_used_up():
+    env = BabyAI()
+    env.reset(0)
+    env._level.env.max_steps = 3
+    observation, reward, terminated, truncated, info = env.step("go to red ball 1")
+    assert observation == "You stop on the way to red ball 1.\nAll 3 steps are used up."
+    assert (reward, terminated, truncated, info["success"]) == (0.0, False, True, False)
+    assert env.state_for_people()["steps"] == 3
+    level = empty_room()  # a walk past the goal, one step ahead of it for a moment
+    goal_at(level, 2, 0)
+    put(level, world_object("Key", "blue"), 2, 1)
+    assert perform(level, View(level), "go to blue key 1") == "You stop on the way to blue key 1."
+    assert level.history == [FORWARD] and level.terminated and level.reward > 0
+
+
+def test_impossible_actions_say_why():
+    level = empty_room()
+    put(level, world_object("Key", "blue"), 1)
+    put(level, world_object("Door", "green", is_locked=True), 2, 1)
+    env = BabyAI()
+    env.reset(0)
+    env._level = level
+    env._look()
+
+    def why(action: str) -> str:
+        observation, *rest = env.step(action)
+        assert rest == [*NOTHING], action
+        reason, actions = observation.split("\n")
+        assert actions == f"Available actions: {json.dumps(env.available_actions())}"
+        return reason
+
+    assert why("move forward") == "Not possible: a blue key is in the way."
+    assert why("go to purple ball 1") == "Not possible: no purple ball 1 is in view."
+    assert why("go to blue key 2") == "Not possible: no blue key 2 is in view."
+    assert why("toggle") == "Not possible: a blue key cannot be toggled."
+    assert why("drop") == "Not possible: you carry nothing."
+    assert why("go through blue key 1") == "Not possible: blue key 1 is no door."
+    assert why("go through green door 1") == "Not possible: green door 1 is locked."
+    locked = "Not possible: the green door is locked, and you do not carry the green key."
+    assert why("toggle and go through green door 1") == locked
+    assert why("pickup green door 1") == "Not possible: a door cannot be picked up."
+    assert why("dance") == "Not possible: 'dance' is no action."
+    assert why("") == "Not possible: there is no action."
+    assert level.history == []
+    assert env.step("pick up blue key")[0].startswith("You pick up blue key 1.\n")
+    assert why("toggle") == "Not possible: nothing is in front of you."
+    put(level, world_object("Ball", "blue"), 1)
+    env._look()
+    assert why("pickup blue ball 1") == (
+        "Not possible: you carry a blue key already; drop it first."
+    )
+    assert why("drop") == "Not possible: there is no free floor ahead but a blue ball."
+
+
+def test_a_goal_that_is_already_faced_is_reached_by_going_to_it():
+    level = empty_room()
+    goal_at(level, 1, 0)
+    assert perform(level, View(level), "go to red ball 1") == "You go to red ball 1."
+    assert level.history == [DONE] and level.terminated and level.reward > 0
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "",
+        "\n",
+        "x" * 1_000_000,
+        "\ud800",
+        "go to \udcff 1",
+        "go to",
+        "go to red ball 1" + "0" * 5000,
+    ]
+    + ["go to red ball -1", "GO TO", "pickup 1", "go to red ball 1\x00"],
+)
+def test_text_that_is_no_action_is_answered_and_changes_nothing(action):
+    env = BabyAI()
+    env.reset(0)
+    before = env.state_for_people()
+    observation, *rest = env.step(action)
+    assert observation.startswith("Not possible: ") and len(observation) < 1500
+    observation.encode("utf-8")  # no half surrogate pair comes back
+    assert rest == [*NOTHING] and env.state_for_people() == before
+
+
+def test_actions_may_be_written_in_capitals_and_without_a_number():
+    env = BabyAI()
+    env.reset(0)
+    assert env.step("Go To  Red Ball")[0] == "You go to red ball 1.\nThe goal is reached."
+
+
+# ---- rewards and ends
+
+
+def test_the_reward_is_minigrids_and_falls_with_every_primitive_step():
+    env = BabyAI()
+    returns = []
+    for detour in (0, 1, 4):
+        env.reset(0)
+        total = 0.0
+        for _ in range(detour):
+            for action in ("turn left", "turn right"):
+                total += env.step(action)[1]
+        _, reward, terminated, truncated, info = env.step("go to red ball 1")
+        state = env.state_for_people()
+        assert terminated and not truncated and info == {"success": True, "score": reward}
+        assert reward == 1 - 0.9 * state["steps"] / state["max_steps"]
+        assert state["max_steps"] == 64 and total == 0
+        returns.append(reward)
+    assert returns == sorted(returns, reverse=True) and len(set(returns)) == 3
+
+
+def play_doors(level: Level, colors: list[str]) -> None:
+    """Opens these doors, one after the other, with the agent put in front of each."""
+    grid = level.env.grid
+    for color in colors:
+        for x in range(grid.width):
+            for y in range(grid.height):
+                door = grid.get(x, y)
+                if door is None or door.type != "door" or door.color != color:
+                    continue
+                for direction, (dx, dy) in enumerate(((1, 0), (0, 1), (-1, 0), (0, -1))):
+                    beside = (x - dx, y - dy)
+                    room = level.env.room_from_pos(*level.position)
+                    if room.pos_inside(*beside) and grid.get(*beside) is None:
+                        level.env.agent_pos, level.env.agent_dir = beside, direction
+        level.act(TOGGLE)
+        if level.ended:
+            return
+
+
+def order_of_doors(seed: int) -> list[str]:
+    return [part.desc.color for part in parts_left(Level(16, seed).env.instrs)]
+
+
+def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one_does():
+    two = [seed for seed in range(30) if len(order_of_doors(seed)) == 2]
+    kinds = {type(Level(16, seed).env.instrs).__name__ for seed in two}
+    assert kinds == {"BeforeInstr", "AfterInstr"}
+    for seed in two:
+        first, second = order_of_doors(seed)
+        level = Level(16, seed)
+        raw = level.env.instrs
+        play_doors(level, [first])
+        assert not level.ended and "failure" in (raw.a_done, raw.b_done)  # minigrid's own verdict
+        assert [part.desc.color for part in parts_left(raw)] == [second]
+        play_doors(level, [second])
+        assert level.terminated and level.reward > 0.9
+        for wrong in ([second], [first, first]):
+            level = Level(16, seed)
+            play_doors(level, wrong)
+            assert level.terminated and level.reward == 0, (seed, wrong)
+
+
+def test_a_failed_mission_ends_without_reward():
+    env = BabyAI()
+    seed = next(seed for seed in range(30) if len(order_of_doors(seed)) == 2)
+    env.reset(task_index_of(16, seed))
+    play_doors(env._level, order_of_doors(seed)[:1])
+    env._look()
+    observation, reward, terminated, truncated, info = env.step("toggle")  # closes it again
+    assert observation.endswith("door.\nThe goal can no longer be reached.")
+    assert (reward, terminated, truncated) == (0.0, True, False)
+    assert info == {"success": False, "score": 0.0}
+
+
+def test_random_play_keeps_rewards_in_range_and_ends_once():
+    generator = random.Random(6)
+    env = BabyAI()
+    ends = Counter()
+    for task_index in range(40):
+        env.reset(task_index)
+        total = 0.0
+        for _ in range(60):
+            action = generator.choice(env.available_actions())
+            _, reward, terminated, truncated, info = env.step(action)
+            total += reward
+            assert 0 <= reward <= 1 and info["score"] == total <= 1
+            assert info["success"] == (reward > 0) and not (terminated and truncated)
+            if terminated or truncated:
+                ends["success" if info["success"] else "truncated" if truncated else "failure"] += 1
+                break
+    assert ends["success"] > 5
+
+
+# ---- sessions
+
+
+def test_using_an_environment_before_reset_after_the_end_or_closed_has_its_own_errors():
+    env = BabyAI()
+    asks = (lambda: env.step("turn left"), env.oracle, env.available_actions)
+    asks += (env.state_for_people, env.render)
+    for misuse in asks:
+        with pytest.raises(NotResetError):
+            misuse()
+    env.reset(0)
+    env.step("go to red ball 1")
+    for misuse in (lambda: env.step("turn left"), env.oracle):
+        with pytest.raises(EpisodeEndedError):
+            misuse()
+    env.reset(1)
+    assert env.step("turn left")[0].startswith("You turn left.")
+    env.close()
+    env.close()
+    for misuse in asks:
+        with pytest.raises(NotResetError):
+            misuse()
+
+
+def test_sessions_do_not_touch_each_other_or_the_global_random_generator():
+    one, two = BabyAI(), BabyAI()
+    first = one.reset(4)
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    two.reset(4)
+    two.step("turn left")
+    assert random.random() == expected
+    assert one.step("check available actions")[0] == first.splitlines()[-1]
+
+
+def test_memory_stays_flat_over_many_episodes():
+    def play(num_episodes: int) -> None:
+        for index in range(num_episodes):
+            env = BabyAI()
+            env.reset(index % 40)
+            env.step("turn left")
+            if index % 10 == 3:
+                env.oracle()
+            env.close()
+
+    play(80)
+    gc.collect()
+    tracemalloc.start()
+    play(80)
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    play(160)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 200_000, f"{grown} bytes in 160 episodes"
+
+
+def test_the_picture_is_a_png_of_the_level():
+    image = pytest.importorskip("PIL.Image")
+    env = BabyAI()
+    env.reset(0)
+    head, _, data = env.render().partition(",")
+    assert head == "data:image/png;base64"
+    with image.open(io.BytesIO(base64.b64decode(data))) as picture:
+        assert picture.format == "PNG" and picture.size == (8 * 32, 8 * 32)
+    before = env.render()
+    env.step("turn left")
+    assert env.render() != before
+
+
+def test_the_state_for_people_is_json_and_follows_the_episode():
+    env = BabyAI()
+    env.reset(18)
+    state = env.state_for_people()
+    assert json.loads(json.dumps(state)) == state
+    assert state["mission"].startswith("pick up the ") and state["steps"] == 0
+    arrow = {"right": ">>", "down": "vv", "left": "<<", "up": "^^"}[state["direction"]]
+    x, y = state["position"]
+    assert state["grid"][y][2 * x : 2 * x + 2] == arrow
+    assert {len(row) for row in state["grid"]} == {2 * len(state["grid"])}
+    thing = state["mission"].split()[3:5]
+    env.step(env.oracle()[1])
+    while env.available_actions():
+        env.step(env.oracle()[1])
+    state = env.state_for_people()
+    assert state["carrying"] == " ".join(thing) and state["success"] and state["steps"] > 0
+
+
+# ---- the wire
+
+
+@contextlib.contextmanager
+def served():
+    with TestClient(create_app("babyai")) as client:
+        yield client
+
+
+def test_the_server_speaks_agentgyms_wire():
+    with served() as client:
+        assert client.get("/").json() == "This is environment BabyAI."
+        assert client.post("/create").json() == {"id": 0}
+        assert client.post("/reset", json={"id": 0}).status_code == 422  # data_idx is required
+        assert client.post("/step", json={"id": 0, "action": "turn left"}).status_code == 409
+        answer = client.post("/reset", json={"id": 0, "data_idx": 0}).json()
+        assert answer["observation"].startswith("Your goal: go to the red ball\nYou see: ")
+        assert (answer["reward"], answer["score"], answer["done"]) == (0, 0, False)
+        assert answer["deleted"] is False and answer["subtask"] == "GoTo"
+        shown = client.get("/observation", params={"id": 0}).json()
+        assert shown == {
+            key: answer[key] for key in ("observation", "reward", "score", "done", "deleted")
+        }
+        picture = client.post("/render", json={"id": 0}).json()
+        assert picture.startswith("data:image/png;base64,")
+        assert client.get("/state", params={"id": 0}).json()["mission"] == "go to the red ball"
+        action = client.get("/oracle", params={"id": 0}).json()["action"]
+        answer = client.post("/step", json={"id": 0, "action": action}).json()
+        assert (
+            answer["done"] and answer["score"] == answer["reward"] == answer["info"]["score"] > 0.5
+        )
+        assert client.post("/step", json={"id": 0, "action": action}).status_code == 409
+        assert client.post("/reset", json={"id": 0, "data_idx": NUM_TASKS}).status_code == 404
+        assert client.post("/close", json={"id": 0}).json() is True
+        assert client.post("/close", json={"id": 0}).json() is False
+
+
+# ---- parsing, prompt, id lists
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Thought: I see it.\nAction: go to red ball 1", "go to red ball 1"),
+        ("Action: Turn Left.", "turn left"),
+        ("Action:\n  `toggle and go through   grey door 1`", "toggle and go through grey door 1"),
+    ],
+)
+def test_parse_takes_the_action_line_in_lower_case(text, action):
+    assert BabyAI.parse(text) == action
+
+
+@pytest.mark.parametrize("text", ["", "go to red ball 1", "Action: ...", "Action: a\nAction: b"])
+def test_parse_tells_the_policy_what_was_wrong(text):
+    with pytest.raises(ParseError, match=r"No action found|Got 2 'Action:' lines"):
+        BabyAI.parse(text)
+
+
+def test_the_prompt_is_short_names_every_action_and_shows_the_answer_format():
+    (message,) = BabyAI.PROMPT
+    text = message["content"]
+    assert message["role"] == "system" and text.endswith("Thought: why\nAction: one action")
+    assert len(text.split()) <= 95
+    for name in ("turn left", "turn right", "move forward", "go to", "pickup", "go through"):
+        assert name in text
+    for name in ("toggle and go through", "toggle (", "drop", CHECK):
+        assert name in text
+
+
+def test_the_published_split_has_agentgyms_sizes_and_subtasks():
+    test, train = load_tasks("babyai", "test"), load_tasks("babyai", "train")
+    counts = {"GoTo": 55, "Pickup": 15, "ActionObjDoor": 5, "FindObjS7": 5, "OneRoomS20": 5}
+    assert Counter(task.subtask for task in test) == counts | {"SynthLoc": 5}
+    assert len(train) == 810 and {task.subtask for task in train} == set(counts) | {"SynthLoc"}
+    assert {task.task_index // 40 for task in test} == set(TEST_SEEDS)
+    assert {task.task_index // 40 for task in train} == set(TRAIN_SEEDS)
+    assert [[task.task_index for task in split] for split in (train, test)] == [*published_split()]
+
+
+def test_the_simple_split_is_short_disjoint_and_shares_no_start():
+    test, train = load_tasks("babyai", "simple_test"), load_tasks("babyai", "simple_train")
+    assert len(train) == 204 and len(test) == 81
+    assert {task.subtask for task in [*train, *test]} == {"GoTo", "Pickup"}
+    assert {task.task_id for task in train} <= {t.task_id for t in load_tasks("babyai", "train")}
+    seeds = {task.task_index // 40 for task in test}
+    assert seeds <= {*TEST_SEEDS, *MORE_TEST_SEEDS} and not seeds & set(TRAIN_SEEDS)
+    env = BabyAI()
+    starts = [{env.reset(task.task_index) for task in side} for side in (train, test)]
+    assert not starts[0] & starts[1]
+    turns = Counter(num_turns(env, task.task_index) for task in train[::4])
+    assert max(turns) <= MAX_TURNS and len(turns) > 3
+
+
+@pytest.mark.slow
+def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
+    for path in write_ids(tmp_path):
+        assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
