@@ -97,6 +97,10 @@ def main(config: Config) -> int:
         except ValueError:
             run.discard()
             raise
+        except KeyboardInterrupt:
+            run.discard()
+            distributed.say("\nstopped before the first step; the same command starts anew")
+            return 130
         first = w.restore() + 1
         resume_step = first - 1 if config.resume else None
         logger = MetricsLogger(run.path, resume_step, writes=run.writes)

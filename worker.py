@@ -111,7 +111,9 @@ class Worker:
         torch.manual_seed(config.seed)
         self.accelerator = distributed.make_accelerator(precision)
         self.device = self.accelerator.device
-        start = distributed.first("warm start", lambda: start_model(config))
+        alone = distributed.world_size() == 1  # others would wait for a rank that was interrupted
+        with self.stop.allowed() if alone else contextlib.nullcontext():
+            start = distributed.first("warm start", lambda: start_model(config))
         distributed.say(f"model: {config.model} ({describe(start)}) from {start}")
         self.tokenizer = load_tokenizer(start)
         self.chat = ChatTemplate(self.tokenizer)
