@@ -58,10 +58,10 @@ class PlainSciWorld:
         self.env = ScienceWorldEnv()
 
     def reset(self, index: int) -> str:
-        from envs.sciworld_tasks import task_of  # which task and variation an index stands for
+        from envs.sciworld_tasks import find_task
 
-        task = task_of(index)
-        self.env.load(task.name, task.variation)
+        kind, variation = find_task(index)
+        self.env.load(kind.name, variation)
         observation, info = self.env.reset()
         return f"{info['taskDesc']}\n{observation}"
 

@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from cli import parse_command_line
-from config import PAPER, Config, check, complete, hardware_defaults
-from envs import load_tasks
+from config import (
+    LAPTOP_LISTS,
+    PAPER,
+    PAPER_OF,
+    Config,
+    check,
+    complete,
+    hardware_defaults,
+    named_env,
+)
+from envs import ENVS, get_env, load_tasks
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
@@ -43,11 +52,67 @@ def test_help_names_every_flag_with_its_meaning(capsys):
         assert lines[where + 1].strip().startswith('"""'), field.name
 
 
+@pytest.mark.parametrize("env", ENVS)
 @pytest.mark.parametrize("gpu", [False, True])
-def test_the_defaults_of_both_machines_pass_their_own_check(gpu):
-    config = complete(hardware_defaults(gpu))
+def test_the_defaults_of_both_machines_pass_their_own_check(gpu, env):
+    config = complete(hardware_defaults(gpu, env))
     check(config)
+    assert config.env == env
     assert load_tasks(config.env, config.split, config.tasks, config.subtasks)
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_the_short_tasks_of_an_environment_are_split_and_of_its_sub_tasks(env):
+    assert env in LAPTOP_LISTS
+    config = complete(hardware_defaults(gpu=False, env=env))
+    train = load_tasks(env, None, config.tasks, config.subtasks)
+    held_out = load_tasks(env, None, config.eval_tasks, config.subtasks)
+    assert not {t.task_id for t in train} & {t.task_id for t in held_out}
+    assert {t.subtask for t in held_out} <= {t.subtask for t in train}
+    assert len(train) > len(held_out) > 40
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        (["--env", "babyai", "--steps", "3"], "babyai"),
+        (["--steps", "3", "--env=sciworld"], "sciworld"),
+        (["--env-addr", "http://a:1"], "textcraft"),
+        (["--env"], "textcraft"),
+        ([], "textcraft"),
+    ],
+)
+def test_the_environment_on_the_command_line_decides_the_defaults(argv, env):
+    assert named_env(argv) == env
+
+
+def test_a_flag_that_is_given_wins_over_the_environments_default():
+    argv = ["--env", "sciworld", "--rounds", "3"]
+    config = parse_command_line(Config, argv, "train.py", hardware_defaults(False, named_env(argv)))
+    assert config.rounds == (3,)
+    assert config.tasks_per_step == hardware_defaults(False, "sciworld").tasks_per_step
+    assert config.tasks_per_step != Config().tasks_per_step
+
+
+def test_with_a_gpu_an_environment_has_the_papers_schedule_and_batch():
+    shapes = {}
+    for env in ("textcraft", "babyai", "sciworld"):
+        config = hardware_defaults(gpu=True, env=env)
+        shapes[env] = (config.rounds, config.tasks_per_step, config.group_size)
+        assert config.learning_rate == PAPER["learning_rate"]
+        assert config.mini_batch_size == 8 * config.group_size  # the paper counts tasks: 8
+    assert shapes == {
+        "textcraft": ((10, 20, 30), 32, 8),
+        "babyai": ((6, 13, 20), 32, 4),
+        "sciworld": ((10, 20, 30), 16, 8),
+    }
+    assert set(PAPER_OF) < set(ENVS)
+
+
+def test_no_default_names_a_sub_task_that_the_environment_lacks():
+    for env, (_, subtasks) in LAPTOP_LISTS.items():
+        world = get_env(env)
+        assert set(subtasks) <= {world.subtask(index) for index in range(world.num_tasks())}
 
 
 def test_with_a_gpu_the_defaults_are_the_papers():

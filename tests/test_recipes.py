@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from envs import load_tasks
-from recipes import common, learns, learns_report, scaling_inter
+from recipes import common, learns, learns_report, scaling_inter, worlds
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 
@@ -306,3 +306,48 @@ def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it()
     assert ended.returncode == 1
     assert len(ended.stderr.strip().splitlines()) == 1
     assert "pip install 'trl==1.16.*' datasets" in ended.stderr
+
+
+# ------------------------------------------------------------------------------------ other worlds
+
+
+def write_world(folder, env, seed, before, after, steps=20):
+    """A result as `worlds.py run` writes it, for the first tasks of the short test list."""
+    file = f"envs/ids/{env}_simple_test.json"
+    ids = [task.task_id for task in load_tasks(env, file=file)][: len(before)]
+    made = result("rl", seed, before, after, steps)
+    for evaluation in made["held_out"]:
+        evaluation["items"] = dict(zip(ids, evaluation["items"].values(), strict=True))
+    made |= {"env": env, "config": {"eval_tasks": file}}
+    (folder / "worlds").mkdir(exist_ok=True)
+    (folder / "worlds" / f"{env}-{seed}.json").write_text(json.dumps(made))
+    return ids
+
+
+def test_other_worlds_are_reported_by_sub_task_with_seeds_pooled_by_task(tmp_path):
+    before, after = [0.0, 0.5] * 5, [1.0, 0.5] * 5
+    ids = write_world(tmp_path, "babyai", 0, before, after)
+    write_world(tmp_path, "babyai", 1, before, before)
+    lines = worlds.report(tmp_path).splitlines()
+    assert (tmp_path / "worlds.png").stat().st_size > 5_000
+    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert cells[:4] == ["babyai", "all", "0 1", "10"]
+    assert cells[4].startswith("25.0 [")
+    assert cells[5].startswith("50.0 [")
+    assert cells[6].startswith("+25.0 [")
+    subtasks = {task.task_id: task.subtask for task in load_tasks("babyai")[:4000]}
+    counts = [line.split("|")[4].strip() for line in lines[2:-1]]
+    assert sum(map(int, counts)) == 10
+    assert len(counts) == len({subtasks[task_id] for task_id in ids})
+
+
+def test_runs_of_another_world_with_different_lengths_are_not_pooled(tmp_path):
+    write_world(tmp_path, "babyai", 0, [0.0] * 5, [1.0] * 5)
+    write_world(tmp_path, "babyai", 1, [0.0] * 5, [1.0] * 5, steps=30)
+    with pytest.raises(ValueError, match=r"runs of \[20, 30\] steps must not be pooled"):
+        worlds.report(tmp_path)
+
+
+def test_a_report_on_other_worlds_without_results_says_what_to_run(tmp_path):
+    with pytest.raises(ValueError, match=r"worlds.py run"):
+        worlds.report(tmp_path)

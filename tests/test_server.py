@@ -190,6 +190,63 @@ def test_a_world_with_other_field_names_needs_only_its_wire():
         assert client.post("/close", json={"env_idx": 0}).json() is True
 
 
+def test_a_world_counts_in_points_and_answers_paths_of_its_own():
+    class PointsWire(Wire):
+        shows_task_at_create, has_score, points = False, True, 100
+        paths = {"/where": ("GET", "where"), "/paint": ("POST", "where"), "/both": ("STEP", "more")}
+
+    class Points(SlowWorld):
+        WIRE = PointsWire()
+        where = staticmethod(lambda: "here")
+        more = staticmethod(lambda: {"where": "here"})
+
+        def step(self, action):
+            *outcome, info = super().step(action)
+            return *outcome, info | {"score": 25}
+
+    with TestClient(create_app("points", env_class=Points)) as client:
+        session_id = start(client)
+        step = client.post("/step", json={"id": session_id, "action": "x"}).json()
+        assert step["reward"] == 25  # 0.25 of a full return
+        assert step["score"] == 25
+        assert client.get(f"/where?id={session_id}").json() == "here"
+        assert client.post("/paint", json={"id": session_id}).json() == "here"
+        both = client.post("/both", json={"id": session_id, "action": "x"}).json()
+        assert (both["observation"], both["reward"], both["where"]) == ("2", 25, "here")
+        assert_error(client.get("/where?id=99"), 404, "session 99 does not exist")
+        unstarted = client.post("/create").json()["id"]
+        assert_error(client.post("/both", json={"id": unstarted, "action": "x"}), 409, "no episode")
+
+
+def test_points_become_the_same_increments_again():
+    wire = type("Hundred", (Wire,), {"points": 100})()
+    for k in range(101):
+        assert wire.to_points(k / 100) == k
+        assert wire.to_reward(wire.to_points(k / 100)) == k / 100
+    assert Wire().to_points(0.94375) == 0.94375
+
+
+def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_at_the_end():
+    events = []
+
+    class Sharing(SlowWorld):
+        @classmethod
+        def open_shared(cls):
+            events.append("open")
+
+        @classmethod
+        def close_shared(cls):
+            events.append("close")
+
+        def close(self):
+            events.append("session closed")
+
+    with TestClient(create_app("sharing", env_class=Sharing)) as client:
+        assert events == ["open"]
+        start(client)
+    assert events == ["open", "session closed", "close"]
+
+
 def test_the_end_by_the_worlds_own_limit_is_done_and_truncated_but_not_terminated():
     with slow_world() as client:
         session_id = start(client)
