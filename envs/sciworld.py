@@ -61,11 +61,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from envs import Wire
 from envs.common import Stage, action_line, command_line, require_task
 from envs.jvm import Seat, close_shared_pool, shared_pool, strings
 from envs.sciworld_tasks import NUM_TASKS, find_task, max_actions, topic
 from envs.sciworld_thoughts import EXHAUSTED, thought
+from envs.sciworld_wire import ScienceWorldWire
 
 MAX_CHARACTERS = 1000  # of an action
 SIMPLIFICATIONS = (
@@ -93,44 +93,6 @@ def checked_simplifications(text: str) -> str:
             known = ", ".join(SIMPLIFICATIONS)
             raise ValueError(f"unknown simplification {name!r} of SciWorld; choose from: {known}")
     return ",".join(names)
-
-
-class ScienceWorldWire(Wire):
-    """AgentGym's SciWorld server: points to 100, the task apart from the first observation."""
-
-    title = "ScienceWorld"
-    index_default = None
-    shows_task_at_create = False
-    has_score = True
-    points = 100
-    paths = {
-        "/step_visual": ("STEP", "visual"),
-        "/action_hint": ("GET", "action_hint"),
-        "/goals": ("GET", "goals"),
-        "/task_description": ("GET", "task_description"),
-        "/object_tree": ("GET", "object_tree"),
-    }
-
-    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
-        kind, variation = find_task(task_index)
-        description, _, observation = turn["observation"].partition("\n")
-        return {
-            self.session_field: session_id,
-            **self.step(turn),
-            "task_name": kind.name,
-            "var_num": variation,
-            "task_description": description,
-            "observation": observation,
-            "deleted": False,
-        }
-
-    def to_reward(self, points: float) -> float:
-        return max(0.0, points / self.points)  # AgentGym's server: -100 for a wrong focus
-
-    def first_observation(self, answer: dict) -> Any:
-        if "task_description" not in answer:
-            return answer.get("observation")
-        return f"{answer['task_description']}\n{answer.get('observation')}"
 
 
 # What is done in Java, each under the process's lock; `world` is ScienceWorld's PythonInterface.
