@@ -220,7 +220,7 @@ LAPTOP_LISTS = {
     "sciworld": ("sciworld_short", ()),
 }
 LAPTOP_OF: dict[str, dict[str, Any]] = {
-    "babyai": {"rounds": (6,), "max_trajectory_tokens": 2560, "eval_samples": 2},
+    "babyai": {"max_trajectory_tokens": 2560, "eval_samples": 2},
     "sciworld": {
         "rounds": (12,),
         "tasks_per_step": 4,

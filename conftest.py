@@ -9,11 +9,15 @@ installed are skipped, and say so; with CI set they fail.
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# A shell that starts us in the background ignores Ctrl-C for us and for all we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent
 # Page -> the package of the environment that it plays in.

@@ -12,9 +12,9 @@ machine that imitates needs no Java and no simulator.
     from_agenttraj    a conversation ──> a trajectory with its loss mask, encoded as sampling does
     to_agenttraj      a trajectory's messages ──> a conversation
 
-A world may answer the same task and seed differently on two days (ScienceWorld shuffles what lies
-in a room). What hangs on the text of demonstrations, as the key of a warm start does, would never
-be found again; so they are kept, under a key of the tasks and of the world's source.
+They are kept, under a key of what they depend on, so that a run that starts again need not wait
+for the oracle (ScienceWorld's thinks for seconds), and its warm start, whose key is their text, is
+found even if a server somewhere else would answer differently today.
 
 Read next: sft.py, which imitates them.
 """
@@ -28,12 +28,13 @@ import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from chat import ChatTemplate
 from default_models import build_aside, cache_dir
-from envclient import EnvClient, EnvPool, local_server
+from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, get_env
 from trajectory import RolloutHandler
 
@@ -47,8 +48,8 @@ NUM_CLIENTS = 4  # episodes side by side
 def demonstrate(
     client: EnvClient, task: Task, seed: int, max_turns: int = 50
 ) -> Conversation | None:
-    """The oracle plays one task: an AgentTraj conversation, or None if it failed or took more than
-    `max_turns`.
+    """The oracle plays one task: an AgentTraj conversation, or None if it failed, knew no move or
+    took more than `max_turns`.
 
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
@@ -58,7 +59,10 @@ def demonstrate(
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in client.prompt
     ]
     for _ in range(max_turns):
-        thought, action = client.oracle()
+        try:
+            thought, action = client.oracle()
+        except StepOutsideEpisode:  # it knows no move
+            return None
         text = f"Thought: {thought}\nAction: {action}"
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": True, "value": text})
@@ -89,7 +93,8 @@ def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[T
 def play_demonstrations(
     env: str, tasks: Sequence[Task], count: int, seed: int, urls: Sequence[str] = ()
 ) -> list[Conversation]:
-    """`count` successful demonstrations in the order of `candidates`; fewer if too many fail."""
+    """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
+    many fail."""
     from tqdm import tqdm
 
     chosen: list[Conversation] = []
@@ -97,19 +102,23 @@ def play_demonstrations(
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
         stack.callback(pool.close)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
-        threads = stack.enter_context(ThreadPoolExecutor(NUM_CLIENTS))
+        threads = ThreadPoolExecutor(NUM_CLIENTS)
+        # Ctrl-C waits for no episode: the server ends next, and its clients with it.
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         bar = stack.enter_context(tqdm(total=count, desc="demonstrations", disable=None))
         trials = candidates(tasks, count, seed)
         while len(chosen) < count:
-            batch = [pair for pair, _ in zip(trials, clients, strict=False)]
+            batch = list(islice(trials, NUM_CLIENTS))
             if not batch:
                 break
             for demonstration in threads.map(
                 lambda client, pair: demonstrate(client, *pair), clients, batch
             ):
-                if demonstration is not None and len(chosen) < count:
-                    chosen.append(demonstration)
-                    bar.update()
+                # Not twice the same: there are worlds in which the seed changes nothing.
+                if demonstration is None or demonstration in chosen or len(chosen) == count:
+                    continue
+                chosen.append(demonstration)
+                bar.update()
     return chosen
 
 
@@ -128,7 +137,8 @@ def demonstrations(
         ValueError: the oracle failed at every task.
         EnvError: no server, or one without an oracle.
     """
-    asked = [env, source_of(env), [task.task_id for task in tasks], count, seed]
+    ids = [task.task_id for task in tasks]
+    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env}-{key}" / "agenttraj.json"
 
@@ -146,12 +156,14 @@ def demonstrations(
 
 
 def source_of(env: str) -> str:
-    """Hash of the world's source: envs/NAME.py, envs/NAME_*.py and what worlds share."""
-    file = Path(inspect.getfile(get_env(env)))
-    paths = sorted(file.parent.glob(f"{file.stem}*.py")) + [
-        Path(__file__).parent / "envs/common.py"
-    ]
+    """Hash of the Python files beside the world's own: all that it is made of here."""
+    paths = sorted(Path(inspect.getfile(get_env(env))).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def variant_of(env: str) -> str:
+    """What else decides a world's texts: options and simulator, if the world says so."""
+    return str(getattr(get_env(env), "variant", str)())
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:

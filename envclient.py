@@ -179,12 +179,18 @@ class EnvClient:
             points = float(self._field(answer, "/step", "reward", (int, float)))
             if not math.isfinite(points):
                 raise self._unexpected(answer, "/step", f"a finite reward, got {points}")
-            reward = self._wire.to_reward(points)
+            reward = points / self._wire.points
+            if "terminated" not in answer and self._wire.has_score:
+                # AgentGym's: what counts is how far its score is above what was earned so far; it
+                # may fall to -100, or be reset and be earned once more.
+                score = float(self._field(answer, "/step", "score", (int, float)))
+                reward = max(0.0, min(1.0, score / self._wire.points) - self._score)
             truncated = bool(answer.get("truncated", False))
             if "terminated" in answer:
                 terminated = self._field(answer, "/step", "terminated", bool)
             else:
                 terminated = self._field(answer, "/step", "done", bool) and not truncated
+                terminated |= self._wire.pays_once and reward > 0
         except ActionRejected as error:
             return self._unheard(error.what, "rejected")
         except EnvError:

@@ -191,6 +191,8 @@ def _read_answer(url: str, status: int, body: str) -> Any:
         kind, what = NotSupported, f"this server has no {path}"
     elif status >= 500:
         kind, what = EnvServerError, f"the environment failed: {reason}"
+    elif status == 409 and path == "/oracle":
+        kind, what = StepOutsideEpisode, f"the oracle has no answer: {reason}"
     elif status == 409:
         kind, what = StepOutsideEpisode, f"no episode is running: {reason}"
     elif _SESSION_LOST.search(reason) or (status == 404 and path != "/reset"):

@@ -55,8 +55,24 @@ def start_model(config: Config) -> str:
         return config.warm_start
     if config.warm_start == "never" or config.model not in ("smollm2-135m", "tiny"):
         return resolve_model(config.model)
-    # Demonstrations may be one level harder than RL's tasks: they teach grammar, not tasks.
     tasks = load_tasks(config.env, config.split, config.tasks)
-    levels = sorted({task.subtask for task in tasks})[:2]
-    shown = [task for task in tasks if task.subtask in levels]
+    names = shown_subtasks(sorted({task.subtask for task in tasks}), config.subtasks)
+    shown = [task for task in tasks if task.subtask in names]
     return warm_start(config.model, config.env, shown, SftSettings(), config.env_addr)
+
+
+def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """Sub-tasks of the demonstrations: the chosen ones (none: all), and where they are levels, one
+    more. Demonstrations may be harder than RL's tasks: they teach grammar, not tasks.
+
+    >>> shown_subtasks(["depth 1", "depth 2", "depth 3"], ["depth 1"])
+    ['depth 1', 'depth 2']
+    >>> shown_subtasks(["GoTo", "Pickup", "SynthLoc"], ["GoTo"])
+    ['GoTo']
+    """
+    wanted = set(chosen or names)
+    for name in chosen:
+        word, _, level = name.rpartition(" ")
+        if level.isdigit():
+            wanted.add(f"{word} {int(level) + 1}")
+    return [name for name in names if name in wanted]

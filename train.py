@@ -99,7 +99,7 @@ def main(config: Config) -> int:
             raise
         except KeyboardInterrupt:
             run.discard()
-            distributed.say("\nstopped before the first step; the same command starts anew")
+            distributed.say("\nstopped before training began; the same command starts it again")
             return 130
         first = w.restore() + 1
         resume_step = first - 1 if config.resume else None

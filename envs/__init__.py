@@ -18,6 +18,8 @@ An environment is one class with no base class; what it must have is the list be
     state_for_people() -> dict, what a person wants to see while looking at an episode
     close()
     open_shared(), close_shared()    optional, of the class: what all sessions of a server use
+    variant() -> str                 optional, of the class: options and simulator version, which
+                                     decide the world's texts beside its source
 
 Trainers import the class too, for its texts and numbers, on machines that lack what the world needs
 to run: a module imports its simulator where it is used.
@@ -69,6 +71,10 @@ class EpisodeEndedError(RuntimeError):
     """step() came after the episode terminated."""
 
 
+class OracleLost(RuntimeError):
+    """oracle() knows no good move from here; the episode itself goes on."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of an environment, as id lists, trajectories and tables name it."""
@@ -97,6 +103,7 @@ class Wire:
     # More paths: /name -> (GET or POST, the env's method that answers), or (STEP, a method whose
     # dict is added to the answer of a step).
     paths: Mapping[str, tuple[str, str]] = {}
+    pays_once = False  # AgentGym's server may play on after the mission is done and paid for
 
     def root(self) -> Any:
         return f"This is environment {self.title}."
@@ -123,10 +130,6 @@ class Wire:
         """An increment (an episode's sum to 0..1) as the wire shows it; whole numbers as int."""
         points = round(reward * self.points, 9)
         return int(points) if points == int(points) else points
-
-    def to_reward(self, points: float) -> float:
-        """The increment that `points` on the wire stand for."""
-        return points / self.points
 
     def first_observation(self, answer: dict) -> Any:
         """What the policy reads first, from the answer of /reset."""

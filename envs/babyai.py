@@ -64,7 +64,7 @@ from typing import Any, ClassVar
 
 from envs import Wire
 from envs.babyai_levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
-from envs.common import Stage, action_line, command_line, require_task
+from envs.common import Stage, action_line, command_line, require_task, version_of
 
 MAX_ACTION_CHARS = 200  # what is longer is no action
 ARROWS = ">v<^"  # the agent in `state_for_people`, by direction
@@ -77,7 +77,7 @@ class BabyAIWire(Wire):
     index_default = None
     shows_task_at_create = False
     has_score = True
-    solved_from = 0.5  # that server says `done` for a reward above 0.5 and for nothing else
+    pays_once, solved_from = True, 1e-6  # that server plays on after a reward of 0.5 or less
     paths = {"/render": ("POST", "render")}
 
     def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
@@ -129,6 +129,10 @@ class BabyAI:
     def subtask(task_index: int) -> str:
         return SUBTASKS[task_index % len(SUBTASKS)]
 
+    @staticmethod
+    def variant() -> str:
+        return f"minigrid {version_of('minigrid')}"
+
     @classmethod
     def open_shared(cls) -> None:
         """Imports minigrid before the first request.
@@ -163,7 +167,7 @@ class BabyAI:
         from envs.babyai_actions import CHECK, Impossible, perform
 
         level = self._level
-        action = " ".join(action[:MAX_ACTION_CHARS].lower().split())
+        action = " ".join(action.lower().split()) if len(action) <= MAX_ACTION_CHARS else "too long"
         self._turns.append(len(level.history))
         reward, ended = 0.0, False
         if action == CHECK:
@@ -225,7 +229,7 @@ class BabyAI:
 
         Raises:
             NotResetError, EpisodeEndedError: there is no running episode.
-            envs.babyai_bot.OracleLost: no good move is known from here.
+            OracleLost: no good move is known from here.
         """
         self._stage.require_running()
         from envs.babyai_oracle import Oracle

@@ -43,16 +43,13 @@ from minigrid.utils.baby_ai_bot import (
     Subgoal,
 )
 
+from envs import OracleLost
 from envs.babyai_world import DONE, DROP, FORWARD, PICKUP, TOGGLE, Level, parts_left
 
 MAX_READS = 60  # of a bot's stack in one call; 9 is the most that 199 solved tasks needed
 HORIZON = 150  # primitive actions that a copy flies ahead at most
 DEEDS = (PICKUP, DROP, TOGGLE)
 STARTS = ("", "unlock a door", "open a box")
-
-
-class OracleLost(RuntimeError):
-    """The oracle knows no move from here."""
 
 
 class Stuck(Exception):

@@ -29,8 +29,9 @@ from typing import Any
 
 from minigrid.envs.babyai.core.verifier import PutNextInstr
 
+from envs import OracleLost
 from envs.babyai_actions import available
-from envs.babyai_bot import OracleLost, Pilot, Plan
+from envs.babyai_bot import Pilot, Plan
 from envs.babyai_view import DIRECTIONS, Seen, View, plain
 from envs.babyai_world import (
     DONE,

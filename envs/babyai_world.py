@@ -29,7 +29,7 @@ from typing import Any
 
 try:
     import gymnasium
-    import minigrid  # registers the levels
+    import minigrid  # noqa: F401 - registers the levels
     from gymnasium.envs.registration import load_env_creator
     from minigrid.envs.babyai.core import roomgrid_level
     from minigrid.envs.babyai.core.verifier import AfterInstr, AndInstr, BeforeInstr
@@ -40,7 +40,6 @@ except ModuleNotFoundError as error:
 
 from envs.babyai_levels import LEVELS
 
-MINIGRID_VERSION = minigrid.__version__
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # minigrid's numbers
 
 vars(roomgrid_level)["print"] = lambda *_: None  # "Sampling rejected: ..."

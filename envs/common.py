@@ -6,16 +6,18 @@ pieces that three worlds came to share, as small things to use rather than a fra
     Stage            before the first reset, in an episode, after its end; a named error for misuse
     require_task     an index out of range is refused, never wrapped around
     action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
+    version_of       of a simulator's package
     write_id_lists   envs/ids/<env>_<split>.json
     command_line     python -m envs.NAME: play in the terminal, or write the id lists
 
-Read next: envs/textcraft.py uses all five.
+Read next: envs/textcraft.py, which uses them.
 """
 
 import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,14 @@ def action_line(model_text: str, drop: str = "") -> str:
     return action
 
 
+def version_of(package: str) -> str:
+    """Of an installed package; "" where it is not, as on a trainer without the simulator."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def write_id_lists(
     env: str, lists: Mapping[str, Iterable[int]], folder: Path = IDS_DIR
 ) -> dict[Path, int]:
@@ -129,7 +139,10 @@ def command_line(
         play(env, arguments.task_index, arguments.seed)
     except TaskIndexError as error:
         parser.error(str(error))
+    except (ModuleNotFoundError, RuntimeError) as error:  # no simulator, no Java, a lost oracle
+        parser.exit(1, f"{parser.prog}: {error}\n")
     except (EOFError, KeyboardInterrupt):
         print()
     finally:
         env.close()
+        getattr(env_class, "close_shared", lambda: None)()

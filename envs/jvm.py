@@ -22,12 +22,12 @@ Failure. A process that dies, runs out of memory or is silent for a call's time 
 all seats on it are lost: each further call raises JvmLost. A new seat is put on a new process.
 Waiting for the lock does not count as silence, since the clock is the socket's own: it runs only
 while an answer is awaited. Processes cannot outlive us: they read a pipe that only we hold open,
-and the kernel closes it however we die.
+and the kernel closes it however we die. Ctrl-C in a terminal reaches them as it reaches us.
 
 Settings, by environment variable:
     SCIWORLD_JVMS             number of processes (default: number of cores, at most 2)
     SCIWORLD_HEAP             the most memory that one takes for worlds (default: 2g)
-    SCIWORLD_CALL_TIMEOUT_S   the time limit of one call (default: 60)
+    SCIWORLD_CALL_TIMEOUT_S   the time limit of one call (default: 45; a client waits 60)
 
 Read next: envs/sciworld.py, the world that sits here.
 """
@@ -160,6 +160,10 @@ class Jvm:
         """Sets the one random generator that all worlds in this process draw from."""
         self._random.setSeed(seed)
 
+    def check(self) -> None:
+        """A call that does nothing, to learn whether anybody answers."""
+        self._random.hashCode()
+
     def has_failed(self) -> bool:
         if not self.failure and self.process.poll() is not None:
             self.end(f"died with {self.process.returncode}")
@@ -249,7 +253,11 @@ class Seat:
         """Gives the world back; Java frees its memory."""
         self._on_release()
         with contextlib.suppress(JvmLost):  # then it went with the process
-            self.jvm.call(self._world._detach)
+            self.jvm.call(self._forget)
+
+    def _forget(self) -> None:
+        self.jvm.check()  # py4j's detach keeps to itself that nobody answers
+        self._world._detach()
 
 
 class JvmPool:
@@ -260,7 +268,7 @@ class JvmPool:
         time_limit_s: the longest silence of a process in one call, in seconds.
     """
 
-    def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 60.0) -> None:
+    def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 45.0) -> None:
         self.heap, self.time_limit_s = heap, time_limit_s
         self._slots = [_Slot() for _ in range(num_jvms)]
         self._lock = threading.Lock()  # guards num_seats
@@ -275,7 +283,7 @@ class JvmPool:
         default = min(os.cpu_count() or 1, MAX_DEFAULT_JVMS)
         num_jvms = os.environ.get("SCIWORLD_JVMS", str(default))
         heap = os.environ.get("SCIWORLD_HEAP", "2g")
-        limit = os.environ.get("SCIWORLD_CALL_TIMEOUT_S", "60")
+        limit = os.environ.get("SCIWORLD_CALL_TIMEOUT_S", "45")
         if not re.fullmatch("[1-9][0-9]?", num_jvms):
             raise ValueError(f"SCIWORLD_JVMS is {num_jvms!r}; give a number of processes, 1 to 99")
         if not re.fullmatch("[1-9][0-9]*[kmgKMG]", heap):

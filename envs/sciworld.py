@@ -61,7 +61,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from envs.common import Stage, action_line, command_line, require_task
+from envs.common import Stage, action_line, command_line, require_task, version_of
 from envs.jvm import Seat, close_shared_pool, shared_pool, strings
 from envs.sciworld_tasks import NUM_TASKS, find_task, max_actions, topic
 from envs.sciworld_thoughts import EXHAUSTED, thought
@@ -157,6 +157,11 @@ class SciWorld:
     @staticmethod
     def subtask(task_index: int) -> str:
         return topic(task_index)
+
+    @classmethod
+    def variant(cls) -> str:
+        options = os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications)
+        return f"scienceworld {version_of('scienceworld')} {options}"
 
     @classmethod
     def open_shared(cls) -> None:

@@ -4,7 +4,7 @@
     the wire   points, 100 are a full return      task_description is a field of its own
 
 Both directions are needed: our server answers AgentGym's clients, our client plays on AgentGym's
-servers. Those answer a wrong focus with a reward of -100 or less, which is an increment of 0 here.
+servers, whose score of -100 for a wrong focus is an increment of 0 here.
 
 Read next: envs/sciworld.py.
 """
@@ -43,9 +43,6 @@ class ScienceWorldWire(Wire):
             "observation": observation,
             "deleted": False,
         }
-
-    def to_reward(self, points: float) -> float:
-        return max(0.0, points / self.points)  # AgentGym's server: -100 for a wrong focus
 
     def first_observation(self, answer: dict) -> Any:
         if "task_description" not in answer:

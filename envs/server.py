@@ -215,7 +215,7 @@ def create_app(
     async def ask(session_id: int, method: str) -> Any:
         async with sessions.use(session_id) as session:
             require_episode(session)
-            return await play(session, getattr(session.env, method))
+            return await sessions.call(getattr(session.env, method))  # a question changes nothing
 
     @app.get("/available_actions")
     async def available_actions(session_id: int = session_query) -> Answer:
@@ -239,7 +239,7 @@ def create_app(
         async def with_step(body: Any) -> Answer:
             async with sessions.use(body.session_id) as session:
                 answer = await take_step(session, body.action)
-                return Answer(answer | await play(session, getattr(session.env, method)))
+                return Answer(answer | await sessions.call(getattr(session.env, method)))
 
         endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
         verb = "GET" if http_method == "GET" else "POST"

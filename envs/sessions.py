@@ -30,7 +30,7 @@ import anyio.to_thread
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs import EpisodeEndedError, NotResetError, TaskIndexError
+from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
 
 NUM_THREADS = 128  # for worlds that are not fast
 DRAIN_BYTES = 16_000_000  # what is read and dropped of a too large body, so the client sees the 413
@@ -93,6 +93,8 @@ class Sessions:
             raise ApiError(404, str(error), "give the index of a task that exists") from error
         except NotResetError as error:
             raise ApiError(409, str(error), "POST /reset starts an episode") from error
+        except OracleLost as error:
+            raise ApiError(409, str(error), "the episode goes on; POST /step plays it") from error
         except EpisodeEndedError as error:
             raise ApiError(409, str(error), "POST /reset starts the next episode") from error
         except Exception as error:

@@ -114,7 +114,7 @@ def analyse(env: str, results: Sequence[Result]) -> dict[str, dict[str, Any]]:
 
 
 def table(by_env: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Markdown: a row per environment and sub-task; README shows these lines."""
+    """Markdown: a row per environment and sub-task."""
     lines = [
         "| environment | sub-task | seeds | tasks | before, % | after, % | difference, points |"
     ]

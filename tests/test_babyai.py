@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+if os.environ.get("CI") != "true":  # there a missing one is an error
+    pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
 
 from fastapi.testclient import TestClient
 

@@ -4,6 +4,7 @@ Measured over 40 levels x 10 seeds (the slow test): 399 of 400 solved. The one l
 seed 6, cannot be won: its goal lies in a locked room together with the only key to it.
 """
 
+import os
 import random
 import statistics
 import time
@@ -11,14 +12,16 @@ from collections import Counter
 
 import pytest
 
-pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+if os.environ.get("CI") != "true":  # there a missing one is an error
+    pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
 
 from fastapi.testclient import TestClient
 from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
 from envclient import connect
+from envs import OracleLost
 from envs.babyai import BabyAI
-from envs.babyai_bot import MAX_READS, Bot, OracleLost, Pilot, Stuck
+from envs.babyai_bot import MAX_READS, Bot, Pilot, Stuck
 from envs.babyai_levels import LEVELS, SUBTASKS, task_index_of
 from envs.babyai_world import DONE, DROP, PICKUP, Level
 from envs.local import local_server
@@ -316,7 +319,7 @@ def test_the_server_answers_when_the_oracle_is_lost():
             if status != 200:
                 break
             client.post("/step", json={"id": 0, "action": answer.json()["action"]})
-        assert (
-            status == 500 and "OracleLost: no way to 'go to the grey key'" in answer.json()["error"]
-        )
+        assert status == 409 and "no way to 'go to the grey key'" in answer.json()["error"]
+        step = client.post("/step", json={"id": 0, "action": "turn left"})
+        assert step.status_code == 200  # the episode goes on without it
         assert client.post("/reset", json={"id": 0, "data_idx": 0}).status_code == 200

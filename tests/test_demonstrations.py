@@ -7,8 +7,8 @@ from toy_env import NAME, Letters, registered, serve
 
 import demonstrations as module
 from demonstrations import candidates, demonstrations, play_demonstrations, read_agenttraj
-from envclient import EnvError, NotSupported
-from envs import load_tasks
+from envclient import EnvError, NotSupported, StepOutsideEpisode, connect
+from envs import OracleLost, load_tasks
 from envs.common import action_line
 
 
@@ -31,7 +31,7 @@ def test_an_oracle_is_asked_once_and_its_demonstrations_are_kept(tmp_path):
     with serve(Told) as url:
         first = letters(5, [url])
     with registered(Told):  # no server is left: what comes now comes from the disk
-        assert letters(5, ["http://127.0.0.1:9"]) == first
+        assert letters(5, [url]) == first
     assert len(first) == 5
     (file,) = (tmp_path / "cache/demonstrations").rglob("agenttraj.json")
     assert read_agenttraj(file) == first
@@ -73,11 +73,51 @@ class Unlucky(Told):
 
 def test_failures_are_left_out_and_made_up_for_and_a_world_that_always_fails_ends():
     with serve(Unlucky) as url:
-        found = play_demonstrations(NAME, load_tasks(NAME), 6, 0, [url])
-        assert len(found) == 6
+        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
+        assert len(found) == 4
         assert all(int(record["item_id"].rpartition("_")[2]) % 2 for record in found)
         with pytest.raises(ValueError, match="solved none of 12"):
             demonstrations(NAME, load_tasks(NAME, subtasks=["even"]), 3, 0, [url])
+
+
+class Five(Told):
+    """Twenty tasks in five sub-tasks."""
+
+    num_tasks = staticmethod(lambda: 20)
+    subtask = staticmethod(lambda task_index: "abcde"[task_index % 5])
+
+
+def test_no_sub_task_is_left_out_however_many_there_are():
+    with serve(Five) as url:
+        found = play_demonstrations(NAME, load_tasks(NAME), 20, 0, [url])
+    assert sorted(int(record["item_id"].rpartition("_")[2]) for record in found) == [*range(20)]
+
+
+def test_the_same_episode_is_not_shown_twice():
+    with serve(Told) as url:  # eight tasks, and the seed changes nothing
+        found = play_demonstrations(NAME, load_tasks(NAME), 12, 0, [url])
+    assert len(found) == 8
+
+
+class Lost(Told):
+    """The oracle knows no move in odd tasks."""
+
+    def oracle(self):
+        if self.task_index % 2:
+            raise OracleLost("no move is known")
+        return super().oracle()
+
+
+def test_an_oracle_that_is_lost_costs_its_task_and_nothing_else():
+    with serve(Lost) as url:
+        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
+        assert [int(record["item_id"].rpartition("_")[2]) % 2 for record in found] == [0] * 4
+        client = connect(NAME, url)
+        client.reset(1)
+        with pytest.raises(StepOutsideEpisode, match="the oracle has no answer: no move is known"):
+            client.oracle()
+        assert client.step("Action: abc").reward > 0  # the episode is as it was
+        client.close()
 
 
 def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():

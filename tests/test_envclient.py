@@ -177,6 +177,51 @@ def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
     ]
 
 
+def scripted(server, env, *steps):
+    """The results of one action after the other on AgentGym's server of `env`."""
+    server.script["/step"] = [(200, {"observation": "x", **step}) for step in steps]
+    with connect(env, server.url, timeout_s=2.0) as client:
+        client.reset(0)
+        return [client.step("Action: look around") for _ in steps]
+
+
+def test_agentgyms_babyai_is_over_when_it_has_paid(server):
+    """It plays on after a reward of 0.5 or less, and pays again for standing at the goal."""
+    nothing, paid = scripted(
+        server,
+        "babyai",
+        {"reward": 0, "score": 0, "done": False},
+        {"reward": 0.4, "score": 0.4, "done": False},
+    )
+    assert nothing[1:4] == (0.0, False, False)
+    assert paid[1:4] == (0.4, True, False)
+    assert paid.info == {"success": True, "score": 0.4}
+
+
+def test_agentgyms_sciworld_counts_what_is_above_the_best_so_far(server):
+    """Its score falls to -100 at a wrong focus, and "reset task" lets it be earned twice."""
+    results = scripted(
+        server,
+        "sciworld",
+        {"reward": 50, "score": 50, "done": False},
+        {"reward": -50, "score": 0, "done": False},
+        {"reward": 60, "score": 60, "done": False},
+        {"reward": -160, "score": -100, "done": True},
+    )
+    assert [round(result.reward, 9) for result in results] == [0.5, 0.0, 0.1, 0.0]
+    assert [result.terminated for result in results] == [False, False, False, True]
+    assert not results[-1].info["success"]
+
+
+def test_agentgyms_sciworld_shows_the_task_before_the_first_observation(server):
+    first = {"task_description": "Boil water.", "observation": "A room."}
+    last = {"observation": "x", "reward": 100, "score": 100, "done": True}
+    server.script |= {"/reset": [(200, first)], "/step": [(200, last)]}
+    with connect("sciworld", server.url, timeout_s=2.0) as client:
+        assert client.reset(0) == "Boil water.\nA room."
+        assert client.step("Action: wait").info == {"success": True, "score": 1.0}
+
+
 @pytest.mark.parametrize("method", ["available_actions", "state", "oracle"])
 def test_what_agentgyms_servers_lack_is_not_supported(server, method):
     with pytest.raises(NotSupported, match=f"/{method}: this server has no /{method}"):

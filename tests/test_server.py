@@ -222,7 +222,7 @@ def test_points_become_the_same_increments_again():
     wire = type("Hundred", (Wire,), {"points": 100})()
     for k in range(101):
         assert wire.to_points(k / 100) == k
-        assert wire.to_reward(wire.to_points(k / 100)) == k / 100
+        assert wire.to_points(k / 100) / wire.points == k / 100
     assert Wire().to_points(0.94375) == 0.94375
 
 

@@ -789,6 +789,22 @@ def test_a_run_may_go_on_all_the_same(tmp_path, capsys, alarmed):
     assert "stop: step 3: entropy is 0.0" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, monkeypatch):
+    """The warm start takes minutes; it is not something to wait for."""
+
+    def interrupted(config):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        raise AssertionError("was not interrupted")
+
+    monkeypatch.setattr(worker, "start_model", interrupted)
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=1)
+    assert code == 130
+    assert not (run_dir / "config.json").exists()
+    assert "stopped before training began" in capsys.readouterr().out
+
+
 def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(worker.Sentinels, "check", lambda self, *what: seen.append(what) or [])
