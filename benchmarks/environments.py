@@ -2,8 +2,8 @@
 
     steps/s    16 sessions at once over HTTP, the same tasks and the same actions (an oracle's) on
                our server and on `plain_env_server.py`, in turns; the median of the ratios
-    sessions   what 64 sessions with a running episode hold, the server's child processes (Java)
-               included, against as many worlds of their own (SciWorld)
+    sessions   what 64 sessions hold that have each played an episode, the Java processes below the
+               server included, against the plain server's with 4
     leak       the same sum over 2,000 create/reset/close cycles; the second half must add nothing
 
 Sessions are created before the clock starts. Resets count, on both sides: a training run waits for
@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from server import Connection, hardware  # noqa: E402
 
 from envclient import connect, local_server  # noqa: E402
+from rundir import circumstances  # noqa: E402
 
 OURS, PLAIN = ["-m", "envs.server", "--port", "0"], ["benchmarks/plain_env_server.py"]
 NUM_SESSIONS = 16
@@ -104,8 +105,9 @@ def oracle_plans(env: str) -> dict[int, list[str]]:
 
 async def measure_steps(port: int, plans: dict[int, list[str]], seconds: float) -> dict:
     """Plays the plans in NUM_SESSIONS sessions until the time is over."""
+    opener = await Connection.open(port)  # a connection that waits for 5 s is closed
+    ids = [(await opener.post("/create", {}))["id"] for _ in range(NUM_SESSIONS)]
     connections = [await Connection.open(port) for _ in range(NUM_SESSIONS)]
-    ids = [(await each.post("/create", {}))["id"] for each in connections]
     tasks, step_seconds, num_resets = list(plans), list[float](), 0
     started = time.perf_counter()
     deadline = started + seconds
@@ -126,8 +128,10 @@ async def measure_steps(port: int, plans: dict[int, list[str]], seconds: float) 
 
     await asyncio.gather(*(play(number, each) for number, each in enumerate(connections)))
     elapsed = time.perf_counter() - started
-    for number, connection in enumerate(connections):
-        await connection.post("/close", {"id": ids[number]})
+    closer = await Connection.open(port)
+    for session_id in ids:
+        await closer.post("/close", {"id": session_id})
+    for connection in [opener, closer, *connections]:
         await connection.close()
     return {
         "steps_per_s": round(len(step_seconds) / elapsed, 2),
@@ -162,7 +166,7 @@ def resident_mb(process_id: int) -> dict[str, float]:
 async def measure_sessions(
     port: int, process_id: int, plans: dict[int, list[str]], count: int
 ) -> dict:
-    """Opens `count` sessions, each with a few steps played."""
+    """Opens `count` sessions, each with an episode played, and keeps them."""
     connection = await Connection.open(port)
     before, ids = resident_mb(process_id), []
     tasks = list(plans)
@@ -170,7 +174,7 @@ async def measure_sessions(
         index = tasks[number % len(tasks)]
         ids.append((await connection.post("/create", {}))["id"])
         await connection.post("/reset", {"id": ids[-1], "data_idx": index})
-        for action in plans[index][:5]:
+        for action in plans[index]:
             if (await connection.post("/step", {"id": ids[-1], "action": action}))["done"]:
                 break
     live = resident_mb(process_id)
@@ -238,10 +242,8 @@ def main() -> None:
     options = parser.parse_args()
     for env in options.env:
         results = measure(env, options.seconds, options.repeats, options.cycles)
-        about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "hardware": hardware(),
-        }
+        about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        about |= circumstances() | {"hardware": hardware()}
         path = options.out / f"environments-{env}.json"
         path.write_text(json.dumps(about | results, indent=1) + "\n", encoding="utf-8")
         ours, plain = results["memory"], results["memory_plain"]
