@@ -153,6 +153,23 @@ def test_the_figures_against_trl_are_those_of_the_committed_run() -> None:
     assert len(single) == 3
 
 
+def test_the_figures_of_the_environments_servers_are_those_of_the_committed_runs() -> None:
+    documents = {
+        env: json.loads((RESULTS / f"environments-{env}.json").read_text())
+        for env in ("babyai", "sciworld")
+    }
+    sciworld, babyai = documents["sciworld"], documents["babyai"]
+    per_session = (
+        f"{sciworld['memory']['rss_mb_per_session']:g} MB against "
+        f"{sciworld['memory_plain']['rss_mb_per_session']:g} MB"
+    )
+    grown = sciworld["leak"]["rss_mb_growth_second_half"]["java"]
+    assert f"{sciworld['ratio']:g} times the steps/s (goal {sciworld['goal']:g})" in README
+    assert f"{per_session}; {grown:g} MB of {sciworld['leak']['rss_mb'][-1]['java']:,.0f}" in README
+    grown = babyai["leak"]["rss_mb_growth_second_half"]["python"]
+    assert f"{babyai['ratio']:g} times the steps/s (goal 1); {grown:g} MB" in README
+
+
 def test_the_weight_sync_figures_are_those_of_the_committed_run() -> None:
     document = json.loads((RESULTS / "weight_sync-smollm2-135m.json").read_text())
     summary, difference = document["summary"], document["log_prob_difference"]
