@@ -577,26 +577,32 @@ def test_killing_one_java_process_fails_its_sessions_only_and_a_reset_repairs_th
 # ---- slow
 
 
+def solve_over_http(url, task_index, seed=0):
+    with connect("sciworld", url, timeout_s=180) as client:
+        client.reset(task_index, seed)
+        total, ended = 0.0, False
+        while not ended:
+            text, action = client.oracle()
+            result = client.step(f"Thought: {text}\nAction: {action}")
+            total, ended = total + result.reward, result.terminated or result.truncated
+        assert total == pytest.approx(1) and result.info["success"], find_task(task_index)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_thirty_of_thirty_kinds_are_solved_over_http(server):
     for kind, start in zip(KINDS, STARTS):
-        with connect("sciworld", server, timeout_s=180) as client:
-            client.reset(start + kind.num_variations // 2)
-            total, ended = 0.0, False
-            while not ended:
-                text, action = client.oracle()
-                result = client.step(f"Thought: {text}\nAction: {action}")
-                total, ended = total + result.reward, result.terminated or result.truncated
-            assert total == pytest.approx(1) and result.info["success"], kind
+        solve_over_http(server, start + kind.num_variations // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS[:23], ids=lambda kind: kind.name)
-def test_the_benchmarks_kinds_are_solved_in_five_variations(env, kind):
+def test_the_benchmarks_kinds_are_solved_in_five_variations_over_http(server, kind):
+    """ScienceWorld's own solution fails in two of its variations, 11 and 19 of freeze."""
     start, count = STARTS[KINDS.index(kind)], kind.num_variations
     for variation in {0, count // 4, count // 3, 2 * count // 3, count - 1}:
-        solve(env, start + variation, seed=variation)
+        solve_over_http(server, start + variation, seed=variation)
 
 
 @pytest.mark.slow
