@@ -1,8 +1,8 @@
 """Java processes that host many worlds: one lock each, a time limit, replacement when one fails.
 
-ScienceWorld is a Java program. Its Python package starts one Java process for each environment,
-which costs 109 MB at the start and 500 MB after an episode. But a world is only an object in that
-process, 11 MB large, so a few processes can hold all worlds of a server:
+ScienceWorld is a Java program. Its Python package starts one Java process for each environment:
+261 MB a session after an episode. But a world is only an object in that process, so a few processes
+can hold all worlds of a server, 20 MB a session (benchmarks/environments.py):
 
     session 0 ── seat ─┐
     session 2 ── seat ─┼── lock ── wire ── Java process A: world 0, world 2, world 4
@@ -15,7 +15,7 @@ therefore holds its process's lock from beginning to end. More processes give mo
 
 Chance. The same shared state holds the one random generator from which ScienceWorld draws all that
 it leaves to chance, and the order in which it lists things follows Java's identity hashes. With a
-seed given to every call, and with the hashes switched off (-XX:hashCode=2, about a quarter slower),
+seed given to every call, and with the hashes switched off (-XX:hashCode=2, which costs speed),
 a world depends on its seeds alone, not on what other worlds in the process do.
 
 Failure. A process that dies, runs out of memory or is silent for a call's time limit is killed, and
