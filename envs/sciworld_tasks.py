@@ -43,7 +43,6 @@ TOPICS = {
     "9": "Forces",
     "10": "Genetics",
 }
-NUM_AGENTGYM_TASKS = 4639
 BENCHMARK_TOPICS = ("Measurement", "Electricity", "Classification", "Chemistry", "Biology")
 MAX_ACTIONS, MAX_ACTIONS_LONG = 100, 200  # of an episode: of the benchmark's topics, of the others
 
