@@ -220,7 +220,13 @@ LAPTOP_LISTS = {
     "sciworld": ("sciworld_short", ()),
 }
 LAPTOP_OF: dict[str, dict[str, Any]] = {
-    "babyai": {"max_trajectory_tokens": 2560, "eval_samples": 2},
+    "babyai": {
+        "tasks_per_step": 4,
+        "mini_batch_size": 32,
+        "steps": 40,
+        "max_trajectory_tokens": 2560,
+        "eval_samples": 2,
+    },
     "sciworld": {
         "rounds": (12,),
         "tasks_per_step": 4,
