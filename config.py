@@ -221,14 +221,14 @@ LAPTOP_LISTS = {
 }
 LAPTOP_OF: dict[str, dict[str, Any]] = {
     "babyai": {
-        "tasks_per_step": 4,
+        "rounds": (5,),
+        "group_size": 4,
         "mini_batch_size": 32,
-        "steps": 40,
-        "max_trajectory_tokens": 2560,
+        "max_trajectory_tokens": 2048,
         "eval_samples": 2,
     },
     "sciworld": {
-        "rounds": (12,),
+        "rounds": (10,),
         "tasks_per_step": 4,
         "mini_batch_size": 32,
         "steps": 40,

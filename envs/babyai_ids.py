@@ -8,10 +8,10 @@ babyai_test, babyai_train   AgentGym-RL's sizes: 90 tests in six sub-tasks (GoTo
     (envs/babyai_levels.py says which levels, and that this is an inference).
 
 babyai_simple_test, babyai_simple_train   A curriculum for a laptop: tasks of the sub-tasks GoTo and
-    Pickup that the oracle solves within 6 turns. What counts is how hard a task is, not its level:
-    from the ball in plain view (1 turn) to a search through rooms that was lucky. Training tasks
-    are those of training seeds, an equal number of each level (fewer where a level has fewer short
-    ones); test tasks have seeds that occur in no training list, and none of them starts like a
+    Pickup that the oracle solves within 3 turns, in equal parts tasks of 1, 2 and 3 turns of each
+    level (fewer where a level has fewer). What counts is how hard a task is, not its level: from
+    the ball in plain view (1 turn) to one behind a door. Training tasks are those of training
+    seeds; test tasks have seeds that occur in no training list, and none of them starts like a
     training task (same goal, same view).
 
         >>> [task_index % 40 + 1 for task_index in published_split()[1][:12]]
@@ -20,19 +20,20 @@ babyai_simple_test, babyai_simple_train   A curriculum for a laptop: tasks of th
 The oracle needs minigrid; reading the lists does not. Read next: envs/babyai_oracle.py.
 """
 
+from collections import Counter
 from pathlib import Path
 
 from envs import IDS_DIR
 from envs.babyai import BabyAI
 from envs.babyai_levels import SUBTASKS, task_index_of
-from envs.common import write_id_lists
+from envs.common import oracle_turns, write_id_lists
 
 TESTED = ("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
 SIMPLE = ("GoTo", "Pickup")
 TEST_SEEDS, TRAIN_SEEDS = range(5), range(5, 50)
 MORE_TEST_SEEDS = range(50, 70)  # for the simple split, whose test is larger
-MAX_TURNS = 6
-TRAIN_PER_LEVEL, TEST_PER_LEVEL = 15, 6  # of the simple split
+MAX_TURNS = 3  # of the simple split
+TRAIN_OF_EACH, TEST_OF_EACH = 5, 2  # tasks of each level and number of turns
 
 
 def levels_of(subtasks: tuple[str, ...]) -> list[int]:
@@ -50,36 +51,29 @@ def published_split() -> tuple[list[int], list[int]]:
     return train, test
 
 
-def num_turns(env: BabyAI, task_index: int) -> int:
-    """How many actions the oracle takes from the start; MAX_TURNS + 1 if more than MAX_TURNS."""
-    env.reset(task_index)
-    for turn in range(1, MAX_TURNS + 1):
-        _, _, terminated, truncated, info = env.step(env.oracle()[1])
-        if terminated or truncated:
-            return turn if info["success"] else MAX_TURNS + 1
-    return MAX_TURNS + 1
-
-
 def simple_split() -> tuple[list[int], list[int]]:
     """(train, test) indices of the split for a laptop."""
     env = BabyAI()
     train: list[int] = []
     test: list[int] = []
     starts: set[str] = set()
-    for side, seeds, per_level in (
-        (train, [*TRAIN_SEEDS], TRAIN_PER_LEVEL),
-        (test, [*TEST_SEEDS, *MORE_TEST_SEEDS], TEST_PER_LEVEL),
+    for side, seeds, of_each in (
+        (train, TRAIN_SEEDS, TRAIN_OF_EACH),
+        (test, [*TEST_SEEDS, *MORE_TEST_SEEDS], TEST_OF_EACH),
     ):
         for number in levels_of(SIMPLE):
-            chosen: list[int] = []
+            counts: Counter[int] = Counter()  # by number of turns
             for task_index in (task_index_of(number, seed) for seed in seeds):
-                if len(chosen) < per_level and num_turns(env, task_index) <= MAX_TURNS:
-                    start = env.reset(task_index)
-                    if side is train:
-                        starts.add(start)
-                    if side is train or start not in starts:
-                        chosen.append(task_index)
-            side += chosen
+                turns = oracle_turns(env, task_index, at_most=MAX_TURNS)
+                if turns > MAX_TURNS or counts[turns] == of_each:
+                    continue
+                start = env.reset(task_index)
+                if side is train:
+                    starts.add(start)
+                elif start in starts:
+                    continue
+                counts[turns] += 1
+                side.append(task_index)
     return sorted(train), sorted(test)
 
 

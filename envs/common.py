@@ -7,6 +7,7 @@ pieces that three worlds came to share, as small things to use rather than a fra
     require_task     an index out of range is refused, never wrapped around
     action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
     version_of       of a simulator's package
+    oracle_turns     how many actions the oracle needs, to choose short tasks by
     write_id_lists   envs/ids/<env>_<split>.json
     command_line     python -m envs.NAME: play in the terminal, or write the id lists
 
@@ -84,6 +85,16 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
+    """Actions that the oracle needs to solve the task; at_most + 1: it needs more, or fails."""
+    env.reset(task_index)
+    for turn in range(1, at_most + 1):
+        _, _, terminated, truncated, info = env.step(env.oracle()[1])
+        if terminated or truncated:
+            return turn if info["success"] else at_most + 1
+    return at_most + 1
 
 
 def write_id_lists(

@@ -11,21 +11,27 @@ sciworld_test, sciworld_train   As many ids as AgentGym-RL's lists. The 200 test
     Matter (boil, melt, ...) is in neither list. Inside a topic each kind of task has its share and
     at least one id.
 
-sciworld_short_test, sciworld_short_train   Kinds of task that a few actions solve: finding a living
-    thing, a non-living thing, a plant or an animal, and comparing life spans (3 to 12 actions).
+sciworld_short_test, sciworld_short_train   A curriculum for a laptop: variations that the oracle
+    solves within 8 actions, of finding a living thing, a non-living thing, a plant or an animal,
+    and of comparing life spans; an equal number of each kind (fewer where a kind has fewer short
+    ones).
 
 Shares are whole numbers by largest remainder:
 
     >>> shares({"a": 5, "b": 4, "c": 1}, 4)
     {'a': 2, 'b': 1, 'c': 1}
+
+The short lists need the oracle, so Java, for some minutes; the others and reading any list do not.
 """
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 
 from envs import IDS_DIR
-from envs.common import write_id_lists
+from envs.common import oracle_turns, write_id_lists
+from envs.sciworld import SciWorld
 from envs.sciworld_tasks import KINDS, Kind, test_indices, train_indices
 
 SEED = 0
@@ -38,7 +44,8 @@ NUM_TEST = {
 }
 NUM_TRAIN = 2120
 SHORT_KINDS = tuple(k for k in KINDS if k.topic == "Classification" or k.number.startswith("7-"))
-NUM_SHORT_TRAIN, NUM_SHORT_TEST = 160, 60
+MAX_TURNS = 8  # of the short lists
+TRAIN_PER_KIND, TEST_PER_KIND = 24, 10
 
 
 def shares(sizes: Mapping[str, int], count: int) -> dict[str, int]:
@@ -88,12 +95,23 @@ def benchmark_split() -> tuple[list[int], list[int]]:
 
 
 def short_split() -> tuple[list[int], list[int]]:
-    """(train, test) indices of the kinds of task that a few actions solve."""
+    """(train, test) indices of the split for a laptop."""
     generator = random.Random(f"sciworld short {SEED}")
-    return (
-        draw(SHORT_KINDS, NUM_SHORT_TRAIN, train_indices, generator),
-        draw(SHORT_KINDS, NUM_SHORT_TEST, test_indices, generator),
-    )
+    env = SciWorld()
+
+    def short_ones(indices: range, count: int) -> list[int]:
+        """`count` of `indices`, or all that are short."""
+        shuffled = generator.sample(indices, len(indices))
+        found = (i for i in shuffled if oracle_turns(env, i, at_most=MAX_TURNS) <= MAX_TURNS)
+        return list(islice(found, count))
+
+    try:
+        train = [i for kind in SHORT_KINDS for i in short_ones(train_indices(kind), TRAIN_PER_KIND)]
+        test = [i for kind in SHORT_KINDS for i in short_ones(test_indices(kind), TEST_PER_KIND)]
+    finally:
+        env.close()
+        SciWorld.close_shared()
+    return sorted(train), sorted(test)
 
 
 def write_ids(folder: Path = IDS_DIR) -> dict[Path, int]:

@@ -31,13 +31,13 @@ from envs.babyai_ids import (
     MORE_TEST_SEEDS,
     TEST_SEEDS,
     TRAIN_SEEDS,
-    num_turns,
     published_split,
     write_ids,
 )
 from envs.babyai_levels import LEVELS, level_and_seed, task_index_of
 from envs.babyai_view import View
 from envs.babyai_world import DONE, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, Level, parts_left
+from envs.common import oracle_turns
 from envs.server import create_app
 
 ROOT = Path(__file__).parent.parent
@@ -753,7 +753,7 @@ def test_the_published_split_has_agentgyms_sizes_and_subtasks():
 
 def test_the_simple_split_is_short_disjoint_and_shares_no_start():
     test, train = load_tasks("babyai", "simple_test"), load_tasks("babyai", "simple_train")
-    assert len(train) == 204 and len(test) == 81
+    assert len(train) == 178 and len(test) == 74
     assert {task.subtask for task in [*train, *test]} == {"GoTo", "Pickup"}
     assert {task.task_id for task in train} <= {t.task_id for t in load_tasks("babyai", "train")}
     seeds = {task.task_index // 40 for task in test}
@@ -761,8 +761,9 @@ def test_the_simple_split_is_short_disjoint_and_shares_no_start():
     env = BabyAI()
     starts = [{env.reset(task.task_index) for task in side} for side in (train, test)]
     assert not starts[0] & starts[1]
-    turns = Counter(num_turns(env, task.task_index) for task in train[::4])
-    assert max(turns) <= MAX_TURNS and len(turns) > 3
+    for side in (train, test):
+        turns = Counter(oracle_turns(env, task.task_index, at_most=MAX_TURNS) for task in side)
+        assert set(turns) == {1, 2, 3} and max(turns.values()) < 1.2 * min(turns.values())
 
 
 @pytest.mark.slow

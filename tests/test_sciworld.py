@@ -17,9 +17,17 @@ import pytest
 import envs
 from envclient import EnvServerError, connect
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, jvm, load_tasks
+from envs.common import oracle_turns
 from envs.local import local_server
 from envs.sciworld import NO_RESTART, NOT_UNDERSTOOD, SciWorld
-from envs.sciworld_ids import SHORT_KINDS, write_ids
+from envs.sciworld_ids import (
+    MAX_TURNS,
+    SHORT_KINDS,
+    TEST_PER_KIND,
+    TRAIN_PER_KIND,
+    benchmark_split,
+    write_ids,
+)
 from envs.sciworld_tasks import (
     KINDS,
     STARTS,
@@ -135,6 +143,7 @@ def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
     assert "make setup ENV=sciworld" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
     for path in write_ids(tmp_path):
         assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
@@ -150,16 +159,23 @@ def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
         "Biology": 15,
     }
     assert len(train) == 2120 and {t.subtask for t in train} == {t.subtask for t in test}
+    assert [[task.task_index for task in split] for split in (train, test)] == [*benchmark_split()]
     assert {find_task(task.task_index)[0] for task in test} == set(KINDS[4:23])
-    short_test, short_train = (
-        load_tasks("sciworld", "short_test"),
-        load_tasks("sciworld", "short_train"),
-    )
-    assert (len(short_test), len(short_train)) == (60, 160)
-    for task in [*test, *short_test]:
-        assert task.task_index in test_indices(find_task(task.task_index)[0])
-    for task in [*train, *short_train]:
-        assert task.task_index in train_indices(find_task(task.task_index)[0])
+    for name in ("", "short_"):
+        for task in load_tasks("sciworld", f"{name}test"):
+            assert task.task_index in test_indices(find_task(task.task_index)[0])
+        for task in load_tasks("sciworld", f"{name}train"):
+            assert task.task_index in train_indices(find_task(task.task_index)[0])
+
+
+def test_the_short_split_is_short_and_of_all_its_kinds(env):
+    test, train = load_tasks("sciworld", "short_test"), load_tasks("sciworld", "short_train")
+    assert (len(test), len(train)) == (70, 168)
+    for tasks, most in ((test, TEST_PER_KIND), (train, TRAIN_PER_KIND)):
+        counts = Counter(find_task(task.task_index)[0] for task in tasks)
+        assert counts.keys() == set(SHORT_KINDS) and max(counts.values()) == most
+    turns = [oracle_turns(env, task.task_index, at_most=MAX_TURNS) for task in train[::12]]
+    assert max(turns) <= MAX_TURNS and len({*turns}) > 3
 
 
 def test_the_prompt_is_short_and_shows_the_answer_format():
