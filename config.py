@@ -229,7 +229,7 @@ LAPTOP_OF: dict[str, dict[str, Any]] = {
     },
     "sciworld": {
         "rounds": (10,),
-        "tasks_per_step": 4,
+        "group_size": 4,
         "mini_batch_size": 32,
         "steps": 40,
         "max_trajectory_tokens": 3072,

@@ -90,8 +90,8 @@ def test_a_flag_that_is_given_wins_over_the_environments_default():
     argv = ["--env", "sciworld", "--rounds", "3"]
     config = parse_command_line(Config, argv, "train.py", hardware_defaults(False, named_env(argv)))
     assert config.rounds == (3,)
-    assert config.tasks_per_step == hardware_defaults(False, "sciworld").tasks_per_step
-    assert config.tasks_per_step != Config().tasks_per_step
+    assert config.group_size == hardware_defaults(False, "sciworld").group_size
+    assert config.group_size != Config().group_size
 
 
 def test_with_a_gpu_an_environment_has_the_papers_schedule_and_batch():
