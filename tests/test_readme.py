@@ -1,14 +1,20 @@
 """README.md says what is there: files, line counts, defaults, flags, measured figures."""
 
 import json
+import os
 import re
+from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from config import Config, hardware_defaults
-from recipes import scaling_inter
+from envs import load_tasks
+from envs.babyai import BabyAI
+from envs.common import oracle_turns
+from recipes import scaling_inter, worlds
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from update import SHARING_PAYS
 
@@ -111,6 +117,37 @@ def test_what_is_said_of_the_shuffled_control_is_what_it_gave() -> None:
     assert len(runs) == 1, "README speaks of one seed"
     after = {e["step"]: 100 * e["avg"]["value"] for e in runs[0]["held_out"]}
     assert f"{after[15]:.1f} and {after[30]:.1f} % after 15 and 30 steps" in README
+
+
+def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() -> None:
+    by_env = worlds.read_results(ROOT / "recipes" / "results")
+    assert [line for line in worlds.table(by_env) if line not in README] == []
+    said = README.replace("\n", " ")
+    (run,) = by_env["babyai"]  # README speaks of one seed
+    config = run["config"]
+    train, test = (load_tasks("babyai", file=config[name]) for name in ("tasks", "eval_tasks"))
+    assert f"Trained on {len(train)} tasks of GoTo and Pickup" in said
+    assert f"tested on {len(test)} with other seeds, {config['eval_samples']} samples each" in said
+    shape = f"{config['tasks_per_step']} tasks x {config['group_size']} samples"
+    assert f"{config['steps']} steps of GRPO, {shape}, at most {config['rounds'][0]} turns" in said
+    recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert f"({run['hours']:.1f} hours" in said and f"{run['hours']:.1f} hours for BabyAI" in recipes
+
+
+def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave() -> None:
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
+    (run,) = worlds.read_results(ROOT / "recipes" / "results")["babyai"]
+    before, after = (run["held_out"][position]["items"] for position in (0, -1))
+    env, groups = BabyAI(), defaultdict[int, list[str]](list)
+    for task_id in before:
+        groups[oracle_turns(env, int(task_id.partition("_")[2]), at_most=3)].append(task_id)
+    parts = [
+        f"{turns}: {100 * fmean(before[i] for i in ids):.0f} to "
+        f"{100 * fmean(after[i] for i in ids):.0f} %"
+        for turns, ids in sorted(groups.items())
+    ]
+    assert f"By the turns that the oracle needs: {', '.join(parts)}." in README.replace("\n", " ")
 
 
 def test_the_horizon_table_is_the_one_that_the_committed_runs_give() -> None:
