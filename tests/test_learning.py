@@ -3,8 +3,7 @@
 Random text earns about 0.5. The mean return of a step (32 trajectories) scatters by 0.02 around its
 expectation, so the mean of five steps by 0.01, and the difference of two such means by 0.013. In
 three seeds of the control, where nothing can be learned, the difference was -0.016, -0.001 and
-0.017. The margin of 0.2 is more than ten of these. PPO, which has a critic to learn first, gets 30
-steps: after 20 it had gained 0.19 to 0.45 in six runs that differ in seed or rounding alone.
+0.017. The margin of 0.2 is more than ten of these. PPO comes nearest to it.
 """
 
 from statistics import fmean
@@ -15,12 +14,12 @@ from toy_env import flags, options, read_metrics, serve, train_main
 MARGIN = 0.2
 
 
-def mean_returns(tmp_path, steps=20, **changes):
+def mean_returns(tmp_path, **changes):
     with serve() as url:
         settings = options(
             tmp_path,
             url,
-            steps=steps,
+            steps=20,
             tasks_per_step=4,
             group_size=8,
             max_tokens_per_turn=6,
@@ -28,13 +27,12 @@ def mean_returns(tmp_path, steps=20, **changes):
             critic_learning_rate=3e-3,
             learning_rate_decay_steps=0,
             save_every=1000,
-            on_collapse="off",  # the best text of this world repeats itself
             **changes,
         )
         assert train_main(flags(**settings)) == 0
     metrics = read_metrics(settings["run_dir"])
     # Trap 12: N steps are N updates, the first and the last included.
-    assert [line["policy/optimizer_steps"] for line in metrics] == [1] * steps
+    assert [line["policy/optimizer_steps"] for line in metrics] == [1] * 20
     return [line["train/return_mean"] for line in metrics]
 
 
@@ -45,7 +43,7 @@ def gain(returns):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
 def test_the_return_rises(tmp_path, algorithm):
     """Trap 2: estimators that never ran."""
-    returns = mean_returns(tmp_path, steps=30 if algorithm == "ppo" else 20, algorithm=algorithm)
+    returns = mean_returns(tmp_path, algorithm=algorithm)
     assert gain(returns) > MARGIN, [round(r, 2) for r in returns]
 
 
