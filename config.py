@@ -231,7 +231,7 @@ LAPTOP_OF: dict[str, dict[str, Any]] = {
         "rounds": (10,),
         "group_size": 4,
         "mini_batch_size": 32,
-        "steps": 40,
+        "steps": 30,
         "max_trajectory_tokens": 3072,
         "eval_samples": 2,
     },

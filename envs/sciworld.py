@@ -58,11 +58,13 @@ import os
 import random
 import re
 import tempfile
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from envs.common import Stage, action_line, command_line, require_task, version_of
 from envs.jvm import Seat, close_shared_pool, shared_pool, strings
+from envs.sciworld_paths import Play, retell
 from envs.sciworld_tasks import NUM_TASKS, find_task, max_actions, topic
 from envs.sciworld_thoughts import EXHAUSTED, thought
 from envs.sciworld_wire import ScienceWorldWire
@@ -288,7 +290,8 @@ class SciWorld:
         return [action for action in dict.fromkeys(found) if action != "reset task"]
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of a solution that ScienceWorld generates.
+        """A thought and the next action of a solution that ScienceWorld generates, retold in names
+        that the observations use (envs/sciworld_paths.py).
 
         The first call of an episode generates it, in a second world with the same seed, which takes
         0.1 to 10 seconds and lets the other worlds of a Java process wait. Actions of the solution
@@ -314,7 +317,15 @@ class SciWorld:
         if self._path is None:
             guide = shared_pool().seat()
             try:
-                self._path = guide.call(_solution, *self._task, seed=self._chance(0))
+                path = guide.call(_solution, *self._task, seed=self._chance(0))
+
+                def start() -> tuple[str, Play]:
+                    """The task from its beginning, with the chances that this episode has."""
+                    text = "\n".join(guide.call(_load, *self._task, seed=self._chance(0)))
+                    turn = count()
+                    return text, lambda a: guide.call(_play, a, seed=self._chance(next(turn)))
+
+                self._path = retell(path, start, max_actions(self._task_index))
             finally:
                 guide.release()
         return self._path

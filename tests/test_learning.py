@@ -3,7 +3,11 @@
 Random text earns about 0.5. The mean return of a step (32 trajectories) scatters by 0.02 around its
 expectation, so the mean of five steps by 0.01, and the difference of two such means by 0.013. In
 three seeds of the control, where nothing can be learned, the difference was -0.016, -0.001 and
-0.017. The margin of 0.2 is more than ten of these. PPO comes nearest to it.
+0.017. The margin of 0.2 is more than ten of these.
+
+Of six seeds GRPO gained 0.40 to 0.49, PPO, whose critic has to be learned first, 0.16 to 0.45: how
+soon its curve begins to rise is a matter of luck, and two runs of one seed that differ in rounding
+alone have differed by 0.2. Seed 0, the one tested here, gained 0.30 to 0.37 in several runs.
 """
 
 from statistics import fmean

@@ -170,7 +170,7 @@ def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
 
 def test_the_short_split_is_short_and_of_all_its_kinds(env):
     test, train = load_tasks("sciworld", "short_test"), load_tasks("sciworld", "short_train")
-    assert (len(test), len(train)) == (60, 131)
+    assert (len(test), len(train)) == (60, 130)
     for tasks, most in ((test, TEST_PER_KIND), (train, TRAIN_PER_KIND)):
         counts = Counter(find_task(task.task_index)[0] for task in tasks)
         assert counts.keys() == set(SHORT_KINDS) and max(counts.values()) == most
@@ -220,7 +220,7 @@ def test_thoughts_name_where_the_way_leads():
     ]
 
 
-@pytest.mark.parametrize("name", ["sciworld_tasks", "sciworld_ids", "sciworld_thoughts"])
+@pytest.mark.parametrize("name", ["sciworld_tasks", "sciworld_ids", "sciworld_paths", "sciworld_thoughts"])
 def test_the_examples_in_the_docstrings_are_true(name):
     outcome = doctest.testmod(importlib.import_module("envs." + name))
     assert outcome.attempted > 0 and outcome.failed == 0
