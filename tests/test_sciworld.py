@@ -220,9 +220,9 @@ def test_thoughts_name_where_the_way_leads():
     ]
 
 
-@pytest.mark.parametrize("name", ["sciworld_tasks", "sciworld_ids", "sciworld_paths", "sciworld_thoughts"])
+@pytest.mark.parametrize("name", ["tasks", "ids", "paths", "thoughts"])
 def test_the_examples_in_the_docstrings_are_true(name):
-    outcome = doctest.testmod(importlib.import_module("envs." + name))
+    outcome = doctest.testmod(importlib.import_module("envs.sciworld_" + name))
     assert outcome.attempted > 0 and outcome.failed == 0
 
 
@@ -326,6 +326,15 @@ def test_the_seed_decides_what_is_left_to_chance(env):
 @pytest.mark.parametrize("index", SHORT)
 def test_the_oracle_solves_the_short_kinds(env, index):
     assert len(solve(env, index)) <= 14
+
+
+@pytest.mark.parametrize("index", [4259, 4409])  # ScienceWorld: crocodile; baby baby mouse
+def test_the_oracle_names_what_an_observation_has_shown(env, index):
+    told = env.reset(index)
+    while not (action := env.oracle()[1]).startswith("focus on"):
+        told += env.step(action)[0]
+    assert f"\ta {action.removeprefix('focus on ')}\n" in told
+    assert env.step(action)[4]["success"]
 
 
 def test_the_oracle_goes_on_after_actions_that_only_look(env):
