@@ -95,7 +95,7 @@ def item_shares(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Held-out evaluations of a run: step, mean with interval, and the share of each goal."""
+    """Held-out evaluations of a run: step, mean with interval, share and mean return by goal."""
     found = []
     for path in sorted((run_dir / "eval").glob("step_*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -103,6 +103,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
         found.append(
             {"step": summary["step"], "avg": overall["avg"], "pass": overall["pass"]}
             | {"samples": summary["samples"], "items": item_shares(summary)}
+            | {"returns": {i: item["return_mean"] for i, item in summary["items"].items()}}
         )
     return found
 

@@ -91,26 +91,31 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
 
 
 def analyse(env: str, results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Row by sub-task and for all: before, after, paired difference; seeds are pooled by task."""
-    pooled = [
-        mean_over_seeds([result["held_out"][position]["items"] for result in results])
-        for position in (0, -1)
-    ]
+    """Before, after, paired difference: the share solved by sub-task and for all, and the mean
+    return, which lies in 0..1 too and counts what was reached on the way; seeds are pooled by task.
+    """
     subtask_of = {
         task.task_id: task.subtask
         for task in load_tasks(env, file=ROOT / results[0]["config"]["eval_tasks"])
     }
-    rows = {}
-    for name in [*sorted({subtask_of[task_id] for task_id in pooled[0]}), "all"]:
-        before, after = (
-            {i: x for i, x in items.items() if name in ("all", subtask_of[i])} for items in pooled
-        )
-        rows[name] = {
+    solved, returns = (
+        [mean_over_seeds([r["held_out"][at][measure] for r in results]) for at in (0, -1)]
+        for measure in ("items", "returns")
+    )
+    subtasks = sorted({subtask_of[task_id] for task_id in solved[0]})
+    groups = {
+        name: [{i: x for i, x in items.items() if subtask_of[i] == name} for items in solved]
+        for name in subtasks
+    }
+    groups |= {"all": solved, "all: mean return": returns}
+    return {
+        name: {
             "before": bootstrap(list(before.values())),
             "after": bootstrap(list(after.values())),
             "difference": difference(before, after),
         }
-    return rows
+        for name, (before, after) in groups.items()
+    }
 
 
 def table(by_env: Mapping[str, Sequence[Result]]) -> list[str]:

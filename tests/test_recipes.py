@@ -317,7 +317,9 @@ def write_world(folder, env, seed, before, after, steps=20):
     ids = [task.task_id for task in load_tasks(env, file=file)][: len(before)]
     made = result("rl", seed, before, after, steps)
     for evaluation in made["held_out"]:
-        evaluation["items"] = dict(zip(ids, evaluation["items"].values(), strict=True))
+        shares = evaluation["items"].values()
+        evaluation["items"] = dict(zip(ids, shares, strict=True))
+        evaluation["returns"] = {i: 0.8 * share + 0.2 for i, share in zip(ids, shares, strict=True)}
     made |= {"env": env, "config": {"eval_tasks": file}}
     (folder / "worlds").mkdir(exist_ok=True)
     (folder / "worlds" / f"{env}-{seed}.json").write_text(json.dumps(made))
@@ -330,13 +332,16 @@ def test_other_worlds_are_reported_by_sub_task_with_seeds_pooled_by_task(tmp_pat
     write_world(tmp_path, "babyai", 1, before, before)
     lines = worlds.report(tmp_path).splitlines()
     assert (tmp_path / "worlds.png").stat().st_size > 5_000
-    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    cells = [cell.strip() for cell in lines[-2].strip("|").split("|")]
     assert cells[:4] == ["babyai", "all", "0 1", "10"]
     assert cells[4].startswith("25.0 [")
     assert cells[5].startswith("50.0 [")
     assert cells[6].startswith("+25.0 [")
     subtasks = {task.task_id: task.subtask for task in load_tasks("babyai")[:4000]}
-    counts = [line.split("|")[4].strip() for line in lines[2:-1]]
+    returns = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert returns[:4] == ["babyai", "all: mean return", "0 1", "10"]
+    assert returns[4].startswith("40.0 [") and returns[6].startswith("+20.0 [")
+    counts = [line.split("|")[4].strip() for line in lines[2:-2]]
     assert sum(map(int, counts)) == 10
     assert len(counts) == len({subtasks[task_id] for task_id in ids})
 
