@@ -123,16 +123,20 @@ def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() ->
     by_env = worlds.read_results(ROOT / "recipes" / "results")
     assert [line for line in worlds.table(by_env) if line not in README] == []
     said = README.replace("\n", " ")
-    (run,) = by_env["babyai"]  # README speaks of one seed
-    config = run["config"]
-    train, test = (load_tasks("babyai", file=config[name]) for name in ("tasks", "eval_tasks"))
-    assert f"Trained on {len(train)} tasks of GoTo and Pickup" in said
-    assert f"tested on {len(test)} with other seeds, {config['eval_samples']} samples each" in said
-    shape = f"{config['tasks_per_step']} tasks x {config['group_size']} samples"
-    assert f"{config['steps']} steps of GRPO, {shape}, at most {config['rounds'][0]} turns" in said
     recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert f"({run['hours']:.1f} hours" in said
-    assert f"{run['hours']:.1f} hours for BabyAI" in recipes
+    for env, what in (("babyai", "tasks of GoTo and Pickup"), ("sciworld", "variations")):
+        (run,) = by_env[env]  # README speaks of one seed
+        config = run["config"]
+        train, test = (load_tasks(env, file=config[name]) for name in ("tasks", "eval_tasks"))
+        assert f"rained on {len(train)} {what}" in said
+        assert f"tested on {len(test)} " in said and config["eval_samples"] == 2
+        shape = f"{config['tasks_per_step']} tasks x {config['group_size']} samples"
+        assert (
+            f"{config['steps']} steps of GRPO, {shape}, at most {config['rounds'][0]} turns" in said
+        )
+        assert f"--env {env} --seed 0` runs or resumes it ({run['hours']:.1f} hours" in said
+    hours = {env: f"{by_env[env][0]['hours']:.1f} hours" for env in by_env}
+    assert f"{hours['babyai']} for BabyAI, {hours['sciworld']} for SciWorld" in recipes
 
 
 def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave() -> None:
