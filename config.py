@@ -228,10 +228,10 @@ LAPTOP_OF: dict[str, dict[str, Any]] = {
         "eval_samples": 2,
     },
     "sciworld": {
-        "rounds": (10,),
+        "rounds": (8,),
         "group_size": 4,
         "mini_batch_size": 32,
-        "steps": 30,
+        "steps": 40,
         "max_trajectory_tokens": 3072,
         "eval_samples": 2,
     },

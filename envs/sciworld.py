@@ -5,9 +5,9 @@ and connects until it is done. ScienceWorld (https://arxiv.org/abs/2203.07540) s
 matters for that: temperature, states of matter, circuits, mixtures, plants, animals, inheritance.
 
 Description
-    30 kinds of task with 7,207 variations; envs/sciworld_tasks.py numbers them. The simulator is
-    ScienceWorld's own, a Java program in the PyPI package `scienceworld`; many worlds share a few
-    Java processes (envs/jvm.py).
+    30 kinds of task with 7,207 variations, each as it is and in ScienceWorld's easy mode;
+    envs/sciworld_tasks.py numbers them. The simulator is ScienceWorld's own, a Java program in the
+    PyPI package `scienceworld`; many worlds share a few Java processes (envs/jvm.py).
 Action Space
     A line of text, one of
         look around            look at OBJ            look in OBJ            read OBJ
@@ -18,7 +18,7 @@ Action Space
         connect OBJ to OBJ     disconnect OBJ         flush OBJ              wait, wait1
     "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
     ("orange in bowl"). Where a name fits several objects the world lists them with numbers, and the
-    number is the next action. With the simplification teleportAction also: teleport to PLACE.
+    number is the next action. In an easy task also: teleport to PLACE.
 Observation Space
     Text. First the task in one line, then the room; after that what each action led to.
 Rewards
@@ -33,8 +33,9 @@ Arguments
     reset(task_index, seed=0). What a task looks like at first is fixed by its variation; the seed
     decides what ScienceWorld leaves to chance after that: how bees wander, what is inherited.
     `simplifications`, an attribute, or for a server the environment variable
-    SCIWORLD_SIMPLIFICATIONS: some of easy, noElectricalAction, openContainers, openDoors,
-    selfWateringFlowerPots, teleportAction, separated by commas.
+    SCIWORLD_SIMPLIFICATIONS, simplifies every task: some of easy, noElectricalAction,
+    openContainers, openDoors, selfWateringFlowerPots, teleportAction, separated by commas. Easy
+    stands for all the others; it is what a task index of the easy mode has anyway.
 
 Differences from AgentGym's server, which runs the same simulator in one Java process for each
 session. There, loading a task twice gives other orders of objects and other chances; here (task
@@ -65,7 +66,7 @@ from typing import Any, ClassVar
 from envs.common import Stage, action_line, command_line, require_task, version_of
 from envs.jvm import Seat, close_shared_pool, shared_pool, strings
 from envs.sciworld_paths import Play, retell
-from envs.sciworld_tasks import NUM_TASKS, find_task, max_actions, topic
+from envs.sciworld_tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
 from envs.sciworld_thoughts import EXHAUSTED, thought
 from envs.sciworld_wire import ScienceWorldWire
 
@@ -210,14 +211,16 @@ class SciWorld:
     def _task(self) -> tuple[str, int, str]:
         """What ScienceWorld's load() takes. Circuits cannot be built without their actions, so
         noElectricalAction is left out where they are the task."""
-        names = self.simplifications.split(",")
+        names = set(self.simplifications.split(",")) - {""}
+        if "easy" in names or is_easy(self._task_index):
+            names = {*SIMPLIFICATIONS} - {"easy"}
         if self._kind.topic == "Electricity":
-            names = [name for name in names if name != "noElectricalAction"]
-        return self._kind.name, self._variation, ",".join(names)
+            names -= {"noElectricalAction"}
+        return self._kind.name, self._variation, ",".join(sorted(names))
 
     @property
     def _can_teleport(self) -> bool:
-        return not {"easy", "teleportAction"}.isdisjoint(self.simplifications.split(","))
+        return "teleportAction" in self._task[2]
 
     def _chance(self, num_actions: int) -> int:
         """The seed of a call into Java: fixed by task, seed and number of actions so far."""
@@ -325,7 +328,8 @@ class SciWorld:
                     turn = count()
                     return text, lambda a: guide.call(_play, a, seed=self._chance(next(turn)))
 
-                self._path = retell(path, start, max_actions(self._task_index))
+                at_most = max_actions(self._task_index)
+                self._path = retell(path, start, at_most, self._can_teleport)
             finally:
                 guide.release()
         return self._path

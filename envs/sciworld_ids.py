@@ -11,10 +11,9 @@ sciworld_test, sciworld_train   As many ids as AgentGym-RL's lists. The 200 test
     Matter (boil, melt, ...) is in neither list. Inside a topic each kind of task has its share and
     at least one id.
 
-sciworld_short_test, sciworld_short_train   A curriculum for a laptop: variations that the oracle
-    solves within 8 actions, of finding a living thing, a non-living thing, a plant or an animal,
-    and of comparing life spans; an equal number of each kind (fewer where a kind has fewer short
-    ones).
+sciworld_short_test, sciworld_short_train   A curriculum for a laptop: easy tasks that the oracle
+    solves within 6 actions, of finding a living thing, a non-living thing, a plant or an animal,
+    and of comparing life spans; an equal number of each kind.
 
 Shares are whole numbers by largest remainder:
 
@@ -32,7 +31,7 @@ from pathlib import Path
 from envs import IDS_DIR
 from envs.common import oracle_turns, write_id_lists
 from envs.sciworld import SciWorld
-from envs.sciworld_tasks import KINDS, Kind, test_indices, train_indices
+from envs.sciworld_tasks import KINDS, Kind, easy, test_indices, train_indices
 
 SEED = 0
 NUM_TEST = {
@@ -44,8 +43,8 @@ NUM_TEST = {
 }
 NUM_TRAIN = 2120
 SHORT_KINDS = tuple(k for k in KINDS if k.topic == "Classification" or k.number.startswith("7-"))
-MAX_TURNS = 8  # of the short lists
-TRAIN_PER_KIND, TEST_PER_KIND = 24, 10
+MAX_TURNS = 6  # of the short lists
+TRAIN_PER_KIND, TEST_PER_KIND = 40, 10
 
 
 def shares(sizes: Mapping[str, int], count: int) -> dict[str, int]:
@@ -100,8 +99,8 @@ def short_split() -> tuple[list[int], list[int]]:
     env = SciWorld()
 
     def short_ones(indices: range, count: int) -> list[int]:
-        """`count` of `indices`, or all that are short."""
-        shuffled = generator.sample(indices, len(indices))
+        """`count` of `indices` in the easy mode, or all that are short."""
+        shuffled = [easy(index) for index in generator.sample(indices, len(indices))]
         found = (i for i in shuffled if oracle_turns(env, i, at_most=MAX_TURNS) <= MAX_TURNS)
         return list(islice(found, count))
 

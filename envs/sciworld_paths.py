@@ -19,11 +19,18 @@ yet it looks around, once a room, and then calls each thing what it was called t
     True
 
 Where the simulator does not take the shown name the gold path's stays, and if the retold path does
-not end at full score, all of the gold path. Read next: envs/sciworld.py, whose oracle() uses it.
+not end at full score, all of the gold path. Gold paths walk through every door on the way, also
+where the task lets one teleport; then the way is told as one action:
+
+    >>> by_teleport(["open door to hallway", "go to hallway", "go to kitchen", "focus on stove"])
+    ['teleport to kitchen', 'focus on stove']
+
+Read next: envs/sciworld.py, whose oracle() uses it.
 """
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 LOOK = "look around"
 TWO_THINGS = re.compile(
@@ -60,7 +67,12 @@ def as_shown(name: str, shown: Collection[str]) -> str | None:
     return None
 
 
-def retell(path: Sequence[str], start: Callable[[], tuple[str, Play]], at_most: int) -> list[str]:
+def retell(
+    path: Sequence[str],
+    start: Callable[[], tuple[str, Play]],
+    at_most: int,
+    can_teleport: bool = False,
+) -> list[str]:
     """`path` with the names that a reader has met and the looks that it takes to meet them.
 
     Args:
@@ -68,16 +80,31 @@ def retell(path: Sequence[str], start: Callable[[], tuple[str, Play]], at_most: 
         start: begins the task anew, in a world that nobody else plays in; returns its first text
             and a function that plays an action.
         at_most: actions that an episode may have.
+        can_teleport: whether the task has the action "teleport to".
 
     Returns:
         Actions that end at score 100; `path` itself if none were found.
     """
-    kept: set[str] = set()  # names that the simulator does not take otherwise
-    while True:
-        told, score, refused = _tell(path, start, kept)
-        if not refused:
-            return told if score >= 100 and len(told) <= at_most else list(path)
-        kept |= refused
+    for way in (by_teleport(path), path) if can_teleport else (path,):
+        kept: set[str] = set()  # names that the simulator does not take otherwise
+        while True:
+            told, score, refused = _tell(way, start, kept)
+            if not refused:
+                break
+            kept |= refused
+        if score >= 100 and len(told) <= at_most:
+            return told
+    return list(path)
+
+
+def by_teleport(path: Sequence[str]) -> list[str]:
+    """`path` with each way through doors and rooms as one action."""
+    told: list[str] = []
+    for is_way, actions in groupby(path, lambda a: a.startswith(("go to ", "open door to "))):
+        part = list(actions)
+        rooms = [action.removeprefix("go to ") for action in part if action.startswith("go to ")]
+        told += [f"teleport to {rooms[-1]}"] if is_way and rooms else part
+    return told
 
 
 def _tell(

@@ -9,10 +9,12 @@ kinds follow one another in blocks, and the variation is the offset inside the b
     ...
     index  4629 .. 4638     identify-life-stages-2, variations 0 .. 9
     index  4639 .. 7206     the seven kinds that AgentGym leaves out
+    index  7207 .. 14413    all of these once more, in ScienceWorld's easy mode
 
 The first 4,639 are AgentGym's items, in its order, so its ids mean the same task here. It leaves
 out growing plants, inclined planes and genetics, whose shortest solutions are the longest; here
-they come after the others, so all of ScienceWorld can be played.
+they come after the others, so all of ScienceWorld can be played. In the easy mode doors and
+containers stand open and the agent may teleport, so the way to another room is one action.
 
 The first number of a kind's id is its topic, the sub-task of evaluation tables: the benchmark
 has Measurement, Electricity, Classification, Chemistry and Biology. Variations are split by
@@ -23,6 +25,8 @@ last for testing.
     (Kind(number='1-2', name='melt', num_train=14, num_dev=7, num_test=9), 0)
     >>> topic(4638), topic(4639)
     ('Biology', 'Growth')
+    >>> find_task(easy(30)) == find_task(30), is_easy(easy(30)), is_easy(30)
+    (True, True, False)
 
 Read next: envs/sciworld_ids.py, the lists made from these blocks; envs/sciworld.py, the world.
 """
@@ -98,15 +102,27 @@ KINDS = (
     Kind("10-1", "mendelian-genetics-known-plant", 60, 30, 30),
     Kind("10-2", "mendelian-genetics-unknown-plant", 240, 120, 120),
 )
-# STARTS[i] is the index of the first variation of KINDS[i]; the last entry is the number of tasks.
+# STARTS[i] is the index of the first variation of KINDS[i]; the last entry is their number.
 STARTS = tuple(accumulate((kind.num_variations for kind in KINDS), initial=0))
-NUM_TASKS = STARTS[-1]
+NUM_VARIATIONS = STARTS[-1]
+NUM_TASKS = 2 * NUM_VARIATIONS  # each as it is, and easy
 
 
 def find_task(task_index: int) -> tuple[Kind, int]:
     """The kind and the variation that an index in 0 .. NUM_TASKS - 1 names."""
-    block = bisect(STARTS, task_index) - 1
-    return KINDS[block], task_index - STARTS[block]
+    variation = task_index % NUM_VARIATIONS
+    block = bisect(STARTS, variation) - 1
+    return KINDS[block], variation - STARTS[block]
+
+
+def easy(task_index: int) -> int:
+    """The index of the same variation in the easy mode."""
+    return task_index % NUM_VARIATIONS + NUM_VARIATIONS
+
+
+def is_easy(task_index: int) -> bool:
+    """Whether an index in 0 .. NUM_TASKS - 1 names an easy task."""
+    return task_index >= NUM_VARIATIONS
 
 
 def topic(task_index: int) -> str:

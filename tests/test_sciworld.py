@@ -30,8 +30,11 @@ from envs.sciworld_ids import (
 )
 from envs.sciworld_tasks import (
     KINDS,
+    NUM_VARIATIONS,
     STARTS,
+    easy,
     find_task,
+    is_easy,
     max_actions,
     test_indices,
     train_indices,
@@ -108,7 +111,8 @@ def test_blocks_of_task_indices_are_agentgyms():
     assert {name: last[name] for name in agentgym} == agentgym
     assert list(agentgym) == [kind.name for kind in KINDS[:23]]
     assert [kind.number for kind in KINDS[23:]] == "5-1 5-2 9-1 9-2 9-3 10-1 10-2".split()
-    assert SciWorld.num_tasks() == 4639 + 2568 == 7207
+    assert NUM_VARIATIONS == 4639 + 2568 == 7207
+    assert SciWorld.num_tasks() == 14414  # each once more in the easy mode
 
 
 def test_every_index_names_a_variation_and_a_topic():
@@ -117,11 +121,17 @@ def test_every_index_names_a_variation_and_a_topic():
         kind, variation = find_task(index)
         assert 0 <= variation < kind.num_variations
         seen[kind] += 1
-    assert seen == {kind: kind.num_variations for kind in KINDS}
+    assert seen == {kind: 2 * kind.num_variations for kind in KINDS}
     assert [SciWorld.subtask(i) for i in (0, 120, 1396, 2936, 4136, 4240, 4615, 4639, 5059, 7206)] \
         == ["Matter", "Measurement", "Electricity", "Classification", "Chemistry", "Biology",
             "Biology", "Growth", "Forces", "Genetics"]  # fmt: skip
     assert [max_actions(index) for index in (119, 120, 4638, 4639)] == [200, 100, 100, 200]
+    assert [easy(i) for i in (0, 7206, 7207, 14413)] == [7207, 14413, 7207, 14413]
+    for index in (0, 4638, 7206):
+        assert find_task(easy(index)) == find_task(index)
+        assert SciWorld.subtask(easy(index)) == SciWorld.subtask(index)
+        assert max_actions(easy(index)) == max_actions(index)
+        assert is_easy(easy(index)) and not is_easy(index)
 
 
 def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
@@ -131,7 +141,7 @@ def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
         "from envs import get_env, load_tasks\n"
         "env_class = get_env('sciworld')\n"
         "env_class.PROMPT, env_class.WIRE, env_class.parse('Action: wait'), env_class.subtask(9)\n"
-        "assert len(load_tasks('sciworld')) == 7207\n"
+        "assert len(load_tasks('sciworld')) == 14414\n"
         "env = env_class()\n"
         "try: env.reset(0)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
@@ -163,19 +173,22 @@ def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
     assert {find_task(task.task_index)[0] for task in test} == set(KINDS[4:23])
     for name in ("", "short_"):
         for task in load_tasks("sciworld", f"{name}test"):
-            assert task.task_index in test_indices(find_task(task.task_index)[0])
+            index = task.task_index % NUM_VARIATIONS
+            assert index in test_indices(find_task(index)[0])
         for task in load_tasks("sciworld", f"{name}train"):
-            assert task.task_index in train_indices(find_task(task.task_index)[0])
+            index = task.task_index % NUM_VARIATIONS
+            assert index in train_indices(find_task(index)[0])
 
 
-def test_the_short_split_is_short_and_of_all_its_kinds(env):
+def test_the_short_split_is_easy_and_short_and_of_all_its_kinds(env):
     test, train = load_tasks("sciworld", "short_test"), load_tasks("sciworld", "short_train")
-    assert (len(test), len(train)) == (60, 130)
+    assert (len(test), len(train)) == (70, 280)
+    assert all(is_easy(task.task_index) for task in test + train)
     for tasks, most in ((test, TEST_PER_KIND), (train, TRAIN_PER_KIND)):
         counts = Counter(find_task(task.task_index)[0] for task in tasks)
-        assert counts.keys() == set(SHORT_KINDS) and max(counts.values()) == most
-    turns = [oracle_turns(env, task.task_index, at_most=MAX_TURNS) for task in train[::12]]
-    assert max(turns) <= MAX_TURNS and len({*turns}) > 3
+        assert counts == dict.fromkeys(SHORT_KINDS, most)
+    turns = [oracle_turns(env, task.task_index, at_most=MAX_TURNS) for task in train[::25]]
+    assert max(turns) <= MAX_TURNS and len({*turns}) > 2
 
 
 def test_the_prompt_is_short_and_shows_the_answer_format():
@@ -409,9 +422,9 @@ def test_the_world_cuts_an_episode_after_its_limit_of_actions(env):
         env.step("look around")
 
 
-@pytest.mark.parametrize("index", [-1, 7207, 10**30])
+@pytest.mark.parametrize("index", [-1, 14414, 10**30])
 def test_an_index_out_of_range_is_refused(index):
-    with pytest.raises(TaskIndexError, match=f"{index} does not exist; SciWorld has 0 to 7206"):
+    with pytest.raises(TaskIndexError, match=f"{index} does not exist; SciWorld has 0 to 14413"):
         SciWorld().reset(index)
 
 
@@ -459,6 +472,16 @@ def test_teleporting_is_offered_and_works_with_the_simplification(env):
     assert env.step("teleport to kitchen")[0].startswith("You teleport to the kitchen")
     env.simplifications = "noElectricalAction"  # a circuit needs what this takes away
     solve(env, STARTS[7])
+
+
+def test_an_easy_task_is_the_same_variation_with_the_way_open(env):
+    plain, open_ways = (env.reset(index).splitlines() for index in (LIVING, easy(LIVING)))
+    assert plain[0] == open_ways[0] and "(that is closed)" in "".join(plain)
+    assert "(that is closed)" not in "".join(open_ways)
+    assert open_ways[-1] == "You can also: teleport to PLACE"
+    solution = solve(env, easy(LIVING))
+    assert solution[0] == "teleport to outside" and len(solution) < len(solve(env, LIVING))
+    solve(env, easy(STARTS[7]))  # a circuit: nothing that it needs is simplified away
 
 
 def test_sixteen_threads_on_one_process_all_score_full(java):
@@ -513,7 +536,7 @@ def test_agentgyms_fields_on_the_wire(server):
     end = post(server, "/step", **created, action="focus on agent").json()
     assert (end["reward"], end["score"], end["done"]) == (0, -100, True)
     assert post(server, "/step", **created, action="wait").status_code == 409
-    assert post(server, "/reset", **created, data_idx=7207).status_code == 404
+    assert post(server, "/reset", **created, data_idx=14414).status_code == 404
     assert post(server, "/step", **created, action="x" * 10**6).status_code == 413
     assert [post(server, "/close", **created).json() for _ in range(2)] == [True, False]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.sciworld_paths import LOOK, as_shown, names, renamed, retell, things_of
+from envs.sciworld_paths import LOOK, as_shown, by_teleport, names, renamed, retell, things_of
 
 OUTSIDE = (
     "Here you see: \n\ta baby mouse\n\ta parrot egg\n\ta cup (containing a substance called tea)"
@@ -25,7 +25,7 @@ class World:
         self.games[-1].append(action)
         if action == LOOK:
             return OUTSIDE, 0, False
-        if action.startswith(("open door to", "go to")):
+        if action.startswith(("open door to", "go to", "teleport to")):
             return "You move.", 0, False
         answer = self.takes.get(action, "No known action matches that input.")
         score = answer if isinstance(answer, int) else 0
@@ -67,6 +67,34 @@ def test_names_stay_where_the_gold_path_answers_which_one_is_meant():
 def test_the_gold_path_stays_if_the_retold_one_does_not_win_or_is_too_long():
     assert retell(GOLD, World({"focus on baby mouse": 99}).start, at_most=10) == GOLD
     assert retell(GOLD, World({"focus on baby mouse": 100}).start, at_most=3) == GOLD
+
+
+def test_a_way_is_told_as_one_action_where_that_is_possible():
+    takes = {"focus on baby mouse": 100}
+    told = retell(GOLD, World(takes).start, at_most=10, can_teleport=True)
+    assert told == ["teleport to outside", LOOK, "focus on baby mouse"]
+    assert retell(GOLD, World(takes).start, at_most=10)[:2] == GOLD[:2]
+
+
+def test_the_doors_stay_if_teleporting_does_not_lead_to_the_goal():
+    class Doors(World):
+        """Here the mouse is seen only by those who came through the door."""
+
+        def play(self, action):
+            came = any(played.startswith("go to ") for played in self.games[-1])
+            self.takes = {"focus on baby mouse": 100 if came else 20}
+            return super().play(action)
+
+    world = Doors({})
+    told = retell(GOLD, world.start, at_most=10, can_teleport=True)
+    assert told == [*GOLD[:2], LOOK, "focus on baby mouse"] and len(world.games) == 2
+
+
+def test_each_way_is_one_teleport_and_all_else_stays():
+    path = ["open door to a", "go to a", "open door to b", "go to b", LOOK, "go to a", "open box"]
+    assert by_teleport(path) == ["teleport to b", LOOK, "teleport to a", "open box"]
+    assert by_teleport(["open door to a", "wait1"]) == ["open door to a", "wait1"]
+    assert by_teleport([]) == []
 
 
 def test_names_are_read_off_a_room():
