@@ -14,6 +14,7 @@ from config import Config, hardware_defaults
 from envs import load_tasks
 from envs.babyai import BabyAI
 from envs.common import oracle_turns
+from envs.sciworld_tasks import find_task
 from recipes import scaling_inter, worlds
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from update import SHARING_PAYS
@@ -124,12 +125,15 @@ def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() ->
     assert [line for line in worlds.table(by_env) if line not in README] == []
     said = README.replace("\n", " ")
     recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    for env, what in (("babyai", "tasks of GoTo and Pickup"), ("sciworld", "variations")):
+    for env, what, others in (
+        ("babyai", "tasks of GoTo and Pickup", "with other seeds"),
+        ("sciworld", "easy tasks of these kinds", "of ScienceWorld's test variations"),
+    ):
         (run,) = by_env[env]  # README speaks of one seed
         config = run["config"]
         train, test = (load_tasks(env, file=config[name]) for name in ("tasks", "eval_tasks"))
         assert f"rained on {len(train)} {what}" in said
-        assert f"tested on {len(test)} " in said and config["eval_samples"] == 2
+        assert f"ested on {len(test)} {others}, {config['eval_samples']} samples each" in said
         shape = f"{config['tasks_per_step']} tasks x {config['group_size']} samples"
         assert (
             f"{config['steps']} steps of GRPO, {shape}, at most {config['rounds'][0]} turns" in said
@@ -137,6 +141,26 @@ def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() ->
         assert f"--env {env} --seed 0` runs or resumes it ({run['hours']:.1f} hours" in said
     hours = {env: f"{by_env[env][0]['hours']:.1f} hours" for env in by_env}
     assert f"{hours['babyai']} for BabyAI, {hours['sciworld']} for SciWorld" in recipes
+
+
+def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:
+    folder = ROOT / "recipes" / "results" / "worlds"
+    earlier, run = (
+        json.loads((folder / name / "sciworld-0.json").read_text()) for name in ("earlier", "")
+    )
+    ends = [f"{100 * earlier['held_out'][at]['avg']['value']:.1f}" for at in (0, -1)]
+    assert f"went from {ends[0]} to {ends[1]} %" in README.replace("\n", " ")
+    before, after = (run["held_out"][at]["items"] for at in (0, -1))
+    kinds = defaultdict[str, list[str]](list)
+    for task_id in before:
+        kinds[find_task(int(task_id.partition("_")[2]))[0].name].append(task_id)
+    parts = []
+    for name, ids in kinds.items():
+        called = name.removeprefix("find-").removeprefix("lifespan-").replace("-", " ")
+        called = called.replace("non living", "non-living")
+        shares = [100 * fmean(items[i] for i in ids) for items in (before, after)]
+        parts.append(f"{called} {shares[0]:.0f} to {shares[1]:.0f} %")
+    assert f"By kind: {', '.join(parts)}." in README.replace("\n", " ")
 
 
 def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave() -> None:
@@ -152,7 +176,7 @@ def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave()
         f"{100 * fmean(after[i] for i in ids):.0f} %"
         for turns, ids in sorted(groups.items())
     ]
-    assert f"By the turns that the oracle needs: {', '.join(parts)}." in README.replace("\n", " ")
+    assert f"by the turns that the oracle needs: {', '.join(parts)}." in README.replace("\n", " ")
 
 
 def test_the_horizon_table_is_the_one_that_the_committed_runs_give() -> None:
