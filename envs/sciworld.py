@@ -301,7 +301,8 @@ class SciWorld:
         that have been played are passed over, in their order. Others do not matter as long as they
         only look; after those that change the world, the rest of the solution may not lead to the
         goal. When nothing of it is left the oracle says so and looks around. (ScienceWorld's own
-        solutions of two variations, freeze 11 and 19, end at 87 and 82 points.)
+        solutions of two variations, freeze 11 and 19, end at 87 and 82 points, and in the easy mode
+        those of most variations of grow-fruit and some of melt fail.)
 
         Raises:
             NotResetError, EpisodeEndedError: there is no running episode.

@@ -643,6 +643,16 @@ def test_thirty_of_thirty_kinds_are_solved_over_http(server):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_twenty_eight_of_thirty_kinds_are_solved_in_the_easy_mode_over_http(server):
+    """ScienceWorld's own solutions of the other two find nothing to heat with, or lose the bees
+    through the open doors."""
+    for kind, start in zip(KINDS, STARTS):
+        if kind.name not in ("melt", "grow-fruit"):
+            solve_over_http(server, easy(start + kind.num_variations // 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS[:23], ids=lambda kind: kind.name)
 def test_the_benchmarks_kinds_are_solved_in_five_variations_over_http(server, kind):
     """ScienceWorld's own solution fails in two of its variations, 11 and 19 of freeze."""
