@@ -197,13 +197,13 @@ def test_evaluations_are_read_from_a_run_directory_in_order(tmp_path):
     (tmp_path / "eval").mkdir()
     avg = {"value": 0.5, "low": 0.2, "high": 0.8}
     for step in (10, 0):
-        items = {"textcraft_1": {"avg": step / 20}}
+        items = {"textcraft_1": {"avg": step / 20, "return_mean": step / 40}}
         summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}, "items": items}
         (tmp_path / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
     found = common.read_evaluations(tmp_path)
-    assert [(e["step"], e["items"]) for e in found] == [
-        (0, {"textcraft_1": 0.0}),
-        (10, {"textcraft_1": 0.5}),
+    assert [(e["step"], e["items"], e["returns"]) for e in found] == [
+        (0, {"textcraft_1": 0.0}, {"textcraft_1": 0.0}),
+        (10, {"textcraft_1": 0.5}, {"textcraft_1": 0.25}),
     ]
 
 
