@@ -18,7 +18,7 @@ Action Space
         connect OBJ to OBJ     disconnect OBJ         flush OBJ              wait, wait1
     "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
     ("orange in bowl"). Where a name fits several objects the world lists them with numbers, and the
-    number is the next action. In an easy task also: teleport to PLACE.
+    number is the next action. In an easy task, or with teleportAction, also: teleport to PLACE.
 Observation Space
     Text. First the task in one line, then the room; after that what each action led to.
 Rewards

@@ -14,6 +14,7 @@ from config import Config, hardware_defaults
 from envs import load_tasks
 from envs.babyai import BabyAI
 from envs.common import oracle_turns
+from envs.sciworld_ids import MAX_TURNS
 from envs.sciworld_tasks import find_task
 from recipes import scaling_inter, worlds
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
@@ -160,7 +161,15 @@ def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> N
         called = called.replace("non living", "non-living")
         shares = [100 * fmean(items[i] for i in ids) for items in (before, after)]
         parts.append(f"{called} {shares[0]:.0f} to {shares[1]:.0f} %")
-    assert f"By kind: {', '.join(parts)}." in README.replace("\n", " ")
+    said = README.replace("\n", " ")
+    assert f"By kind: {', '.join(parts)}." in said
+    assert f"that the oracle solves within {MAX_TURNS} turns" in said
+    used = [row["train/trajectories_used"] for row in run["curve"]]
+    per_step = run["config"]["tasks_per_step"] * run["config"]["group_size"]
+    assert (
+        f"Of the {per_step} trajectories of a step {fmean(used[:10]):.0f} taught something "
+        f"in the first ten steps, {fmean(used[10:]):.0f} after that." in said
+    )
 
 
 def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave() -> None:
