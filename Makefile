@@ -1,5 +1,5 @@
 # The commands of this project. `make` alone lists them. Every one of them first makes .venv hold the pinned packages
-# (setup_env.py); when it already does, that takes a tenth of a second and no network.
+# (tools/setup_env.py); when it already does, that takes a tenth of a second and no network.
 #
 #   ENV      the environment to train in or to serve                     make train ENV=textcraft
 #   ARGS     anything more for the command that runs                     make train ARGS="--steps 4 --seed 1"
@@ -27,7 +27,7 @@ help:  ## list the commands
 setup:  ## create .venv with the pinned packages (and what ENV needs beyond them)
 	@python="$$($(FIND_PYTHON))"; if [ -z "$$python" ]; then \
 		echo "error: need Python 3.11 to 3.13, looked for: $(PYTHONS); on Debian and Ubuntu: apt-get install python3.11 python3.11-venv" >&2; exit 1; fi; \
-	"$$python" setup_env.py --set $(SET) --env "$(ENV)"
+	"$$python" tools/setup_env.py --set $(SET) --env "$(ENV)"
 
 train: setup  ## train on ENV with defaults that fit this machine
 	$(RUN) train.py --env $(ENV) $(ARGS)

@@ -80,7 +80,7 @@ class Config:
     gradient_checkpointing: bool = False
     """keep each layer's input alone for the backward pass: less memory, a third more time"""
     share_prefix: bool = True
-    """compute what the samples of a task have in common once, where that is faster (prefix.py)"""
+    """compute what the samples of a task have in common once, where that is faster"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
@@ -126,7 +126,7 @@ class Config:
     max_env_failures: float = 0.2
     """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
     on_collapse: Literal["stop", "warn", "off"] = "stop"
-    """what the sentinels of a collapsing run do (sentinels.py)"""
+    """what the sentinels of a collapsing run do (reporting/sentinels.py)"""
     # Evaluation, files
     eval_every: int = 20
     """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
@@ -261,8 +261,8 @@ def complete(config: Config) -> Config:
             name, subtasks = LAPTOP_LISTS[config.env]
             config = replace(
                 config,
-                tasks=f"envs/ids/{name}_train.json",
-                eval_tasks=config.eval_tasks or f"envs/ids/{name}_test.json",
+                tasks=f"envs/{config.env}/ids/{name}_train.json",
+                eval_tasks=config.eval_tasks or f"envs/{config.env}/ids/{name}_test.json",
                 subtasks=config.subtasks or subtasks,
             )
         else:

@@ -11,11 +11,12 @@ session at one server, used like a Gymnasium environment whose action is all the
 info={'success': False, 'score': 0.0})
 
 What the policy got wrong comes back as a StepResult that says so; everything else raises a subclass
-of EnvError (the table is in envhttp.py), and after one in the middle of an episode only reset()
-goes on. Two rules make the rewards of different worlds one thing: `reward` is the increment of this
-turn, an episode's increments sum to a return in 0..1; and `terminated` (the task is over) is kept
-apart from `truncated` (the world's own limit cut it). AgentGym's servers know only `done`, which is
-read as terminated; its trainer keeps the score of the last turn alone and calls every end `done`.
+of EnvError (the table is in runtime/envhttp.py), and after one in the middle of an episode only
+reset() goes on. Two rules make the rewards of different worlds one thing: `reward` is the increment
+of this turn, an episode's increments sum to a return in 0..1; and `terminated` (the task is over)
+is kept apart from `truncated` (the world's own limit cut it). AgentGym's servers know only `done`,
+which is read as terminated; its trainer keeps the score of the last turn alone and calls every end
+`done`.
 
 Threads: a client belongs to one thread at a time; an EnvPool is shared by all of them.
 Read next: rollout.py, which plays many clients at once.
@@ -30,7 +31,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from envhttp import (
+from envs import ParseError, get_env
+from runtime.envhttp import (
     BACK_OFF_S,
     ActionRejected,
     AllServersDown,
@@ -47,8 +49,7 @@ from envhttp import (
     UnknownTask,
     checked_url,
 )
-from envs import ParseError, get_env
-from envs.local import local_server
+from runtime.envserver import local_server
 
 __all__ = [
     "AllServersDown",
@@ -142,7 +143,7 @@ class EnvClient:
 
         Raises:
             UnknownTask: the environment has no task `task_index`.
-            EnvError: whatever else the table in envhttp.py names.
+            EnvError: whatever else the table in runtime/envhttp.py names.
         """
         self._is_running = False
         self.open()
@@ -164,8 +165,8 @@ class EnvClient:
 
         Raises:
             StepOutsideEpisode: there is no running episode; call reset() first.
-            EnvError: whatever else the table in envhttp.py names. The episode is lost then: its
-                state at the server is unknown, and only reset() goes on from there.
+            EnvError: whatever else the table in runtime/envhttp.py names. The episode is lost then:
+                its state at the server is unknown, and only reset() goes on from there.
         """
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")

@@ -6,19 +6,19 @@ Evaluation: play held-out tasks, print how often they are solved and how sure th
     trajectories ─────> scoring.summarize ──> table, eval.json, curves.png
 
 The loop that plays is the one that training uses: the same prompt, the same parsing, the same
-budgets. What is measured is defined in scoring.py: avg@k, pass@k and their 95 % intervals, per
-sub-task. Results go to a folder of their own:
+budgets. What is measured is defined in reporting/scoring.py: avg@k, pass@k and their 95 %
+intervals, per sub-task. Results go to a folder of their own:
 
     eval.json            per task, per sub-task, overall; the curves over turns and over samples
     trajectories.jsonl   one episode a line, written as it ends
     curves.png           success over test-time compute
     config.json          every option
 
-Several `--max-rounds` cost no more than the longest of them (scoring.py says why); without the
-option each environment has the horizon of the paper's evaluation.
+Several `--max-rounds` cost no more than the longest of them (reporting/scoring.py says why);
+without the option each environment has the horizon of the paper's evaluation.
 
 `--env all` plays every environment's test split with one model, loaded once, and prints the
-benchmark's table beside the paper's numbers (leaderboard.py):
+benchmark's table beside the paper's numbers (reporting/leaderboard.py):
 
     <environment>/       eval.json, trajectories.jsonl and curves.png of each
     benchmark.json, benchmark.md    the table, written anew after each environment
@@ -44,8 +44,8 @@ How to run:
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C; what had
 ended is written in every case but 2.
 
-Read next: scoring.py for the numbers, rollout.py for the loop that plays; every option is in
-evalconfig.py.
+Read next: reporting/scoring.py for the numbers, rollout.py for the loop that plays; every option is
+in reporting/evalconfig.py.
 """
 
 import contextlib
@@ -59,14 +59,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chatapi import ApiError, ChatApi, collect_api
-from cli import complain, parse_command_line
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, load_tasks
-from evalconfig import ALL, EvalConfig
-from leaderboard import Benchmark, format_markdown, format_text, to_json
+from reporting.chatapi import ApiError, ChatApi, collect_api
+from reporting.evalconfig import ALL, EvalConfig
+from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
+from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
-from scoring import compare, format_table, plot_curves, summarize
+from runtime.cli import complain, parse_command_line
 from trajectory import RolloutHandler, Trajectory
 
 PROG = "evaluate.py"
@@ -204,9 +204,9 @@ def _player(config: EvalConfig, model: str, stack: contextlib.ExitStack) -> Play
         return lambda pool, r, s, progress: collect_api(api, pool, r, s, progress)
 
     from chat import ChatTemplate
-    from default_models import resolve_model
     from engines import make_engine
     from models import load_tokenizer
+    from runtime.default_models import resolve_model
 
     path = resolve_model(model)
     chat = ChatTemplate(load_tokenizer(path))

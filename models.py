@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
-from prefix import tree_attention
+from runtime.prefix import tree_attention
 
 # Logits that exist at a time, in bytes. On a CPU few enough for the C library to keep the buffer:
 # a larger one goes back to the kernel and is faulted in again, page by page, at every use.
@@ -74,7 +74,7 @@ class PolicyModel(nn.Module):
             loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
                 it).
             temperature: the sampler's τ > 0.
-            position_ids, parts, source: of a packed row, see `prefix.py`; without them
+            position_ids, parts, source: of a packed row, see `runtime/prefix.py`; without them
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is

@@ -18,9 +18,9 @@ import random
 from collections.abc import Sequence
 
 from config import Config
-from default_models import resolve_model
 from envs import Task, load_tasks
 from rollout import RolloutRequest
+from runtime.default_models import resolve_model
 from sft import SftSettings, warm_start
 
 

@@ -37,7 +37,7 @@ from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
 from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
 from envs import Task
-from trajectory import RolloutHandler
+from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
 NUM_TRIES = 3
@@ -209,12 +209,34 @@ def _drain(answers: queue.SimpleQueue, block: bool, stats: RolloutStats) -> list
     return ready
 
 
-def check_failures(handlers: Sequence[RolloutHandler], limit: float) -> None:
-    """Raise TooManyEnvFailures if more than the share `limit` was lost to the environment."""
-    lost = [h for h in handlers if h.stop_reason == "env_error"]
-    if len(lost) > limit * len(handlers):
+def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
+    """Note what the environment answered to `turn`, and end the trajectory where that ends it;
+    whether it goes on.
+
+    How every episode proceeds after a step, one of tokens and one behind a chat server.
+    """
+    turn.observation_text, turn.reward = result.observation, float(result.reward)
+    turn.parse_error = result.info.get("parse_error")
+    success = bool(result.info.get("success"))
+    if result.terminated:
+        trajectory.stop("success" if success else "failure", success)
+    elif result.truncated:
+        trajectory.stop("env_limit", success)
+    elif len(trajectory.turns) >= trajectory.max_rounds:
+        trajectory.stop("max_rounds", success)
+    return trajectory.stop_reason is None
+
+
+def check_failures(
+    trajectories: Sequence[Trajectory], limit: float, total: int | None = None
+) -> None:
+    """Raise TooManyEnvFailures if more than the share `limit` of `total` (None: of these) was lost
+    to the infrastructure."""
+    lost = [t for t in trajectories if t.stop_reason in LOST]
+    total = len(trajectories) if total is None else total
+    if len(lost) > limit * total:
         raise TooManyEnvFailures(
-            f"{len(lost)} of {len(handlers)} trajectories were lost to the environment, "
+            f"{len(lost)} of {total} trajectories were lost to the environment, "
             f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
         )
 
@@ -286,23 +308,11 @@ class _Episode:
             else:
                 self.fail("env_error", error)
             return
-        turn.observation_text, turn.reward = result.observation, float(result.reward)
-        turn.parse_error = result.info.get("parse_error")
-        self._after_step(result)
-
-    def _after_step(self, result: StepResult) -> None:
-        handler, success = self.handler, bool(result.info.get("success"))
-        if result.terminated:
-            handler.stop("success" if success else "failure", success)
-        elif result.truncated:
-            handler.stop("env_limit", success)
-        elif len(handler.turns) >= self.settings.max_rounds:
-            handler.stop("max_rounds", success)
-        else:
+        if take_result(handler, turn, result):
             ids = self.chat.observation(result.observation)
             # The observation, one token of an answer, its end-of-turn.
             if len(handler.input_ids) + len(ids) + 2 > self.settings.max_trajectory_tokens:
-                handler.stop("length", success)
+                handler.stop("length", bool(result.info.get("success")))
             else:
                 handler.add_observation(self.chat, result.observation)
         if handler.stop_reason:

@@ -39,13 +39,14 @@ import torch
 
 from batching import Batch, make_batch, micro_batches
 from chat import ChatTemplate
-from cli import complain, parse_command_line
-from default_models import build_aside, cache_dir, resolve_model
-from demonstrations import Conversation, demonstrations, from_agenttraj, read_agenttraj
+from demonstrations import demonstrations
 from envclient import EnvError
 from envs import Task, load_tasks
 from losses import masked_mean
 from models import load_policy, load_tokenizer, save_policy
+from runtime.cli import complain, parse_command_line
+from runtime.default_models import build_aside, cache_dir, resolve_model
+from trajectory import Conversation, from_agenttraj, read_agenttraj
 
 
 @dataclass(frozen=True)

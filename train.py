@@ -25,7 +25,7 @@ banner 1 alone.
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
 
 With several processes all of them run this loop, line by line, on the same trajectories; what is
-split between them is in distributed.py.
+split between them is in runtime/distributed.py.
 
 Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations,
 checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
@@ -47,21 +47,18 @@ from typing import Any
 
 import torch
 
-import checkpoint
-import distributed
-import memory
-import rundir
 from advantages import gae, grpo, reinforce_plus_plus, rloo
 from batching import Batch, make_batch, micro_batches, padding_share
-from cli import complain, parse_command_line
 from config import GROUPED, Config, check, complete, hardware_defaults, named_env
 from engines import EngineError
 from envclient import EnvError
-from metrics import MetricsLogger, summarize_trajectories
 from plan import requests_of
-from plots import plot
+from reporting.metrics import MetricsLogger, summarize_trajectories
+from reporting.plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
-from sync import SyncError
+from runtime import checkpoint, distributed, memory, rundir
+from runtime.cli import complain, parse_command_line
+from runtime.sync import SyncError
 from trajectory import RolloutHandler
 from update import suited
 from worker import TrainingError, Worker

@@ -19,11 +19,11 @@ step, so ρ = 1 and π_old is the current policy, detached: the pass that would 
 out, exactly.
 
 Over several processes every rank holds the whole batch, takes the same mini-batches, and runs its
-own share of the micro-batches (`distributed.py`); N and the sums are global, so that neither the
-number of processes nor the cut changes the step.
+own share of the micro-batches (`runtime/distributed.py`); N and the sums are global, so that
+neither the number of processes nor the cut changes the step.
 
 The samples of a task stay together when mini-batches are cut: a group that is spread over four
-mini-batches shares its opening with a quarter of its samples only (`prefix.py`).
+mini-batches shares its opening with a quarter of its samples only (`runtime/prefix.py`).
 
 A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
 counted, on every rank alike.
@@ -42,10 +42,10 @@ from typing import Any
 
 import torch
 
-import distributed
 from batching import Batch, cut_rows, micro_batches
 from losses import kl_estimate, masked_mean, masked_sum, policy_loss, sampler_is_weights, value_loss
-from prefix import group_cuts, pack, shared_share
+from runtime import distributed
+from runtime.prefix import group_cuts, pack, shared_share
 
 # Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
 # on it was faster in every repeat of benchmarks/prefix.py (135M model, two CPU cores), below 6 %
@@ -68,7 +68,7 @@ class Objective:
     mini_batch_size: int = 64  # trajectories per optimizer step
     ppo_epochs: int = 1
     max_tokens: int = 4096  # tokens per micro-batch, padding included
-    share_prefix: bool = True  # compute the opening that a group shares once (prefix.py)
+    share_prefix: bool = True  # compute the opening that a group shares once (runtime/prefix.py)
 
     def num_optimizer_steps(self, num_rows: int) -> int:
         """Optimizer steps that a batch of `num_rows` trajectories gets."""

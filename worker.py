@@ -9,13 +9,13 @@ holds no algorithm: which of these happen in a step, and in what order, is writt
                                                  reference
 
 Over several processes each has a Worker. They roll out, evaluate and score apart, on their share of
-the work, and all of them then hold all results (`distributed.py`); rank 0 writes the files.
+the work, and all of them then hold all results (`runtime/distributed.py`); rank 0 writes the files.
 
 Which tasks a step draws, the seeds of its environments and of its sampling are pure functions of
 (seed, step): there is no cursor that a resume could lose (AgentGym-RL repeats or skips tasks
 there).
 
-Read next: `checkpoint.py`.
+Read next: `runtime/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ from typing import Any
 
 import torch
 
-import checkpoint
-import distributed
-import memory
-import rundir
-import sync
 from batching import Batch
 from chat import ChatTemplate
 from config import Config
@@ -41,8 +36,6 @@ from engines import Engine, EngineError, make_engine
 from envclient import EnvPool, local_server
 from envs import load_tasks
 from evaluate import evaluate_policy
-from fleet import FleetEngine
-from lora import adapters_off, add_lora, save_adapter
 from losses import (
     AdaptiveKLController,
     FixedKLController,
@@ -60,6 +53,7 @@ from models import (
     save_policy,
 )
 from plan import held_out_tasks, start_model
+from reporting.sentinels import Sentinels
 from rollout import (
     RolloutRequest,
     RolloutSettings,
@@ -67,9 +61,11 @@ from rollout import (
     check_failures,
     collect,
 )
+from runtime import checkpoint, distributed, memory, rundir, sync
+from runtime.fleet import FleetEngine
+from runtime.lora import adapters_off, add_lora, save_adapter
+from runtime.servers import start_servers
 from schedulers import make_scheduler
-from sentinels import Sentinels
-from servers import start_servers
 from trajectory import RolloutHandler
 from update import score_critic, score_policy, update_critic, update_policy
 

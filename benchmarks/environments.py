@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from server import Connection, hardware  # noqa: E402
 
 from envclient import connect, local_server  # noqa: E402
-from rundir import circumstances  # noqa: E402
+from runtime.rundir import circumstances  # noqa: E402
 
 OURS, PLAIN = ["-m", "envs.server", "--port", "0"], ["benchmarks/plain_env_server.py"]
 NUM_SESSIONS = 16

@@ -58,7 +58,7 @@ class PlainSciWorld:
         self.env = ScienceWorldEnv()
 
     def reset(self, index: int) -> str:
-        from envs.sciworld_tasks import find_task
+        from envs.sciworld.tasks import find_task
 
         kind, variation = find_task(index)
         self.env.load(kind.name, variation)

@@ -1,7 +1,7 @@
 """Where prefix sharing stops paying: the update's speed with it over that without it.
 
 A group of G = 8 samples has an opening of p tokens in common and own parts of n tokens each. Packed
-into one row (`prefix.py` at the root) it saves the share s of its tokens:
+into one row (`runtime/prefix.py` at the root) it saves the share s of its tokens:
 
     s = 1 - (p + G n) / (G (p + n))        at most 1 - 1/G, when there is nothing but an opening
 
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # before this folder, whose prefix.py is this file
+sys.path.insert(0, str(ROOT))  # before this folder, whose runtime/prefix.py is this file
 
 if TYPE_CHECKING:
     from batching import Batch
@@ -142,7 +142,7 @@ def real_batches(tokenizer: Any, num_tasks: int, max_rounds: int) -> dict[str, B
 def facts_of(batch: Batch, shared: Any, unshared: Any) -> dict[str, Any]:
     """What each side computes of a batch, as `update.cut` cuts it."""
     from batching import padding_share
-    from prefix import opening_length, pack
+    from runtime.prefix import opening_length, pack
     from update import cut
 
     rows = list(range(len(batch)))
@@ -192,8 +192,8 @@ def measure(
 
     import update
     from config import Config
-    from default_models import resolve_model
     from models import load_policy, load_tokenizer, num_parameters
+    from runtime.default_models import resolve_model
     from update import Objective, update_policy
 
     update.SHARING_PAYS = 0.0  # what is to be found here: share wherever there is an opening
@@ -386,7 +386,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="default: results/prefix-<model>.json")
     options = parser.parse_args()
-    from rundir import circumstances
+    from runtime.rundir import circumstances
 
     about = circumstances()
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

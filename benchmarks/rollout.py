@@ -201,11 +201,11 @@ def make_benchmark_engine(path: str, max_num_seqs: int) -> Any:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All repeats; {"repeats": [{latency: {loop: {tokens, seconds, idle_s}}}], ...}."""
     from chat import ChatTemplate
-    from default_models import resolve_model
     from envclient import EnvPool
     from envs import Task
     from models import load_tokenizer
     from rollout import RolloutRequest, RolloutSettings
+    from runtime.default_models import resolve_model
 
     path = resolve_model("tiny")
     chat = ChatTemplate(load_tokenizer(path))
@@ -293,7 +293,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.serve:
         return serve()
-    from rundir import circumstances
+    from runtime.rundir import circumstances
 
     about = circumstances()
     measured = measure(options)

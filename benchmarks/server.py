@@ -30,7 +30,7 @@ import httptools
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from envs.textcraft import TextCraft  # noqa: E402
+from envs.textcraft.env import TextCraft  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "server.json"
 NUM_SESSIONS, NUM_LIVE, NUM_CYCLES = 64, 1000, 10_000

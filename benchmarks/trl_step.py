@@ -82,10 +82,10 @@ def report(figures: dict[str, float]) -> None:
 
 def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
-    import rundir
     from batching import make_batch
     from plan import requests_of
     from rollout import RolloutStats
+    from runtime import rundir
     from train import estimate, usable_trajectories
     from worker import Worker
 
@@ -273,7 +273,7 @@ def main() -> int:
         return 0
     version = trl_version()
     from plan import start_model
-    from rundir import circumstances
+    from runtime.rundir import circumstances
 
     config = step_config(options)
     start = start_model(config)  # trained here if it is not in the cache yet

@@ -82,10 +82,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from advantages import grpo
     from batching import make_batch, padding_share
-    from default_models import resolve_model
     from losses import policy_loss, sampler_is_weights
     from models import load_policy, load_tokenizer, num_parameters
-    from prefix import pack
+    from runtime.default_models import resolve_model
+    from runtime.prefix import pack
     from update import Objective, cut, forward_policy, update_policy
 
     path = resolve_model(options.model)
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="default: results/update_<model>.json")
     options = parser.parse_args()
-    from rundir import circumstances
+    from runtime.rundir import circumstances
 
     about = circumstances()
     measured = measure(options)

@@ -108,11 +108,10 @@ def textcraft_openings(tokenizer: Any, count: int) -> list[list[int]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    import memory
-    import sync
-    from default_models import resolve_model
     from engines import VLLMEngine
     from models import load_policy, load_tokenizer, num_parameters, save_policy
+    from runtime import memory, sync
+    from runtime.default_models import resolve_model
 
     path, dtype = resolve_model(options.model), torch.bfloat16
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -278,7 +277,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="default: results/weight_sync-<model>.json")
     options = parser.parse_args()
-    from rundir import circumstances
+    from runtime.rundir import circumstances
 
     about = circumstances()
     measured = measure(options)

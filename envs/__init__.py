@@ -1,7 +1,7 @@
 """Environments: the worlds the agent acts in, one file each, and the lists of tasks.
 
 An environment is one class with no base class; what it must have is the list below, and
-`envs/textcraft.py` is the example to copy (`envs/common.py` holds what worlds share).
+`envs/textcraft/env.py` is the example to copy (`envs/common.py` holds what worlds share).
 `envs/server.py` gives any such class HTTP and sessions, so adding a world is one file, one line in
 `ENVS` and its id lists in `envs/ids/`.
 
@@ -36,9 +36,10 @@ number after the last underscore is the task index.
     >>> len(tasks), tasks[-1]
     (31, Task(task_id='textcraft_30', task_index=30, subtask='depth 1'))
 
-Read next: envs/textcraft.py, then envs/server.py.
+Read next: envs/textcraft/env.py, then envs/server.py.
 """
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,11 +48,10 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.1.0"
-IDS_DIR = Path(__file__).parent / "ids"
 ENVS = {
-    "textcraft": "envs.textcraft:TextCraft",
-    "babyai": "envs.babyai:BabyAI",
-    "sciworld": "envs.sciworld:SciWorld",
+    "textcraft": "envs.textcraft.env:TextCraft",
+    "babyai": "envs.babyai.env:BabyAI",
+    "sciworld": "envs.sciworld.env:SciWorld",
 }
 
 
@@ -148,6 +148,11 @@ def get_env(name: str) -> Any:
     return getattr(import_module(module), class_name)
 
 
+def ids_dir(env: str) -> Path:
+    """Where the id lists of `env` are: `ids/` beside its class."""
+    return Path(inspect.getfile(get_env(env))).parent / "ids"
+
+
 def load_tasks(
     env: str,
     split: str | None = None,
@@ -170,9 +175,9 @@ def load_tasks(
     if split is not None and file is not None:
         raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
     if split is not None:
-        file = IDS_DIR / f"{env}_{split}.json"
+        file = ids_dir(env) / f"{env}_{split}.json"
         if not file.exists():
-            known = sorted(p.stem.removeprefix(env + "_") for p in IDS_DIR.glob(f"{env}_*.json"))
+            known = sorted(p.stem.removeprefix(env + "_") for p in file.parent.glob("*.json"))
             raise ValueError(f"{env} has no split {split!r}; choose one of: {', '.join(known)}")
     num_tasks = env_class.num_tasks()
     if file is None:

@@ -11,7 +11,7 @@ pieces that three worlds came to share, as small things to use rather than a fra
     write_id_lists   envs/ids/<env>_<split>.json
     command_line     python -m envs.NAME: play in the terminal, or write the id lists
 
-Read next: envs/textcraft.py, which uses them.
+Read next: envs/textcraft/env.py, which uses them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from envs import IDS_DIR, EpisodeEndedError, NotResetError, ParseError, TaskIndexError
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, ids_dir
 
 
 class Stage:
@@ -98,12 +98,12 @@ def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
 
 
 def write_id_lists(
-    env: str, lists: Mapping[str, Iterable[int]], folder: Path = IDS_DIR
+    env: str, lists: Mapping[str, Iterable[int]], folder: Path | None = None
 ) -> dict[Path, int]:
     """Write one list for each split, in AgentGym's format; returns how many ids each file holds."""
     written = {}
     for split, indices in lists.items():
-        path = folder / f"{env}_{split}.json"
+        path = (folder or ids_dir(env)) / f"{env}_{split}.json"
         lines = [json.dumps({"item_id": f"{env}_{index}"}) for index in indices]
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
         written[path] = len(lines)

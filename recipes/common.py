@@ -17,15 +17,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scoring import paired_bootstrap  # noqa: E402
+from reporting.scoring import paired_bootstrap  # noqa: E402
 
 
 def load_config(arguments: Sequence[str]) -> Any:
     """The `Config` that train.py makes of these arguments."""
     import torch
 
-    from cli import parse_command_line
     from config import Config, check, complete, hardware_defaults, named_env
+    from runtime.cli import parse_command_line
 
     default = hardware_defaults(torch.cuda.is_available(), named_env(arguments))
     config = complete(parse_command_line(Config, arguments, "recipe", default))

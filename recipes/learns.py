@@ -96,7 +96,7 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
 
 def steps_done(run_dir: Path) -> int:
     """Steps that a run has saved."""
-    from checkpoint import steps_saved
+    from runtime.checkpoint import steps_saved
 
     return max(steps_saved(run_dir), default=0)
 
@@ -123,9 +123,9 @@ def train_sft(config: Any, learning_rate: float) -> None:
     """
     import torch
 
-    import rundir
     from demonstrations import demonstrations
-    from metrics import MetricsLogger
+    from reporting.metrics import MetricsLogger
+    from runtime import rundir
     from sft import SftSettings, encode
     from train import Clock, is_due
     from worker import Worker
@@ -230,9 +230,9 @@ def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]
 
 def collect_result(arm: str, seed: int, run_dir: Path, config: Any, test_samples: int) -> Result:
     """Everything the report needs of one finished run, small enough to commit."""
-    from checkpoint import folder_of
     from plan import start_model
-    from rundir import circumstances
+    from runtime.checkpoint import folder_of
+    from runtime.rundir import circumstances
 
     about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     evaluations = read_evaluations(run_dir)

@@ -12,7 +12,7 @@ from typing import Any
 
 from envs import load_tasks
 from recipes.common import difference, percent, plot_curves, write_json
-from scoring import bootstrap
+from reporting.scoring import bootstrap
 
 ARMS = ("rl", "sft", "shuffled")
 SEEDS = (0, 1, 2)

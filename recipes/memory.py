@@ -32,7 +32,7 @@ environments and is often the larger part.
 
 Run:  python recipes/memory.py            print both tables; measuring takes a few minutes
       python recipes/memory.py --write    and write results/memory.json and results/memory.md
-Read next: distributed.py.
+Read next: runtime/distributed.py.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from models import HEAD_BYTES  # noqa: E402
 from recipes.common import write_json  # noqa: E402
-from rundir import circumstances  # noqa: E402
+from runtime.rundir import circumstances  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 GIB = 2**30
@@ -292,8 +292,8 @@ def build(shape: Shape, lora_rank: int = 0) -> Any:
     """A policy of this shape with random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from lora import add_lora
     from models import PolicyModel
+    from runtime.lora import add_lora
 
     config = Qwen2Config(
         vocab_size=shape.vocab,
@@ -323,8 +323,8 @@ def measure(
         bfloat16: the whole model in it, as FSDP's layers compute, in place of autocast; what is
             kept for the backward pass is then that of several devices.
     """
-    import distributed
     from batching import Batch
+    from runtime import distributed
     from update import Objective, update_policy
 
     torch.manual_seed(0)
@@ -373,7 +373,7 @@ def measure(
 
 def held_parts(shape: Shape, lora_rank: int = 0) -> list[dict[str, int]]:
     """Bytes of weights, gradients and moments on every rank of this launch, after one backward."""
-    import distributed
+    from runtime import distributed
 
     policy = distributed.shard(distributed.make_accelerator("bf16"), build(shape, lora_rank))
     learning = [p for p in policy.parameters() if p.requires_grad]
@@ -531,7 +531,7 @@ def main() -> int:
     parser.add_argument("--held", nargs=2, metavar=("SHAPE", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.held:  # one of the two processes of `held_by_two`
-        import distributed
+        from runtime import distributed
 
         distributed.join()
         held = held_parts(SMALL[options.held[0]], int(options.held[1]))

@@ -49,7 +49,7 @@ from recipes.common import (  # noqa: E402
     run,
     write_json,
 )
-from scoring import bootstrap  # noqa: E402
+from reporting.scoring import bootstrap  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 SHORT, MIDDLE, LONG = 2, 4, 8
@@ -152,7 +152,7 @@ def run_arms(options: argparse.Namespace, extra: Sequence[str]) -> None:
 
 def finished_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl up to the last checkpoint; a resumed run drops the ones after it."""
-    from checkpoint import steps_saved
+    from runtime.checkpoint import steps_saved
 
     last = max(steps_saved(run_dir), default=0)
     return [row for row in read_lines(run_dir / "metrics.jsonl") if row["step"] <= last]

@@ -36,7 +36,7 @@ from recipes.common import (  # noqa: E402
 )
 from recipes.learns import CURVE, train  # noqa: E402
 from recipes.learns_report import change_cells, mean_over_seeds, pooled_curve  # noqa: E402
-from scoring import bootstrap  # noqa: E402
+from reporting.scoring import bootstrap  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 COLORS = {"babyai": "#4c78a8", "sciworld": "#d9822b", "textcraft": "#3a8f5c"}

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from default_models import CHATML
 from engines import Generation, SamplingSettings
 from envclient import SessionLost, StepResult
 from envs import Task
 from rollout import RolloutRequest, RolloutSettings
+from runtime.default_models import CHATML
 from trajectory import RolloutHandler
 
 CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -24,9 +24,10 @@ from fastapi.testclient import TestClient
 
 import envs
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
-from envs.babyai import BabyAI
-from envs.babyai_actions import CHECK, available, perform
-from envs.babyai_ids import (
+from envs.babyai.actions import CHECK, available, perform
+from envs.babyai.env import BabyAI
+from envs.babyai.levels import LEVELS, level_and_seed, task_index_of
+from envs.babyai.splits import (
     MAX_TURNS,
     MORE_TEST_SEEDS,
     TEST_SEEDS,
@@ -34,9 +35,8 @@ from envs.babyai_ids import (
     published_split,
     write_ids,
 )
-from envs.babyai_levels import LEVELS, level_and_seed, task_index_of
-from envs.babyai_view import View
-from envs.babyai_world import DONE, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, Level, parts_left
+from envs.babyai.view import View
+from envs.babyai.world import DONE, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, Level, parts_left
 from envs.common import oracle_turns
 from envs.server import create_app
 
@@ -129,7 +129,7 @@ def test_same_id_gives_the_same_texts_and_oracle_for_any_hash_seed_and_argument_
     program = (
         "import hashlib, random, sys\n"
         "random.seed(sys.argv[1])\n"
-        "from envs.babyai import BabyAI\n"
+        "from envs.babyai.env import BabyAI\n"
         "env, digest = BabyAI(), hashlib.sha256()\n"
         "for index in range(80):\n"
         "    digest.update(env.reset(index, seed=int(sys.argv[1])).encode())\n"
@@ -769,4 +769,4 @@ def test_the_simple_split_is_short_disjoint_and_shares_no_start():
 @pytest.mark.slow
 def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
     for path in write_ids(tmp_path):
-        assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
+        assert path.read_bytes() == (envs.ids_dir("babyai") / path.name).read_bytes()

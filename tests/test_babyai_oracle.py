@@ -20,12 +20,12 @@ from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
 from envclient import connect
 from envs import OracleLost
-from envs.babyai import BabyAI
-from envs.babyai_bot import MAX_READS, Bot, Pilot, Stuck
-from envs.babyai_levels import LEVELS, SUBTASKS, task_index_of
-from envs.babyai_world import DONE, DROP, PICKUP, Level
-from envs.local import local_server
+from envs.babyai.bot import MAX_READS, Bot, Pilot, Stuck
+from envs.babyai.env import BabyAI
+from envs.babyai.levels import LEVELS, SUBTASKS, task_index_of
+from envs.babyai.world import DONE, DROP, PICKUP, Level
 from envs.server import create_app
+from runtime.envserver import local_server
 
 UNWINNABLE = task_index_of(7, 6)
 MAX_TURNS = 100  # the longest of the 400 has 78
@@ -181,7 +181,7 @@ def test_the_search_is_minigrids_own_in_every_tie(monkeypatch):
         return found
 
     monkeypatch.setattr(Bot, "_breadth_first_search", both)
-    monkeypatch.setattr("envs.babyai_bot.BOT_ERRORS", (Stuck, DisappearedBoxError))
+    monkeypatch.setattr("envs.babyai.bot.BOT_ERRORS", (Stuck, DisappearedBoxError))
     env = BabyAI()
     for number in (7, 18, 28):
         env.reset(task_index_of(number, 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import prefix, weight_sync
-from prefix import opening_length
+from runtime.prefix import opening_length
 from update import Objective
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat import ChatTemplate
-from default_models import CHATML, resolve_model
 from models import load_tokenizer
+from runtime.default_models import CHATML, resolve_model
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

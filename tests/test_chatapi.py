@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
 from envclient import EnvConnectionError, EnvServerError, StepResult
 from envs import Task
-from envs.textcraft import TextCraft
+from envs.textcraft.env import TextCraft
+from reporting.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
 from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
 
 GARBAGE = "<html>bad gateway</html>"

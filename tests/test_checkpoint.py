@@ -9,10 +9,10 @@ import subprocess
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import CheckpointError
-from default_models import resolve_model
 from models import load_causal_lm, load_policy, load_tokenizer, save_policy
+from runtime import checkpoint
+from runtime.checkpoint import CheckpointError
+from runtime.default_models import resolve_model
 
 STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
 SAME = {"algorithm": "grpo", "model": "tiny"}

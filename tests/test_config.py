@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from cli import parse_command_line
 from config import (
     LAPTOP_LISTS,
     PAPER,
@@ -17,6 +16,7 @@ from config import (
     named_env,
 )
 from envs import ENVS, get_env, load_tasks
+from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (

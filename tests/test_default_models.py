@@ -1,4 +1,4 @@
-"""default_models.py: built once, aside, and the same on every machine."""
+"""runtime/default_models.py: built once, aside, and the same on every machine."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import default_models
-from default_models import resolve_model
+from runtime import default_models
+from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

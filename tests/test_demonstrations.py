@@ -6,10 +6,11 @@ import pytest
 from toy_env import NAME, Letters, registered, serve
 
 import demonstrations as module
-from demonstrations import candidates, demonstrations, play_demonstrations, read_agenttraj
+from demonstrations import candidates, demonstrations, play_demonstrations
 from envclient import EnvError, NotSupported, StepOutsideEpisode, connect
 from envs import OracleLost, load_tasks
 from envs.common import action_line
+from trajectory import read_agenttraj
 
 
 @pytest.fixture(autouse=True)

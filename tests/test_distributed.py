@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve, train_main
 
-import checkpoint
-import distributed
+from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]

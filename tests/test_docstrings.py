@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("envs/*.py")]
+WINGS = ("runtime", "reporting", "envs", "tools")
+SOURCES = [*ROOT.glob("*.py"), *(p for d in WINGS for p in (ROOT / d).rglob("*.py"))]
 MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)
     for file in SOURCES

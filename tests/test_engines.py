@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from default_models import resolve_model
 from engines import (
     EngineError,
     SamplingSettings,
@@ -17,6 +16,7 @@ from engines import (
     sample,
 )
 from models import PolicyModel, load_causal_lm, load_tokenizer
+from runtime.default_models import resolve_model
 
 
 @pytest.fixture(scope="module")

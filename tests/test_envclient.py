@@ -20,8 +20,6 @@ from types import SimpleNamespace
 import pytest
 
 import envclient
-import envhttp
-import envs.local
 from envclient import (
     AllServersDown,
     EnvConnectionError,
@@ -39,6 +37,7 @@ from envclient import (
     local_server,
 )
 from envs import load_tasks
+from runtime import envhttp, envserver
 
 ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
@@ -866,7 +865,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_server():
     assert done.stdout.strip() == "Crafting", done.stderr
 
 
-@pytest.mark.parametrize("module", [envclient, envs.local])
+@pytest.mark.parametrize("module", [envclient, envserver])
 def test_the_examples_in_the_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

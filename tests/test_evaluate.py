@@ -20,18 +20,18 @@ import engines
 import envs
 import evaluate
 from chat import ChatTemplate
-from default_models import resolve_model
 from engines import Generation
 from envclient import EnvError, EnvPool, EnvServerError
 from envs import load_tasks
 from envs.server import create_app
-from envs.textcraft import TextCraft
+from envs.textcraft.env import TextCraft
 from evaluate import EvalConfig, evaluate_policy, main, parse_command_line
-from metrics import MetricsLogger, summarize_trajectories
 from models import load_tokenizer
-from plots import plot
+from reporting.metrics import MetricsLogger, summarize_trajectories
+from reporting.plots import plot
+from reporting.scoring import summarize
 from rollout import RolloutSettings, TooManyEnvFailures
-from scoring import summarize
+from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = load_tasks("textcraft", "test")
@@ -372,7 +372,7 @@ class Worlds:
 
 @pytest.fixture
 def worlds(monkeypatch, tmp_path):
-    monkeypatch.setattr(envs, "IDS_DIR", tmp_path)
+    monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
     monkeypatch.setattr("envhttp.BACK_OFF_S", 0.001)
     with contextlib.ExitStack() as stack:
         state = Worlds({})

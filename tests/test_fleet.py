@@ -1,4 +1,4 @@
-"""fleet.py: against scripted servers, and one real vLLM server of the tiny model."""
+"""runtime/fleet.py: against scripted servers, and one real vLLM server of the tiny model."""
 
 import importlib.util
 import json
@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file
 from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
 
-import fleet
-import servers
 from engines import EngineError, Generation, SamplingSettings
-from fleet import FleetEngine
-from servers import serve_command, start_servers
+from runtime import fleet, servers
+from runtime.fleet import FleetEngine
+from runtime.servers import serve_command, start_servers
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from envs import jvm
-from envs.jvm import JavaMissing, JvmLost, JvmPool
-from envs.sciworld import SciWorld
+from envs.sciworld.env import SciWorld
+from envs.sciworld.jvm import JavaMissing, JvmLost, JvmPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -170,7 +170,7 @@ def test_without_the_package_the_machines_java_is_used_if_it_is_new_enough(monke
 def test_no_java_process_outlives_us_even_when_we_are_killed():
     program = (
         "import time\n"
-        "from envs.jvm import JvmPool\n"
+        "from envs.sciworld.jvm import JvmPool\n"
         "pool = JvmPool(2, heap='128m')\n"
         "seats = [pool.seat(), pool.seat()]\n"
         "print(*(seat.jvm.process.pid for seat in seats), flush=True)\n"

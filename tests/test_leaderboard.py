@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from test_scoring import episode_of
 
-import leaderboard
-from envs import ENVS, IDS_DIR, load_tasks
-from leaderboard import (
+from envs import ENVS, ids_dir, load_tasks
+from reporting import leaderboard
+from reporting.leaderboard import (
     MODELS,
     PAPER,
     Benchmark,
@@ -18,7 +18,7 @@ from leaderboard import (
     format_text,
     to_json,
 )
-from scoring import summarize
+from reporting.scoring import summarize
 
 # ------------------------------------------------------------------ the paper's numbers
 
@@ -51,7 +51,7 @@ def test_every_percentage_is_a_whole_number_of_tasks(items, success):
 
 def has_test_split(env):
     module = importlib.util.find_spec(ENVS[env].partition(":")[0])
-    return module is not None and (IDS_DIR / f"{env}_test.json").exists()
+    return module is not None and (ids_dir(env) / f"{env}_test.json").exists()
 
 
 @pytest.mark.parametrize("env", [env for env in ENVS if env in PAPER and has_test_split(env)])

@@ -12,10 +12,17 @@ from test_prefix import make
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from default_models import resolve_model
 from engines import TransformersEngine
-from lora import ALPHA_PER_RANK, adapters_off, add_lora, is_adapter, merged_weights, save_adapter
 from models import load_policy
+from runtime.default_models import resolve_model
+from runtime.lora import (
+    ALPHA_PER_RANK,
+    adapters_off,
+    add_lora,
+    is_adapter,
+    merged_weights,
+    save_adapter,
+)
 from update import Objective, forward_policy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import metrics
-from metrics import (
+from reporting import metrics
+from reporting.metrics import (
     GLOSSARY,
     METRICS,
     STOP_REASONS,
@@ -18,9 +18,9 @@ from metrics import (
     console_header,
     console_row,
     read_log,
+    repeated_tokens,
     summarize_trajectories,
 )
-from sentinels import repeated_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -278,7 +278,7 @@ def test_the_heading_returns_every_twenty_steps(tmp_path, capsys):
 
 def test_importing_metrics_loads_neither_torch_nor_matplotlib():
     heavy = "{'torch', 'matplotlib', 'transformers'}"
-    code = f"import sys, metrics; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, reporting.metrics; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

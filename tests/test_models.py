@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import models
-from default_models import CHATML, resolve_model
 from models import (
     CriticModel,
     PolicyModel,
@@ -19,6 +18,7 @@ from models import (
     num_parameters,
     save_policy,
 )
+from runtime.default_models import CHATML, resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK = torch.tensor(

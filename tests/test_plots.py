@@ -1,4 +1,4 @@
-"""plots.py draws what was logged, and nothing that was not."""
+"""reporting/plots.py draws what was logged, and nothing that was not."""
 
 import json
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from metrics import MetricsLogger
-from plots import plot, running_mean
+from reporting.metrics import MetricsLogger
+from reporting.plots import plot, running_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,7 +95,10 @@ def test_the_command_line_draws_and_refuses_misuse_in_one_line(tmp_path):
 
     def run(*arguments):
         return subprocess.run(
-            [sys.executable, "plots.py", *arguments], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "reporting.plots", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
 
     assert run(str(tmp_path)).stdout.strip() == str(tmp_path / "reward.png")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from batching import Batch
-from default_models import resolve_model
 from models import load_policy
-from prefix import group_cuts, opening_length, pack, tree_attention
+from runtime.default_models import resolve_model
+from runtime.prefix import group_cuts, opening_length, pack, tree_attention
 from update import Objective, cut, forward_policy
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from config import Config, hardware_defaults
 from envs import load_tasks
-from envs.babyai import BabyAI
+from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
-from envs.sciworld_ids import MAX_TURNS
-from envs.sciworld_tasks import find_task
+from envs.sciworld.splits import MAX_TURNS
+from envs.sciworld.tasks import find_task
 from recipes import scaling_inter, worlds
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from update import SHARING_PAYS
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FLAGS = {"--" + f.name.replace("_", "-") for f in fields(Config)}
-NOT_A_CONCEPT = {"setup_env.py", "conftest.py", "cli.py"}
+NOT_A_CONCEPT = {"tools/setup_env.py", "conftest.py", "runtime/cli.py"}
 
 
 def rows(heading: str) -> list[list[str]]:

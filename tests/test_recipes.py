@@ -313,7 +313,7 @@ def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it()
 
 def write_world(folder, env, seed, before, after, steps=20):
     """A result as `worlds.py run` writes it, for the first tasks of the short test list."""
-    file = f"envs/ids/{env}_simple_test.json"
+    file = f"envs/{env}/ids/{env}_simple_test.json"
     ids = [task.task_id for task in load_tasks(env, file=file)][: len(before)]
     made = result("rl", seed, before, after, steps)
     for evaluation in made["held_out"]:

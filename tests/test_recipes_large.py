@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli import parse_command_line
 from config import PAPER, Config, check, complete
 from evaluate import EvalConfig
 from recipes import memory
+from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -126,8 +126,8 @@ SHARDED = """
 import json, sys
 import torch
 from safetensors.torch import load_file
-import distributed
-from default_models import resolve_model
+from runtime import distributed
+from runtime.default_models import resolve_model
 from models import load_policy
 path = resolve_model("tiny")
 distributed.join()
@@ -299,7 +299,7 @@ def test_the_smoke_test_walks_to_its_last_line_and_a_second_walk_has_nothing_lef
     held = {i["item_id"] for i in json.loads((tmp_path / "run/held_out.json").read_text())}
     published = set()
     for split in ("train", "test"):
-        ids = json.loads((ROOT / f"envs/ids/textcraft_{split}.json").read_text())
+        ids = json.loads((ROOT / f"envs/textcraft/ids/textcraft_{split}.json").read_text())
         published |= {i["item_id"] for i in ids}
     assert held and not held & published
     again = script("textcraft_3b.sh", tmp_path, SMOKE="1")
@@ -417,7 +417,7 @@ def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, c
 
 
 def test_tiny_is_the_model_of_that_name():
-    from default_models import resolve_model
+    from runtime.default_models import resolve_model
 
     config = json.loads((Path(resolve_model("tiny")) / "config.json").read_text())
     shape = memory.SMALL["tiny"]
@@ -454,7 +454,7 @@ def test_checkpointing_lora_and_more_devices_never_need_more():
 
 
 def test_the_table_knows_whether_the_sampler_leaves_the_card():
-    text = "".join((ROOT / f).read_text() for f in ("train.py", "worker.py", "sync.py"))
+    text = "".join((ROOT / f).read_text() for f in ("train.py", "worker.py", "runtime/sync.py"))
     assert memory.SAMPLER_SLEEPS is bool(re.search(r"engine\.sleep\(", text))
 
 
@@ -463,7 +463,13 @@ def test_the_table_knows_whether_the_sampler_leaves_the_card():
 
 def test_the_page_on_recipes_names_every_file_and_flags_that_exist():
     page = (RECIPES / "README.md").read_text(encoding="utf-8")
-    for name in (*YAML, *SCRIPTS, "memory.py", "results/memory.md", "results/textcraft_3b.md"):
+    for name in (
+        *YAML,
+        *SCRIPTS,
+        "memory.py",
+        "results/memory.md",
+        "results/textcraft_3b.md",
+    ):
         assert f"`{name}`" in page, name
     table = (memory.RESULTS / "memory.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in page.splitlines() if re.match(r"\| [\d.]+B \|", line)]

@@ -26,7 +26,6 @@ from fakes import (
 )
 
 from chat import ChatTemplate
-from default_models import resolve_model
 from engines import EngineError
 from envclient import EnvPool, EnvServerError, EnvTimeout, NotSupported
 from envs import Task
@@ -40,6 +39,7 @@ from rollout import (
     collect,
     sampling_seed,
 )
+from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = word_tokenizer()

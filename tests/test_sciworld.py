@@ -18,9 +18,8 @@ import envs
 from envclient import EnvServerError, connect
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, jvm, load_tasks
 from envs.common import oracle_turns
-from envs.local import local_server
-from envs.sciworld import NO_RESTART, NOT_UNDERSTOOD, SciWorld
-from envs.sciworld_ids import (
+from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
+from envs.sciworld.splits import (
     MAX_TURNS,
     SHORT_KINDS,
     TEST_PER_KIND,
@@ -28,7 +27,7 @@ from envs.sciworld_ids import (
     benchmark_split,
     write_ids,
 )
-from envs.sciworld_tasks import (
+from envs.sciworld.tasks import (
     KINDS,
     NUM_VARIATIONS,
     STARTS,
@@ -39,7 +38,8 @@ from envs.sciworld_tasks import (
     test_indices,
     train_indices,
 )
-from envs.sciworld_thoughts import EXHAUSTED, thought
+from envs.sciworld.thoughts import EXHAUSTED, thought
+from runtime.envserver import local_server
 
 test_indices.__test__ = False  # type: ignore[attr-defined]  # not a test
 
@@ -156,7 +156,7 @@ def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
 @pytest.mark.slow
 def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
     for path in write_ids(tmp_path):
-        assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
+        assert path.read_bytes() == (envs.ids_dir("sciworld") / path.name).read_bytes()
 
 
 def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sentinels
-from metrics import METRICS
-from sentinels import RULES, Sentinels, repeated_tokens
+from reporting import sentinels
+from reporting.metrics import METRICS, repeated_tokens
+from reporting.sentinels import RULES, Sentinels
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "recipes" / "results"
@@ -569,7 +569,7 @@ def test_hand_worked_repetitions(text, repeated):
 
 def test_what_an_agent_ordinarily_says_is_far_below_the_limit():
     """The oracle's actions, split into words and into characters: no tokenizer lies outside."""
-    from envs.textcraft import TextCraft
+    from envs.textcraft.env import TextCraft
 
     env, rates = TextCraft(), {}
     for split in (r"\w+|\S", r"(?s)."):

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from envs import VERSION, EpisodeEndedError, NotResetError, TaskIndexError, Wire
 from envs.server import create_app
-from envs.textcraft import TextCraft
+from envs.textcraft.env import TextCraft
 
 ROOT = Path(__file__).parent.parent
 JSON = {"content-type": "application/json"}

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
-import setup_env
-from setup_env import SETS, Environment, SetupError, install_torch, requirement_lines
+from tools import setup_env
+from tools.setup_env import SETS, Environment, SetupError, install_torch, requirement_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FILES = [
-    *("Makefile", "setup_env.py", "pyproject.toml", "conftest.py", ".ci/run", "stubs/README.md"),
+    *(
+        "Makefile",
+        "tools/setup_env.py",
+        "pyproject.toml",
+        "conftest.py",
+        ".ci/run",
+        "stubs/README.md",
+    ),
     *(file.name for file in ROOT.glob("requirements*.txt")),
 ]
 
@@ -98,7 +105,7 @@ def test_a_stub_is_a_name_for_pip_and_nothing_to_import():
 
 
 def test_every_package_that_the_project_imports_is_a_direct_requirement():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("envs/*.py"), *ROOT.glob("tests/*.py")]
+    files = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and "stubs" not in p.parts]
     own = {file.stem for file in files} | {path.name for path in ROOT.iterdir()}
     imported = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
@@ -109,8 +116,8 @@ def test_every_package_that_the_project_imports_is_a_direct_requirement():
     foreign = imported - own - sys.stdlib_module_names
     distributions = importlib.metadata.packages_distributions()
     direct = pins("requirements.txt")
-    for extras in ROOT.glob("requirements-env-*.txt"):
-        direct |= pins(extras.name)
+    for extras in ROOT.glob("envs/*/requirements.txt"):
+        direct |= pins(str(extras.relative_to(ROOT)))
     names = {"PIL": ["pillow"]}  # what a machine without the environments' extras does not know
     missing = {
         module
@@ -142,8 +149,13 @@ DiskUsage = namedtuple("DiskUsage", "total used free")
 def checkout(tmp_path, monkeypatch):
     """A copy of the files that set-up reads, on a disk with room for every set."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(99e9, 9e9, 90e9))
-    for name in ("Makefile", "setup_env.py", *(f.name for f in ROOT.glob("requirements*.txt"))):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in (
+        "Makefile",
+        "tools/setup_env.py",
+        *(f.name for f in ROOT.glob("requirements*.txt")),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "envs").mkdir()
     shutil.copy(ROOT / "envs" / "__init__.py", tmp_path / "envs")
     shutil.copytree(
@@ -230,10 +242,11 @@ def test_make_setup_on_a_finished_environment_needs_neither_pip_nor_network(chec
 
 
 def test_an_environments_own_requirements_are_installed_once(checkout):
-    (checkout / "requirements-env-textcraft.txt").write_text("extra==1.0\n")
+    (checkout / "envs/textcraft").mkdir()
+    (checkout / "envs/textcraft/requirements.txt").write_text("extra==1.0\n")
     first, second = FakePip(checkout), None
     setup_env.setup("cpu", "textcraft", first)
-    assert "requirements-env-textcraft.txt" in " ".join(first.commands[-1])
+    assert "envs/textcraft/requirements.txt" in " ".join(first.commands[-1])
     second = FakePip(checkout)
     setup_env.setup("auto", "textcraft", second)
     assert second.commands == []
@@ -308,7 +321,8 @@ def test_an_old_python_is_refused_in_one_line(checkout):
     assert done.returncode != 0
     assert done.stderr.startswith(f"error: need Python 3.11 to 3.13, looked for: {fake}; ")
 
-    code = "import sys; sys.version_info = (3, 9, 18); import runpy; runpy.run_path('setup_env.py')"
+    code = "import runpy, sys; sys.version_info = (3, 9, 18); "
+    code += "runpy.run_path('tools/setup_env.py')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=60
     )
@@ -413,7 +427,7 @@ def dry_run(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("target", "command"),
     [
-        ("setup", 'setup_env.py --set auto --env "textcraft"'),
+        ("setup", 'tools/setup_env.py --set auto --env "textcraft"'),
         ("train", ".venv/bin/python train.py --env textcraft"),
         ("test", '.venv/bin/python -m pytest -q -m "not slow"'),
         ("test-slow", ".venv/bin/python -m pytest -q -m slow"),
@@ -426,7 +440,7 @@ def dry_run(*arguments: str) -> str:
 def test_every_target_first_sets_up_and_then_runs_its_command(target, command):
     printed = dry_run(target)
     assert command in printed
-    assert printed.index("setup_env.py") <= printed.index(command)
+    assert printed.index("tools/setup_env.py") <= printed.index(command)
 
 
 def test_make_alone_lists_every_target():

@@ -10,13 +10,14 @@ from toy_env import fresh_process_state
 
 import sft
 from chat import ChatTemplate
-from default_models import resolve_model
-from demonstrations import demonstrate, to_agenttraj
+from demonstrations import demonstrate
 from envclient import StepResult, connect, local_server
 from envs import load_tasks
-from envs.textcraft import TextCraft
+from envs.textcraft.env import TextCraft
 from models import load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
+from runtime.default_models import resolve_model
+from trajectory import to_agenttraj
 
 TASKS = load_tasks("textcraft", split="train")
 SETTINGS = sft.SftSettings(num_demonstrations=8, batch_size=4)

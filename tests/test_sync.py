@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-import sync
-from default_models import resolve_model
 from engines import TransformersEngine
-from lora import add_lora
 from models import load_policy
+from runtime import sync
+from runtime.default_models import resolve_model
+from runtime.lora import add_lora
 
 OPENINGS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 

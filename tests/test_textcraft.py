@@ -24,9 +24,9 @@ from envs import (
     get_env,
     load_tasks,
 )
-from envs.textcraft import TextCraft
-from envs.textcraft_ids import VARIANT_WORDS, family, plan_length, write_ids
-from envs.textcraft_recipes import FIRST_FILES, recipe_book
+from envs.textcraft.env import TextCraft
+from envs.textcraft.recipes import FIRST_FILES, recipe_book
+from envs.textcraft.splits import VARIANT_WORDS, family, plan_length, write_ids
 
 ROOT = Path(__file__).parent.parent
 NUM_TASKS = 544
@@ -75,7 +75,7 @@ def test_same_id_and_seed_give_the_same_texts_for_any_hash_seed_and_directory_or
         "    os.listdir = lambda *a: reverse(listdir(*a))\n"
         "    os.scandir = lambda *a: contextlib.nullcontext(reverse(scandir(*a)))\n"
         "random.seed({seed})\n"
-        "from envs.textcraft import TextCraft\n"
+        "from envs.textcraft.env import TextCraft\n"
         "env, digest = TextCraft(), hashlib.sha256()\n"
         "for index in range(544):\n"
         "    for seed in (0, 7):\n"
@@ -343,7 +343,7 @@ def test_the_prompt_is_short_and_shows_the_answer_format():
 
 def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
     for path in write_ids(tmp_path):
-        assert path.read_bytes() == (envs.IDS_DIR / path.name).read_bytes()
+        assert path.read_bytes() == (envs.ids_dir("textcraft") / path.name).read_bytes()
 
 
 def test_the_published_split_is_reproduced():

@@ -29,18 +29,17 @@ from toy_env import (
     write_ids,
 )
 
-import checkpoint
-import metrics
-import rundir
 import train
 import worker
 from config import Config
-from default_models import resolve_model
 from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
-from envs.textcraft import TextCraft
+from envs.textcraft.env import TextCraft
 from models import load_policy
-from sentinels import Alarm
+from reporting import metrics
+from reporting.sentinels import Alarm
+from runtime import checkpoint, rundir
+from runtime.default_models import resolve_model
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn
 
@@ -447,7 +446,7 @@ def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
         monkeypatch.setattr(EnvClient, "step", last_step)
         changes = {"env": "textcraft", "subtasks": ("depth 1",), "max_trajectory_tokens": 800}
         settings = options(tmp_path, url, **changes)
-        settings["tasks"] = "envs/ids/textcraft_family_train.json"
+        settings["tasks"] = "envs/textcraft/ids/textcraft_family_train.json"
         assert train_main(flags(**settings)) == 1
     finally:
         server.kill()
@@ -531,7 +530,7 @@ def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
             max_tokens_per_turn=24,
             max_trajectory_tokens=1000,
         )
-        settings["tasks"] = "envs/ids/textcraft_family_train.json"
+        settings["tasks"] = "envs/textcraft/ids/textcraft_family_train.json"
         process = spawn(flags(**settings))
         give_up_at = time.monotonic() + 120
         while len(resets) < 5 and process.poll() is None and time.monotonic() < give_up_at:

@@ -1,10 +1,12 @@
 """trajectory.py alone: it refuses what would break its promise. How it grows: test_rollout.py."""
 
+import json
+
 import pytest
 from fakes import ids_of, word_tokenizer
 
 from chat import ChatTemplate
-from trajectory import RolloutHandler
+from trajectory import RolloutHandler, Trajectory, Turn, from_line
 
 SYSTEM = [{"role": "system", "content": "rules"}]
 
@@ -47,3 +49,39 @@ def test_attention_and_positions_count_every_token(chat):
     handler.start(chat, SYSTEM, "dark")
     assert handler.attention_mask == [1] * 15
     assert handler.position_ids == list(range(15))
+
+
+def test_a_line_of_a_file_is_the_trajectory_again(chat):
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    handler.next_prompt()
+    turn = handler.add_action(chat, ids_of("light<e>"), [-1.5, -0.25])
+    turn.reward, turn.observation_text, turn.state = 0.5, "home", {"lamp": [1, None]}
+    handler.advantages = [0.0] * len(handler.input_ids)
+    handler.stop("success", success=True)
+    line = json.loads(json.dumps(handler.to_line()))
+    again = from_line(line)
+    assert isinstance(again, RolloutHandler)
+    assert again.to_line() == handler.to_line()
+    assert again.turns == handler.turns
+    again.check()
+
+
+def test_a_line_without_tokens_is_a_trajectory_again():
+    t = Trajectory("s1-t0-k0", 1, "fake", "fake_0", "easy", 0, 7, 3)
+    t.turns.append(Turn(None, "light", "home", 0.5))
+    t.stop("max_rounds")
+    again = from_line(json.loads(json.dumps(t.to_line())))
+    assert type(again) is Trajectory
+    assert again == t
+
+
+@pytest.mark.parametrize(
+    "change", [{"colour": "red"}, {"turns": [{"action": "x"}]}, {"step": None}]
+)
+def test_a_line_that_is_none_is_refused(change):
+    line = handler_of().to_line() | change
+    if change == {"step": None}:
+        del line["step"]
+    with pytest.raises(ValueError, match="s1-t0-k0 is no line of a trajectory"):
+        from_line(line)

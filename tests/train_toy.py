@@ -24,14 +24,13 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
 from toy_env import registered  # noqa: E402
 
-import checkpoint  # noqa: E402
-import distributed  # noqa: E402
-import metrics  # noqa: E402
 import train  # noqa: E402
 import worker  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
-from metrics import MetricsLogger  # noqa: E402
-from rundir import Run  # noqa: E402
+from reporting import metrics  # noqa: E402
+from reporting.metrics import MetricsLogger  # noqa: E402
+from runtime import checkpoint, distributed  # noqa: E402
+from runtime.rundir import Run  # noqa: E402
 from worker import Worker  # noqa: E402
 
 # What a process can be doing -> the function it does it in; they nest, and the innermost counts.

@@ -16,12 +16,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import distributed
 import update
 from advantages import gae, grpo
 from batching import Batch
-from lora import add_lora
 from models import CriticModel, PolicyModel
+from runtime import distributed
+from runtime.lora import add_lora
 from update import Objective, score_critic, score_policy, update_critic, update_policy
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)

@@ -1,0 +1,283 @@
+"""BabyAI: rooms, doors, keys and one instruction, told in words.
+
+The agent stands in a grid of rooms and is told what to do: "go to the red ball", "put the green box
+next to a grey door after you open the blue door". It sees the seven by seven cells before it, so it
+must look around, find keys and clear its way: a small world for language, search and memory.
+
+Description
+    40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated by minigrid, from one room to
+    nine with locked doors. task_index % 40 picks the level, task_index // 40 its seed
+    (envs/babyai/levels.py lists levels and sub-tasks).
+Action Space
+    A line of text: turn left, turn right, move forward, toggle, drop, check available actions, or a
+    macro action that walks by itself: go to OBJECT N, pickup OBJECT N, go through DOOR N,
+    toggle and go through DOOR N (envs/babyai/actions.py).
+Observation Space
+    Text. What happened (at first the goal), then what is in view with distances in steps, walls,
+    what is carried; the last line is the list of actions that are possible now. The view is that
+    of the moment (envs/babyai/view.py). An impossible action is answered with the reason and that
+    list, the last action of an episode with how it ended.
+Rewards
+    1 - 0.9 * steps / max_steps for the action that fulfils the mission, else 0; `steps` counts
+    minigrid's primitive actions, max_steps is the level's own (16 to 2880). An impossible action
+    costs no step.
+Episode End
+    Terminated when the mission is fulfilled, or has failed (a few levels forbid the wrong door or
+    object); then the return is 0. Truncated when max_steps primitive actions were played.
+Arguments
+    reset(task_index, seed=0). The index decides level and level seed, which leave nothing open: the
+    argument `seed` changes nothing.
+
+Differences from AgentGym's server, whose numbers are therefore not the same
+    - It ends an episode only for a reward above 0.5, never for a failure or at max_steps, and plays
+      on in the finished world. Here every end ends, and success is any positive return.
+    - Level 16 fails at the first correct door in minigrid; AgentGym passes over that with every
+      other failure, here exactly that verdict is corrected (envs/babyai/world.py).
+    - "toggle" also opens boxes and closes doors; without it level 26 cannot be solved. The prompt
+      names the actions that exist: AgentGym's says "pick up", its server wants "pickup".
+    - The words are our own, about two thirds as many; level 4 is the 6 x 6 room of its name.
+
+    >>> env = BabyAI()
+    >>> print(env.reset(task_index=3))
+    Your goal: go to the blue key
+    You see: blue key 1 (2 ahead, 1 left).
+    Walls: 4 ahead, 2 left, 3 right.
+    You carry nothing.
+    Available actions: ["turn left", "turn right", "move forward", "go to blue key 1", \
+"pickup blue key 1", "check available actions"]
+    >>> env.oracle()
+    ('I see blue key 1, which is my goal, so I go to blue key 1.', 'go to blue key 1')
+    >>> env.step("go to blue key 1")[:4]
+    ('You go to blue key 1.\\nThe goal is reached.', 0.925, True, False)
+
+Not fast (IS_FAST): a step takes 0.25 ms, but drawing a level 0.4 to 15 ms and the oracle 11 ms on
+average, half a second at worst.
+`python -m envs.babyai` lets you play; `--write-ids` writes the id lists of envs/ids again
+(envs/babyai/splits.py says how tasks are split). Read next: envs/babyai/levels.py, then
+envs/babyai/world.py.
+"""
+
+import base64
+import io
+import json
+from typing import Any, ClassVar
+
+from envs import Wire
+from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
+from envs.common import Stage, action_line, require_task, version_of
+
+MAX_ACTION_CHARS = 200  # what is longer is no action
+ARROWS = ">v<^"  # the agent in `state_for_people`, by direction
+
+
+class BabyAIWire(Wire):
+    """AgentGym's server adds a score, and answers /observation with a dict."""
+
+    title = "BabyAI"
+    index_default = None
+    shows_task_at_create = False
+    has_score = True
+    pays_once, solved_from = True, 1e-6  # that server plays on after a reward of 0.5 or less
+    paths = {"/render": ("POST", "render")}
+
+    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
+        return super().reset(session_id, turn, task_index) | {"deleted": False}
+
+    def observation(self, turn: dict) -> Any:
+        shown = {key: turn[key] for key in ("observation", "reward", "done")}
+        return shown | {"score": turn["info"]["score"], "deleted": False}
+
+
+class BabyAI:
+    """One BabyAI session; see the module docstring."""
+
+    PROMPT: ClassVar = [
+        {
+            "role": "system",
+            "content": "You move through rooms to reach a goal. Each turn is one action:\n"
+            "turn left, turn right, move forward\n"
+            "go to OBJECT N, pickup OBJECT N\n"
+            "go through DOOR N, toggle and go through DOOR N\n"
+            "toggle (a door or box ahead), drop, check available actions\n"
+            "Name things as you see them, as in: go to red ball 1. You see only what is before "
+            "you; a locked door needs the key of its color.\n"
+            "Answer in exactly two lines:\n"
+            "Thought: why\n"
+            "Action: one action",
+        }
+    ]
+    WIRE = BabyAIWire()
+    IS_FAST = False
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stage = Stage()
+        self._level: Any = None  # envs.babyai.world.Level; minigrid is not imported here
+        self._view: Any = None
+        self._oracle: Any = None
+        self._actions: list[str] = []
+        self._turns: list[int] = []  # primitive actions before each turn
+        self._score = 0.0
+
+    @staticmethod
+    def num_tasks() -> int:
+        return len(LEVELS) * NUM_SEEDS
+
+    @staticmethod
+    def subtask(task_index: int) -> str:
+        return SUBTASKS[task_index % len(SUBTASKS)]
+
+    @staticmethod
+    def variant() -> str:
+        return f"minigrid {version_of('minigrid')}"
+
+    @classmethod
+    def open_shared(cls) -> None:
+        """Imports minigrid before the first request.
+
+        Raises:
+            ModuleNotFoundError: it is not installed; the message says how to.
+        """
+        import envs.babyai.world  # noqa: F401
+
+    def reset(self, task_index: int, seed: int = 0) -> str:
+        """Starts the episode and returns the first observation. `seed` changes nothing.
+
+        Raises:
+            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
+            ModuleNotFoundError: minigrid is not installed; the message says how to.
+        """
+        require_task(type(self), task_index)
+        from envs.babyai.world import Level
+
+        self._forget()
+        self._level = Level(*level_and_seed(task_index))
+        self._stage.begin()
+        return f"Your goal: {self._level.mission}\n{self._look()}"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Plays one action: observation, reward, terminated, truncated, info.
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+        """
+        self._stage.require_running()
+        from envs.babyai.actions import CHECK, Impossible, perform
+
+        level = self._level
+        action = " ".join(action.lower().split()) if len(action) <= MAX_ACTION_CHARS else "too long"
+        self._turns.append(len(level.history))
+        reward, ended = 0.0, False
+        if action == CHECK:
+            observation = self._actions_line()
+        else:
+            try:
+                happened = perform(level, self._view, action)
+            except Impossible as reason:
+                observation = f"Not possible: {reason}.\n{self._actions_line()}"
+            else:
+                reward, ended = level.reward, level.ended
+                observation = f"{happened}\n{self._how_it_ended() if ended else self._look()}"
+        if ended:
+            self._stage.end()
+            self._actions = []
+        self._score += reward
+        info = {"success": reward > 0, "score": self._score}
+        return observation, reward, ended and level.terminated, ended and level.truncated, info
+
+    def _look(self) -> str:
+        from envs.babyai.actions import available
+        from envs.babyai.view import View
+
+        self._view = View(self._level)
+        self._actions = available(self._level, self._view)
+        return f"{self._view.words()}\n{self._actions_line()}"
+
+    def _actions_line(self) -> str:
+        return f"Available actions: {json.dumps(self._actions)}"
+
+    def _how_it_ended(self) -> str:
+        if self._level.reward > 0:
+            return "The goal is reached."
+        if self._level.terminated:
+            return "The goal can no longer be reached."
+        return f"All {self._level.env.max_steps} steps are used up."
+
+    @staticmethod
+    def parse(model_text: str) -> str:
+        """The action of the one 'Action:' line in lower case, with everything but letters, digits,
+        commas and single spaces removed, as AgentGym's client does.
+
+        Raises:
+            ParseError: no 'Action:', more than one, or nothing after it.
+        """
+        return action_line(model_text, drop="[^A-Za-z0-9, ]").lower()
+
+    def available_actions(self) -> list[str]:
+        """Actions that are possible now, as the last observation lists them.
+
+        Raises:
+            NotResetError: before the first reset.
+        """
+        self._stage.require_episode()
+        return list(self._actions)
+
+    def oracle(self) -> tuple[str, str]:
+        """A thought and the next action of minigrid's bot, in the words of this world.
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+            OracleLost: no good move is known from here.
+        """
+        self._stage.require_running()
+        from envs.babyai.oracle import Oracle
+
+        if self._oracle is None:
+            self._oracle = Oracle(self._level)
+        return self._oracle.move(self._view, self._turns)
+
+    def state_for_people(self) -> dict:
+        """Mission, grid and where the agent stands, for display. `grid` has a row of text for each
+        row of cells, two letters a cell: kind (Wall, Key, bAll, Box, Door, Locked door, __ open
+        door) and color; the agent is an arrow.
+
+        Raises:
+            NotResetError: before the first reset.
+        """
+        self._stage.require_episode()
+        level = self._level
+        carrying = level.env.carrying
+        return {
+            "level": level.name,
+            "level_seed": level.seed,
+            "mission": level.mission,
+            "carrying": f"{carrying.color} {carrying.type}" if carrying else None,
+            "position": list(level.position),
+            "direction": ("right", "down", "left", "up")[level.direction],
+            "steps": len(level.history),
+            "max_steps": int(level.env.max_steps),
+            "grid": level.env.pprint_grid().replace("VV", "vv").split("\n"),
+            "available_actions": list(self._actions),
+            "score": self._score,
+            "success": self._score > 0,
+        }
+
+    def render(self) -> str:
+        """The whole level as a PNG in a data URL, what is in view lighter; 32 pixels a cell.
+
+        Raises:
+            NotResetError: before the first reset.
+        """
+        self._stage.require_episode()
+        from PIL import Image
+
+        frame = self._level.env.get_frame(highlight=True, tile_size=32)  # (height, width, 3) uint8
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, format="PNG")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+
+    def close(self) -> None:
+        """Lets go of the level; only a reset goes on from here."""
+        self._forget()

@@ -1,0 +1,64 @@
+"""The 40 levels of BabyAI in the order that AgentGym numbers them, and the sub-task of each.
+
+A task index names a level and the seed of that level:
+
+    level number = task_index % 40 + 1        level seed = task_index // 40
+
+so tasks 0-39 are the 40 levels with seed 0, tasks 40-79 the same levels with seed 1.
+
+    >>> level_and_seed(0), level_and_seed(83)
+    ((1, 0), (4, 2))
+    >>> LEVELS[3], SUBTASKS[3]
+    ('BabyAI-GoToObjS6-v1', 'GoTo')
+
+Level 4 is GoToObjS6-v0 in AgentGym's list. minigrid before 2.5 built a room of 4 x 4 under that
+name, later ones refuse it; -v1 has the 6 x 6 that the name says, so this level alone differs.
+
+Sub-tasks are those of AgentGym-RL's tables, six names for 90 test items: GoTo 55, Pickup 15,
+ActionObjDoor, FindObjS7, OneRoomS20 and SynthLoc 5 each. Which levels stand behind a name is not
+published. The counts fit five items a level with eleven GoTo levels (1 to 11), three Pickup levels
+and one level each for the rest; that is an inference. Every other level is a sub-task of its own,
+under its own name.
+
+Nothing here needs minigrid. Read next: envs/babyai/world.py.
+"""
+
+NUM_SEEDS = 1000  # of each level; minigrid has no limit, a list of tasks needs one
+
+LEVELS = tuple(
+    f"BabyAI-{name}-{'v1' if name == 'GoToObjS6' else 'v0'}"
+    for name in (
+        # 1 to 11
+        "GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 "
+        "GoToImpUnlock GoToSeqS5R2 GoToRedBlueBall GoToDoor GoToObjDoor "
+        # 12 to 21
+        "Open OpenRedDoor OpenDoorLoc OpenRedBlueDoorsDebug OpenDoorsOrderN4Debug "
+        "Pickup UnblockPickup PickupLoc PickupDistDebug PickupAbove "
+        # 22 to 29
+        "PutNextLocalS6N4 PutNextS7N4Carrying "
+        "Unlock UnlockLocalDist KeyInBox UnlockPickupDist BlockedUnlockPickup UnlockToUnlock "
+        # 30 to 40
+        "ActionObjDoor FindObjS7 KeyCorridorS6R3 OneRoomS20 MoveTwoAcrossS8N9 "
+        "SynthS5R2 SynthLoc SynthSeq MiniBossLevel BossLevel BossLevelNoUnlock"
+    ).split()
+)
+
+
+def _subtask(level: str) -> str:
+    name = level[len("BabyAI-") : -len("-v0")]
+    if name.startswith("GoTo"):
+        return "GoTo"
+    return "Pickup" if name in ("Pickup", "PickupLoc", "PickupAbove") else name
+
+
+SUBTASKS = tuple(_subtask(level) for level in LEVELS)
+
+
+def level_and_seed(task_index: int) -> tuple[int, int]:
+    """(level number 1..40, level seed) of a task."""
+    return task_index % len(LEVELS) + 1, task_index // len(LEVELS)
+
+
+def task_index_of(number: int, seed: int) -> int:
+    """The inverse of `level_and_seed`."""
+    return number - 1 + len(LEVELS) * seed

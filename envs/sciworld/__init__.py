@@ -1,0 +1,5 @@
+"""SciWorld: elementary-school science in a house of ten places. The world is env.py."""
+
+from envs.sciworld.env import SciWorld
+
+__all__ = ["SciWorld"]

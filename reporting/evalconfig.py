@@ -1,0 +1,172 @@
+"""What an evaluation can be asked: every option of evaluate.py, and what contradicts.
+
+One flat dataclass: a field is a flag, its docstring the help text (runtime/cli.py), with meaning,
+unit and the paper's value. What no run can honour is refused before anything is loaded or written:
+
+    >>> EvalConfig(samples=4, temperature=0.0).check()
+    Traceback (most recent call last):
+    ValueError: --temperature 0 plays 4 times the same; use --samples 1
+    >>> EvalConfig().horizons("babyai")  # turns, as the paper's evaluation scripts set them
+    [20]
+
+Read next: evaluate.py.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from reporting.leaderboard import DEFAULT_ROUNDS, PAPER
+
+ALL = "all"  # --env all
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
+
+    env: str = "textcraft"
+    """environment (name), or `all`: every one in turn, in a table beside the paper's numbers"""
+    tasks: str | None = None
+    """id list to play instead of --split (JSON file)"""
+    split: Literal["train", "test"] | None = None
+    """id list that comes with the environment (without it: test)"""
+    subtasks: tuple[str, ...] = ()
+    """play these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (names; without it: all)"""
+    limit: int | None = None
+    """play the first tasks of each sub-task alone, for a quick look (count; without it: all)"""
+    model: str | None = None
+    """smollm2-135m, tiny, a checkpoint folder or a hub id (without it: smollm2-135m on a
+    CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """what samples from --model"""
+    api_base: str | None = None
+    """base URL of an OpenAI-compatible chat server, in place of --model (URL)"""
+    api_model: str | None = None
+    """model name to ask that server for"""
+    api_key_env: str | None = None
+    """environment variable that holds the server's key (name; without it: no key is sent)"""
+    samples: int = 1
+    """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
+    max_rounds: tuple[int, ...] = ()
+    """turns an episode may take; several give the curve over turns at the cost of the longest
+    (turns; without it the paper's: 30 textcraft, sciworld, searchqa; 20 babyai; 15 webarena;
+    30 for an environment it does not have)"""
+    temperature: float = 1.0
+    """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
+    seed: int = 0
+    """of environments, sampling and bootstrap"""
+    max_tokens_per_turn: int = 512
+    """longest answer of the policy (tokens; paper: 512, or 200)"""
+    max_trajectory_tokens: int = 8192
+    """longest episode, prompt included (tokens; paper: 10752 for textcraft); not for --api-base"""
+    env_addr: tuple[str, ...] = ()
+    """addresses of running environment servers (URLs; without it: one is started here)"""
+    env_workers: int = 32
+    """environment calls, or with --api-base episodes, under way at a time (count)"""
+    max_env_failures: float = 0.2
+    """share of trajectories lost to servers above which the run fails (0..1)"""
+    deterministic: bool = False
+    """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
+    out: str | None = None
+    """new folder for the results (without it: runs/eval-<env>-<date-time>/)"""
+    resume: bool = False
+    """with --env all: families that --out holds complete are not played again"""
+    compare: tuple[str, ...] = ()
+    """two eval.json: print the paired difference and stop"""
+
+    def horizons(self, env: str) -> list[int]:
+        """--max-rounds, ascending; without it the paper's horizon of `env`."""
+        usual = PAPER[env].max_rounds if env in PAPER else DEFAULT_ROUNDS
+        return sorted(set(self.max_rounds)) or [usual]
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range or options that contradict each other."""
+        rules = (
+            (len(self.compare) in (0, 2), f"--compare takes two files, got {len(self.compare)}"),
+            (self.samples >= 1, f"--samples {self.samples} must be at least 1"),
+            (
+                min(self.max_rounds, default=1) >= 1,
+                f"--max-rounds {' '.join(map(str, self.max_rounds))} must be counts of at least 1",
+            ),
+            (self.limit is None or self.limit >= 1, f"--limit {self.limit} must be at least 1"),
+            (
+                self.temperature >= 0 and math.isfinite(self.temperature),
+                f"--temperature {self.temperature} must be 0 or more",
+            ),
+            (
+                self.temperature > 0 or self.samples == 1,
+                f"--temperature 0 plays {self.samples} times the same; use --samples 1",
+            ),
+            (self.seed >= 0, f"--seed {self.seed} must be 0 or more"),
+            (
+                1 <= self.max_tokens_per_turn < self.max_trajectory_tokens,
+                f"--max-tokens-per-turn {self.max_tokens_per_turn} must be at least 1 and below "
+                f"--max-trajectory-tokens {self.max_trajectory_tokens}",
+            ),
+            (self.env_workers >= 1, f"--env-workers {self.env_workers} must be at least 1"),
+            (
+                0 <= self.max_env_failures <= 1,
+                f"--max-env-failures {self.max_env_failures} must be a share, 0 to 1",
+            ),
+            (
+                not (self.tasks and self.split),
+                f"--tasks {self.tasks} and --split {self.split} both name tasks; give one",
+            ),
+            (
+                not (self.model and self.api_base),
+                f"--model {self.model} and --api-base {self.api_base} exclude each other",
+            ),
+            (
+                bool(self.api_base) == bool(self.api_model),
+                "--api-base and --api-model go together: where the server is, what to ask it for",
+            ),
+            (
+                self.api_base or not self.api_key_env,
+                "--api-key-env has a use only with --api-base",
+            ),
+            (
+                not self.api_key_env or os.environ.get(self.api_key_env),
+                f"--api-key-env {self.api_key_env}: this environment variable is not set",
+            ),
+            (
+                not (self.api_base and self.deterministic),
+                "--deterministic is not possible with --api-base: the server decides",
+            ),
+            (
+                not self.resume or (self.env == ALL and self.out),
+                "--resume goes with --env all and --out: which folder to go on with",
+            ),
+        )
+        for holds, problem in rules:
+            if not holds:
+                raise ValueError(problem)
+        for flag, url in [("--env-addr", url) for url in self.env_addr] + [
+            ("--api-base", self.api_base or "http://")
+        ]:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{flag} {url} is not a URL; expected http://HOST:PORT")
+        if self.env == ALL:
+            self._check_all()
+        out = Path(self.out or "")
+        if self.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            if not self.resume:
+                raise ValueError(f"--out {self.out} exists and is not empty; choose a new folder")
+            if not (out / "benchmark.json").exists():
+                raise ValueError(f"--resume: --out {self.out} holds no results of --env all")
+
+    def _check_all(self) -> None:
+        """Raises ValueError for options that name servers or tasks of one environment."""
+        for flag, value in (
+            ("--env-addr", self.env_addr),
+            ("--tasks", self.tasks),
+            ("--subtasks", self.subtasks),
+            ("--split train", self.split == "train"),
+        ):
+            if value:
+                raise ValueError(
+                    f"{flag} is not possible with --env all, which starts a server for each "
+                    "environment and plays its test split"
+                )

@@ -1,0 +1,237 @@
+"""
+The benchmark's table: what one model scores in every family, beside the paper's numbers.
+
+A family is one environment with its sub-tasks. What is measured is defined in reporting/scoring.py;
+here it is laid next to what AgentGym-RL printed (arXiv 2509.08755, success in %, Qwen2.5-Instruct):
+
+    base 3B, base 7B    the model before any training
+    AG-3B, AG-7B        trained at a fixed horizon
+    SI-7B               trained with ScalingInter-RL; the only one given here per sub-task
+
+Two numbers side by side are comparable when the same was asked. The published ones are of one
+sample per task at temperature 1, with at most `max_rounds` turns, over `items` tasks, and come
+without an interval: WebArena's 26 against 22 are two tasks. So the table marks with "!" every row
+whose number of tasks is not the paper's, and says below what else differs: horizon, temperature,
+episodes that were lost. How many tasks a sub-task has is not listed by the authors; the counts in
+`PAPER` are the ones that add up to all their percentages (the test checks the sums).
+
+A family without numbers keeps its row, with the reason: a table that leaves it out looks complete.
+An evaluation that was cut short is such a family too, for the episodes that end first are not a
+fair sample: solved ones are shorter.
+
+    >>> PAPER["babyai"].subtasks["GoTo"]
+    (55, 100.0)
+    >>> played = Benchmark("tiny", samples=1, temperature=1.0, seed=0, families={"mars": "no Java"})
+    >>> format_text(played).splitlines()[2]
+    'mars    not measured: no Java'
+
+Read next: evaluate.py, which plays what this file shows (`--env all`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MODELS = ("base 3B", "base 7B", "AG-3B", "AG-7B", "SI-7B")
+PAPER_TEMPERATURE = 1.0
+DEFAULT_ROUNDS = 30  # of an environment that the paper does not have
+REASON = "not measured: "
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper says of one family."""
+
+    items: int  # tasks of its test
+    max_rounds: int  # turns, as its evaluation scripts set them
+    success: tuple[float, ...]  # %, in the order of MODELS
+    subtasks: Mapping[str, tuple[int, float]]  # name -> tasks of its test, SI-7B in %
+    ours: str = ""  # what differs in our environment
+
+    def row(self, name: str) -> tuple[int, tuple[float | None, ...]]:
+        """Tasks and success per model of a sub-task, or of "all"; 0 tasks where it has none."""
+        if name == "all":
+            return self.items, self.success
+        items, success = self.subtasks.get(name, (0, None))
+        return items, (None,) * (len(MODELS) - 1) + (success,)
+
+
+# fmt: off
+PAPER = {
+    "textcraft": Paper(
+        100, 30, (14.0, 42.0, 75.0, 89.0, 91.0),
+        {"depth 1": (31, 100.0), "depth 2": (41, 97.6), "depth 3": (25, 76.0),
+         "depth 4": (3, 33.3)},
+        "the test ids are the published ranges",
+    ),
+    "babyai": Paper(
+        90, 20, (52.2, 66.7, 93.3, 92.2, 96.7),
+        {"GoTo": (55, 100.0), "Pickup": (15, 93.3), "ActionObjDoor": (5, 100.0),
+         "FindObjS7": (5, 80.0), "OneRoomS20": (5, 80.0), "SynthLoc": (5, 100.0)},
+        "an episode ends whenever its mission is done, the test ids are our own",
+    ),
+    "sciworld": Paper(
+        200, 30, (1.0, 1.5, 22.5, 50.5, 57.0),
+        {"Measurement": (53, 34.0), "Electricity": (83, 55.4), "Classification": (44, 88.6),
+         "Chemistry": (5, 0.0), "Biology": (15, 73.3)},
+        "success is a score of 100, the test ids are our own",
+    ),
+    "searchqa": Paper(
+        400, 30, (13.5, 18.8, 25.8, 34.0, 38.3),
+        {"NQ": (50, 52.0), "TriviaQA": (50, 70.0), "PopQA": (50, 46.0), "HotpotQA": (50, 42.0),
+         "2WikiMultihopQA": (50, 44.0), "Bamboogle": (50, 24.0), "Musique": (100, 14.0)},
+    ),
+    "webarena": Paper(
+        50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # 9.8 as printed, though 50 tasks give even percents
+        {"Shopping": (15, 33.3), "CMS": (15, 26.7), "Maps": (10, 20.0),
+         "GitLab and Reddit": (10, 20.0)},  # two sub-tasks, one column in print
+    ),
+}
+# fmt: on
+
+Summary = Mapping[str, Any]  # what scoring.summarize returns
+
+
+@dataclass
+class Benchmark:
+    """What one model scored: per family a summary, or the reason why there is none."""
+
+    model: str
+    samples: int
+    temperature: float
+    seed: int
+    families: dict[str, Summary | str] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> dict[str, Summary]:
+        return {env: s for env, s in self.families.items() if not isinstance(s, str)}
+
+
+def differences(benchmark: Benchmark) -> list[str]:
+    """What makes the measured numbers not comparable to the paper's; one line each."""
+    lines = []
+    if benchmark.measured and benchmark.temperature != PAPER_TEMPERATURE:
+        lines.append(f"temperature {benchmark.temperature:g}, the paper's is {PAPER_TEMPERATURE:g}")
+    for env, summary in benchmark.measured.items():
+        lost, rounds = summary["lost"], summary["max_rounds"][-1]
+        if lost["trajectories"]:
+            of = f"{lost['trajectories']} of {lost['of']}"
+            lines.append(f"{env}: {of} episodes were lost to infrastructure, they are in no number")
+        if env not in PAPER:
+            continue
+        counts = {name: (_items(row), PAPER[env].row(name)[0]) for name, row in _ours(env, summary)}
+        others = [f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper]
+        if others:
+            lines.append(f"{env}: other tasks than the paper's test ({', '.join(others)})")
+        if rounds != PAPER[env].max_rounds:
+            lines.append(f"{env}: up to {rounds} turns, the paper's {PAPER[env].max_rounds}")
+    return lines
+
+
+def to_json(benchmark: Benchmark) -> dict[str, Any]:
+    """The content of benchmark.json: the table's numbers, unrounded, and the paper's."""
+    families: dict[str, Any] = {}
+    for env, summary in benchmark.families.items():
+        if isinstance(summary, str):
+            families[env] = {"not_measured": summary}
+        else:
+            keys = ("max_rounds", "overall", "subtasks", "lost")
+            families[env] = {key: summary[key] for key in keys}
+        families[env]["paper"] = asdict(PAPER[env]) if env in PAPER else None
+    own = {key: getattr(benchmark, key) for key in ("model", "samples", "temperature", "seed")}
+    return own | {"families": families, "differences": differences(benchmark)}
+
+
+# ----------------------------------------------------------------------------------------------
+# Two ways to write it
+
+
+def format_text(benchmark: Benchmark) -> str:
+    """The table for a terminal."""
+    head, *rows = [row[:2] if row[1].startswith(REASON) else row for row in _rows(benchmark)]
+    whole = [head, *(row for row in rows if len(row) == len(head))]
+    widths = [max(len(row[column]) for row in whole) for column in range(len(head))]
+    widths[0] = max(len(row[0]) for row in [head, *rows])
+    lines = []
+    for row in [head, *rows]:
+        names = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
+        lines.append("  ".join(names + numbers).rstrip())
+    return "\n".join([_title(benchmark), *lines, "", *_notes(benchmark)])
+
+
+def format_markdown(benchmark: Benchmark) -> str:
+    """The same table as Markdown."""
+    head, *rows = [[cell.replace("|", "/") for cell in row] for row in _rows(benchmark)]
+    ruler = ["---", "---", *("---:" for _ in head[2:])]
+    table = ["| " + " | ".join(row) + " |" for row in [head, ruler, *rows]]
+    notes = [line for note in _notes(benchmark) for line in ("", note)]
+    return "\n".join([f"# {_title(benchmark)}", "", *table, *notes]) + "\n"
+
+
+def _title(benchmark: Benchmark) -> str:
+    b = benchmark
+    return f"{b.model}: {b.samples} per task, temperature {b.temperature:g}, seed {b.seed}"
+
+
+def _rows(benchmark: Benchmark) -> list[list[str]]:
+    """The cells: a heading, then per family its sub-tasks and "all"."""
+    k = benchmark.samples
+    scores = {"avg": f"avg@{k} % [95 %]"} | ({"pass": f"pass@{k} % [95 %]"} if k > 1 else {})
+    rows = [["family", "sub-task", "items", *scores.values(), "paper's items", *MODELS]]
+    for env, summary in benchmark.families.items():
+        if isinstance(summary, str):
+            ours = [REASON + _short(summary), *[""] * (1 + len(scores))]
+            rows.append([env, *ours, *_published(env, "all")])
+            continue
+        for name, row in _ours(env, summary):
+            is_other = env in PAPER and _items(row) != PAPER[env].row(name)[0]
+            items = f"{_items(row)} !" if is_other else str(_items(row))
+            cells = [_percent(row[key]) if row else "-" for key in scores]
+            rows.append([env, name, items, *cells, *_published(env, name)])
+    return rows
+
+
+def _notes(benchmark: Benchmark) -> list[str]:
+    turns = [f"{env} {summary['max_rounds'][-1]}" for env, summary in benchmark.measured.items()]
+    ours = [f"{env}: {PAPER[env].ours}" for env in benchmark.families if env in PAPER]
+    return [
+        *(f"! not comparable: {line}" for line in differences(benchmark)),
+        *([f"Turns of an episode at most: {', '.join(turns)}."] if turns else []),
+        "The paper's numbers: success in %, one sample per task at temperature 1 (arXiv "
+        "2509.08755); how many items a sub-task has is inferred from its percentages.",
+        *([f"What differs in our environments: {'; '.join(ours)}."] if ours else []),
+    ]
+
+
+def _ours(env: str, summary: Summary) -> list[tuple[str, Summary | None]]:
+    """(name, row) per line: the paper's sub-tasks in its order, those it lacks, then "all"."""
+    measured = summary["subtasks"]
+    published = PAPER[env].subtasks if env in PAPER else {}
+    names = [*published, *(name for name in measured if name not in published)]
+    return [*((name, measured.get(name)) for name in names), ("all", summary["overall"])]
+
+
+def _items(row: Summary | None) -> int:
+    return row["items"] if row else 0
+
+
+def _published(env: str, name: str) -> list[str]:
+    """The cells right of ours: the paper's items and one number per model."""
+    if env not in PAPER:
+        return [""] * (1 + len(MODELS))
+    items, success = PAPER[env].row(name)
+    return [str(items), *("" if number is None else f"{number:.1f}" for number in success)]
+
+
+def _percent(estimate: Mapping[str, Any]) -> str:
+    if estimate["value"] is None:
+        return "-"
+    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+    return f"{value:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _short(reason: str, limit: int = 200) -> str:
+    """One line; of a long one the ends, for a traceback says last what is wrong."""
+    line, half = " ".join(reason.split()), limit // 2
+    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"

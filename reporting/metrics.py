@@ -1,0 +1,369 @@
+"""What a run writes down: one definition for every logged name, two log files, one line a step.
+
+A number that nobody can define is worse than none, so `GLOSSARY` holds one sentence for each name
+and `MetricsLogger.log` refuses a name that is not in it. There are two files because there are two
+kinds of number:
+
+    metrics.jsonl   what follows from the seed: returns, losses, counts. Under `--deterministic` two
+                    runs with one seed write the same bytes, and so do an interrupted-and-resumed
+                    run and an uninterrupted one; therefore no time may enter
+    timings.jsonl   seconds, tokens per second, bytes: different in every run
+
+Both have one JSON object a line, `{"step": 7, name: value, ...}`, appended and flushed at once. A
+value that is not finite is written as null (JSON has no NaN): a hole in a curve, not a reader's
+error. On resume both files are cut back to the checkpoint's step, together with the half line that
+a crash may have left.
+
+The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
+
+    R_i                  = Σ_n r_{i,n}                     return: the sum of the turns' rewards
+    return_mean          = (1/N) Σ_i R_i
+    success_rate         = (1/N) Σ_i 1[the env says: solved]
+    action_tokens_mean   = (1/N) Σ_i Σ_t loss_mask_{i,t}   only tokens that the policy sampled
+    groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups without a GRPO signal
+
+N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
+nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
+
+The reference (AgentGym-RL, `verl/agent_trainer/ppo/ray_trainer.py`, `compute_data_metrics`) takes
+the prompt length as attention_mask.sum() - response_mask.sum(), which counts every observation as
+prompt, and knows one score, the last turn's reward. We count tokens by `loss_mask` and keep return
+and success apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and completes 1.5 %.
+
+Read next: reporting/plots.py, which draws these numbers; train.py, which logs them.
+"""
+
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trajectory import LOST, STOP_REASONS, RolloutHandler
+
+# Deterministic given the seed: metrics.jsonl.
+METRICS: dict[str, str] = {
+    # train/: this step's trajectories, sampled before the update. Invalid ones are in no mean.
+    "train/return_mean": "mean over valid trajectories of the sum of rewards (0..1)",
+    "train/success_rate": "share of valid trajectories that the env declared solved (0..1)",
+    "train/turns_mean": "mean number of turns of a valid trajectory (turns)",
+    "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
+    "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt and all (tokens)",
+    "train/parse_error_rate": "share of turns without an action in the asked-for format (0..1)",
+    "train/repeated_token_rate": "share of sampled tokens in repeated 4-grams of their turn (0..1)",
+    "train/groups": "number of tasks with at least one valid trajectory (count)",
+    "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
+    "train/trajectories_used": "number of trajectories that entered the loss (count)",
+    "train/env_failures": "number of trajectories lost to the env server or the engine (count)",
+    **{
+        f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
+        for reason, why in STOP_REASONS.items()
+    },
+    "horizon/max_rounds": "turns the scheduler allowed at this step (turns)",
+    # policy/: means over policy tokens and over this step's optimizer steps.
+    "policy/loss": "clipped policy loss with its KL and entropy terms, per policy token (nats)",
+    "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
+    "policy/approx_kl": "KL(policy before this update || policy now), per policy token (nats)",
+    "policy/entropy": "entropy of the next-token distribution at policy tokens, mean (nats)",
+    "policy/clip_frac": "share of policy tokens where the PPO clip was active (0..1)",
+    "policy/grad_norm": "global gradient norm before clipping, mean over optimizer steps (1)",
+    "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
+    "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
+    "policy/skipped_steps": "mini-batches without a step: no signal or not finite (count)",
+    "critic/loss": "clipped value loss, per policy token (squared return)",
+    "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
+    "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
+    "critic/explained_variance": "1 - Var[returns - values] / Var[returns] at policy tokens (1)",
+    "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
+    "sampler/log_prob_diff_max": "largest such difference in the step (nats)",
+    "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
+    "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
+    "kl/coef": "coefficient of the KL penalty in the reward (1)",
+    "data/epoch": "passes over the training tasks so far (epochs)",
+    "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
+    "data/signal_share": "those over the policy tokens of all comparable trajectories (0..1)",
+    # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json.
+    "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
+    "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
+    "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
+}
+
+# Different in every run: timings.jsonl.
+TIMINGS: dict[str, str] = {
+    "time/rollout_s": "wall time of sampling this step's trajectories (s)",
+    "time/log_probs_s": "wall time of recomputing old, reference and value predictions (s)",
+    "time/advantages_s": "wall time of the advantage estimator (s)",
+    "time/update_s": "wall time of all optimizer steps (s)",
+    "time/sync_s": "wall time of copying the weights into the sampler and probing it (s)",
+    "time/eval_s": "wall time of the held-out evaluation (s)",
+    "time/save_s": "wall time of writing the checkpoint (s)",
+    "time/step_s": "wall time of the whole step (s)",
+    "rollout/generated_tokens_per_s": "tokens sampled, over the rollout's time (tokens/s)",
+    "rollout/engine_idle_share": "share of the rollout in which the engine had no request (0..1)",
+    "update/tokens_per_s": "tokens trained on, padding not counted, over the time (tokens/s)",
+    "update/padding_share": "share of the update's cells that are padding; packed: none (0..1)",
+    "sync/bytes": "bytes of weights handed to the sampler (bytes)",
+    "memory/peak_bytes": "the largest of the next four (bytes)",
+    "memory/rollout_bytes": "peak memory of rank 0: its accelerator, else its process (bytes)",
+    "memory/log_probs_bytes": "the same while log-probs were recomputed (bytes)",
+    "memory/update_bytes": "the same during the update (bytes)",
+    "memory/sync_bytes": "the same during the weight sync (bytes)",
+}
+
+GLOSSARY: dict[str, str] = METRICS | TIMINGS
+
+# The console table: heading, name, format. The same columns at every step.
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("return", "train/return_mean", "8.3f"),
+    ("success", "train/success_rate", "8.1%"),
+    ("turns", "train/turns_mean", "6.1f"),
+    ("signal", "signal", "7"),  # groups that carry signal / groups
+    ("loss", "policy/loss", "9.4f"),
+    ("kl", "policy/kl", "9.5f"),
+    ("entropy", "policy/entropy", "8.3f"),
+    ("grad", "policy/grad_norm", "8.3f"),
+    ("rollout s", "time/rollout_s", "10.1f"),
+    ("update s", "time/update_s", "9.1f"),
+    ("eval", "eval/avg", "7.1%"),
+)
+HEADER_EVERY = 20
+NGRAM = 4  # tokens in a row that count as said again
+
+
+def summarize_trajectories(
+    trajectories: Sequence[RolloutHandler],
+) -> dict[str, float | int | None]:
+    """
+    The `train/*` metrics of one step.
+
+    Args:
+        trajectories: the whole step's, of every process; invalid ones included.
+    Returns: name -> number; a mean over nothing is None.
+    """
+    valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
+    turns = [turn for trajectory in valid for turn in trajectory.turns]
+    returns_of_group: dict[int, list[float]] = defaultdict(list)
+    for trajectory in valid:
+        returns_of_group[trajectory.group_id].append(trajectory.total_return)
+    repeated = [
+        repeated_tokens(trajectory.input_ids[slice(*turn.action_span)])
+        for trajectory in valid
+        for turn in trajectory.turns
+    ]
+    stops = Counter(trajectory.stop_reason for trajectory in trajectories)
+    return {
+        "train/return_mean": _mean([t.total_return for t in valid]),
+        "train/success_rate": _mean([float(t.success) for t in valid]),
+        "train/turns_mean": _mean([len(t.turns) for t in valid]),
+        "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
+        "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
+        "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
+        "train/repeated_token_rate": sum(n for n, _ in repeated)
+        / max(sum(total for _, total in repeated), 1),
+        "train/groups": len(returns_of_group),
+        "train/groups_zero_variance": sum(max(r) == min(r) for r in returns_of_group.values()),
+        "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
+        "train/env_failures": sum(stops[reason] for reason in LOST),
+        **{
+            f"train/stop/{reason}": stops[reason] / len(trajectories) if trajectories else None
+            for reason in STOP_REASONS
+        },
+    }
+
+
+def repeated_tokens(token_ids: Sequence[int]) -> tuple[int, int]:
+    """
+    How much of one action says again what it said before.
+
+    A token is repeated if it lies in a 4-gram (4 tokens in a row) that also starts at an earlier
+    place in the same action; the two may overlap. "aaaa…" of length L ≥ 5 has L - 1 such tokens,
+    "abab…" has L - 2, ordinary text hardly any, and 4 tokens or fewer none. The rate of a step is
+    the sum of the first numbers over the sum of the second. It sees loops within an action; an
+    agent that takes the same short action turn after turn repeats itself in another way.
+
+    Args:
+        token_ids: the sampled tokens of one action, `input_ids[start:end]` of its action_span.
+    Returns: (repeated, total).
+
+    >>> repeated_tokens([7, 7, 7, 7, 7, 7, 7, 7]), repeated_tokens([5, 6, 5, 6, 5, 6, 5, 6])
+    ((7, 8), (6, 8))
+    >>> repeated_tokens([1, 2, 3, 4, 9, 1, 2, 3, 4, 8])
+    (4, 10)
+    """
+    ids = [int(token) for token in token_ids]
+    before: set[tuple[int, ...]] = set()
+    repeated = counted_to = 0  # tokens left of counted_to are already counted
+    for start in range(len(ids) - NGRAM + 1):
+        ngram, end = tuple(ids[start : start + NGRAM]), start + NGRAM
+        if ngram in before:
+            repeated += end - max(start, counted_to)
+            counted_to = end
+        before.add(ngram)
+    return repeated, len(ids)
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+class MetricsLogger:
+    """
+    Appends to `metrics.jsonl` and `timings.jsonl` of a run and prints the table.
+
+    >>> import tempfile
+    >>> run_dir = tempfile.mkdtemp()
+    >>> logger = MetricsLogger(run_dir)
+    >>> logger.log(1, {"train/return_mean": 0.25, "policy/loss": float("nan")})
+    >>> open(f"{run_dir}/metrics.jsonl").read()
+    '{"step": 1, "train/return_mean": 0.25, "policy/loss": null}\\n'
+    >>> logger.log(2, {"train/reward": 0.25})
+    Traceback (most recent call last):
+    ValueError: metric 'train/reward' is not in the glossary; define it in metrics.py first
+    """
+
+    def __init__(
+        self, run_dir: str | Path, resume_step: int | None = None, writes: bool = True
+    ) -> None:
+        """
+        Args:
+            run_dir: the run's directory; made if it is missing.
+            resume_step: the checkpoint's step; later lines are dropped. None: a new run.
+            writes: False on the processes of a run that must not write: names are checked only.
+        Raises:
+            FileExistsError: a new run, but the directory holds a log.
+            ValueError: a line other than the last is not a JSON object with a step.
+        """
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._rows_printed = 0
+        self._files: dict[str, Any] = {}
+        self.writes = writes
+        if not writes:
+            return
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            path = self.run_dir / name
+            if resume_step is not None:
+                truncate_log(path, resume_step)
+            elif path.exists():
+                raise FileExistsError(
+                    f"{path} exists; go on with --resume or choose another --run-dir"
+                )
+            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
+        self._append("metrics.jsonl", METRICS, step, metrics)
+
+    def amend(self, step: int, metrics: dict[str, Any]) -> None:
+        """Add to the last line of `metrics.jsonl`: an evaluation that was made up for on resume."""
+        if not self.writes:
+            return
+        path = self.run_dir / "metrics.jsonl"
+        last = read_log(path)[-1]
+        if last.pop("step") != step:
+            raise ValueError(f"step {step} is not the last of {path}")
+        self._files["metrics.jsonl"].close()
+        truncate_log(path, step - 1, then=_line(METRICS, "metrics.jsonl", step, last | metrics))
+        self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def timings(self, step: int, timings: dict[str, Any]) -> None:
+        """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
+        self._append("timings.jsonl", TIMINGS, step, timings)
+
+    def print_row(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """The step's line of the console table, with the heading above every 20th."""
+        if not self.writes:
+            return
+        if self._rows_printed % HEADER_EVERY == 0:
+            print(console_header(), flush=True)
+        self._rows_printed += 1
+        print(console_row(step, metrics | timings), flush=True)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _append(
+        self, name: str, allowed: dict[str, str], step: int, values: dict[str, Any]
+    ) -> None:
+        line = _line(allowed, name, step, values)
+        if self.writes:
+            self._files[name].write(line)
+            self._files[name].flush()
+
+
+def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:
+    for key in values:
+        if key in GLOSSARY and key not in allowed:
+            raise ValueError(f"{key!r} is not for {name}: times go to timings(), the rest to log()")
+        if key not in GLOSSARY:
+            raise ValueError(
+                f"metric {key!r} is not in the glossary; define it in metrics.py first"
+            )
+    numbers = {k: _number(v) for k, v in values.items()}
+    return json.dumps({"step": step} | numbers, allow_nan=False) + "\n"
+
+
+def _number(value: Any) -> float | int | None:
+    """A JSON number from an int, float or one-element tensor; None for what is not finite."""
+    if value is None or isinstance(value, int):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def truncate_log(path: Path, last_step: int, then: str = "") -> None:
+    """Keep the lines of steps <= last_step, byte for byte, and add `then`; what a crash cut short
+    goes too."""
+    if not path.exists():
+        return
+    kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(kept) + then, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a log. Raises ValueError for a bad line that is not a cut-short last one."""
+    return [row for _, row in _parsed_lines(Path(path))]
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield line, row
+        elif number < len(lines):
+            raise ValueError(
+                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; "
+                "a crash cuts only the last line short, so mend or remove this one"
+            )
+
+
+def console_header() -> str:
+    """The heading of the table that `console_row` prints."""
+    return "step".rjust(6) + "".join(head.rjust(_width(head, spec)) for head, _, spec in COLUMNS)
+
+
+def console_row(step: int, values: dict[str, Any]) -> str:
+    """One aligned line; "-" stands for what is missing or not finite."""
+    cells = [str(step).rjust(6)]
+    for head, name, spec in COLUMNS:
+        value: Any = values.get(name)
+        if name == "signal" and values.get("train/groups") is not None:
+            flat = values.get("train/groups_zero_variance", 0)
+            value = f"{values['train/groups'] - flat}/{values['train/groups']}"
+        elif (value := _number(value)) is not None:
+            value = format(value, spec)
+        cells.append(("-" if value is None else value.strip()).rjust(_width(head, spec)))
+    return "".join(cells)
+
+
+def _width(head: str, spec: str) -> int:
+    return max(len(head) + 2, int(spec.split(".")[0]) + 1)

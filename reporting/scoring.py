@@ -1,0 +1,353 @@
+"""
+Scores: from played episodes to "how often is a task solved, and how sure is that number?"
+
+Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c_i solve the task.
+
+    avg@k   = (1/m) Σ_i c_i / n_i                            a mean over tasks, not over samples
+    pass@k' = (1/m) Σ_i [1 - C(n_i - c_i, k') / C(n_i, k')]  unbiased for every k' <= n_i (Chen et
+                                                             al. 2021, arXiv 2107.03374, eq. 1)
+
+The second is the chance that k' samples drawn without replacement from the n_i hold a solved one.
+"Solved" is what the environment calls solved (`info["success"]`), never a score above 0.
+
+Error bars. Tasks differ far more than samples of one task, so the unit that is resampled is the
+task: draw m tasks with replacement 10,000 times, take the 2.5 and the 97.5 percentile of the means.
+When all tasks agree (0 of 31 solved) no resample shows any spread, and the percentiles would claim
+certainty. With q = 0.025^(1/m): if fewer than a share q of all tasks had this value v, m tasks that
+all have it would turn up in less than 2.5 % of the draws. So the mean lies in [q·v, q·v + 1 - q],
+which for v = 0 and v = 1 is the exact binomial interval of Clopper and Pearson.
+
+Test-time compute in turns costs one run. The policy is never told the horizon, and what is sampled
+in turn n depends on nothing after it; so an episode under max_rounds N is the first N turns of the
+same episode under a longer horizon. The longest is played, then cut:
+
+    solved within N   <=>   solved, in at most N turns
+
+The reference (AgentGym-RL, `verl/agent_trainer/main_generation.py`) counts a task as passed when
+any score is above 0, which in SciWorld is something else than success (24.5 % against 1.5 % for a
+base 7B), gives an episode that a dead server ended score 0, and prints no interval. Here such an
+episode is in no number, and how many there were is part of the result.
+
+    >>> summary = summarize([], samples=4)
+    >>> summary["overall"]["avg"]
+    {'value': None, 'low': None, 'high': None, 'items': 0}
+
+Shapes: m tasks, R resamples; weights (R, m) times values (m,) gives R means.
+Read next: evaluate.py, which plays the episodes and prints these numbers.
+"""
+
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajectory import LOST, Trajectory
+
+Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
+
+NUM_RESAMPLES = 10_000
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """
+    Chance that k of the samples, drawn without replacement, hold a solved one.
+
+    >>> pass_at_k(num_samples=4, num_solved=1, k=2)
+    0.5
+
+    Raises: ValueError unless 0 <= num_solved <= num_samples and 1 <= k <= num_samples.
+    """
+    if not (0 <= num_solved <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_solved} solved among {num_samples} samples is not defined; "
+            "expected 0 <= solved <= samples and 1 <= k <= samples"
+        )
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+@lru_cache(maxsize=8)
+def _resamples(num_items: int, num_resamples: int, seed: int) -> np.ndarray:
+    """How often each item is drawn, over the number of items: (num_resamples, num_items)."""
+    generator = np.random.default_rng(seed)
+    counts = generator.multinomial(num_items, np.full(num_items, 1 / num_items), num_resamples)
+    return counts / num_items
+
+
+def bootstrap(
+    values: Sequence[float],
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Estimate:
+    """
+    Mean over items with its 95 % percentile interval.
+
+    Args:
+        values: one number per item (task).
+        bounds: the range that such a number can have.
+    Returns: value, low, high, items; the first three are None for no items.
+
+    >>> none_of_31 = bootstrap([0.0] * 31)
+    >>> none_of_31["low"], round(none_of_31["high"], 3)
+    (0.0, 0.112)
+    """
+    if not len(values):
+        return {"value": None, "low": None, "high": None, "items": 0}
+    x = np.asarray(values, dtype=np.float64)  # (m,)
+    if np.ptp(x) == 0:
+        q = 0.025 ** (1 / len(x))
+        low, high = (q * x[0] + (1 - q) * bound for bound in bounds)
+    else:
+        low, high = np.percentile(_resamples(len(x), num_resamples, seed) @ x, (2.5, 97.5))
+    return {"value": float(x.mean()), "low": float(low), "high": float(high), "items": len(x)}
+
+
+def paired_bootstrap(
+    before_by_item: Mapping[str, float],
+    after_by_item: Mapping[str, float],
+    n: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """
+    Mean difference after - before over the same tasks, with its 95 % interval.
+
+    Pairing removes what makes tasks differ: two agents can have wide, overlapping intervals and
+    still differ for certain, because one is better on nearly every task.
+
+    Args:
+        before_by_item, after_by_item: task_id -> a number in 0..1 (the share of solved samples).
+    Raises: ValueError if the two do not hold the same tasks.
+    """
+    if before_by_item.keys() != after_by_item.keys():
+        only = sorted(before_by_item.keys() ^ after_by_item.keys())
+        raise ValueError(
+            f"{len(only)} tasks are in one of the two only, first {only[0]}; pair them"
+        )
+    differences = [after_by_item[task] - before_by_item[task] for task in sorted(before_by_item)]
+    return bootstrap(differences, n, seed, bounds=(-1.0, 1.0))
+
+
+# ----------------------------------------------------------------------------------------------
+# Trajectories to a summary
+
+
+@dataclass(frozen=True)
+class Item:
+    """One task: the valid trajectories played on it, cut at some horizon."""
+
+    subtask: str
+    solved: list[bool]
+    returns: list[float]
+    turns: list[int]
+
+    @property
+    def avg(self) -> float:
+        return sum(self.solved) / len(self.solved)
+
+
+def _items(trajectories: Sequence[Trajectory], horizon: float = math.inf) -> dict[str, Item]:
+    """task_id -> what happened within `horizon` turns; tasks without a valid sample are absent."""
+    items: dict[str, Item] = {}
+    for t in trajectories:
+        if t.stop_reason is None or t.stop_reason in LOST:
+            continue
+        item = items.setdefault(t.task_id, Item(t.subtask, [], [], []))
+        turns = [turn for n, turn in enumerate(t.turns, start=1) if n <= horizon]
+        item.solved.append(t.success and len(t.turns) <= horizon)
+        item.returns.append(sum(turn.reward for turn in turns))
+        item.turns.append(len(turns))
+    return items
+
+
+def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
+    """pass@k over the tasks that have at least k valid samples."""
+    enough = [item for item in items if len(item.solved) >= k]
+    chances = [pass_at_k(len(item.solved), sum(item.solved), k) for item in enough]
+    return bootstrap(chances, seed=seed)
+
+
+def _row(items: Sequence[Item], samples: int, seed: int) -> dict[str, Any]:
+    """One row of the table."""
+    trajectories = sum(len(item.solved) for item in items)
+    turns = sum(sum(item.turns) for item in items)
+    returns = [sum(item.returns) / len(item.returns) for item in items]
+    return {
+        "items": len(items),
+        "trajectories": trajectories,
+        "avg": bootstrap([item.avg for item in items], seed=seed),
+        "pass": _pass_estimate(items, samples, seed),
+        "return_mean": sum(returns) / len(returns) if returns else None,
+        "turns_mean": turns / trajectories if trajectories else None,
+    }
+
+
+def summarize(
+    trajectories: Sequence[Trajectory],
+    samples: int,
+    max_rounds: Sequence[int] = (),
+    step: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """
+    The content of `eval/step_*.json`.
+
+    Args:
+        trajectories: all that were played, lost ones included; tasks may differ in their number.
+        samples: k, the samples asked for per task.
+        max_rounds: horizons of the curve over turns; the longest is the one that was played.
+        step: training step, 0 for an evaluation of its own.
+        seed: of the bootstrap.
+    Returns:
+        `overall` and `subtasks` {name: row}, a row being {items, trajectories, avg, pass,
+        return_mean, turns_mean} with avg, pass = {value, low, high, items}; `pass_curve` over k'
+        and `rounds_curve` over turns; `items` {task_id: counts}; `stop_reasons`; `lost`.
+    """
+    items = _items(trajectories)
+    by_subtask: dict[str, list[Item]] = defaultdict(list)
+    for item in items.values():
+        by_subtask[item.subtask].append(item)
+    lost = [t for t in trajectories if t.stop_reason is None or t.stop_reason in LOST]
+    return {
+        "step": step,
+        "samples": samples,
+        "max_rounds": sorted(max_rounds),
+        "overall": _row(list(items.values()), samples, seed),
+        "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
+        "pass_curve": [
+            {"k": k} | _pass_estimate(list(items.values()), k, seed) for k in range(1, samples + 1)
+        ],
+        "rounds_curve": [
+            {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples, seed)
+            for n in sorted(max_rounds)
+        ],
+        "stop_reasons": dict(sorted(Counter(str(t.stop_reason) for t in trajectories).items())),
+        "lost": {
+            "trajectories": len(lost),
+            "of": len(trajectories),
+            "items_without_sample": sorted({t.task_id for t in lost} - items.keys()),
+            "last_error": next((t.error for t in reversed(lost) if t.error), None),
+        },
+        "items": {
+            task_id: {
+                "subtask": item.subtask,
+                "samples": len(item.solved),
+                "solved": sum(item.solved),
+                "avg": item.avg,
+                "return_mean": sum(item.returns) / len(item.returns),
+                "turns_mean": sum(item.turns) / len(item.turns),
+            }
+            for task_id, item in items.items()
+        },
+    }
+
+
+# ----------------------------------------------------------------------------------------------
+# A summary for people
+
+
+def format_table(summary: Mapping[str, Any]) -> str:
+    """One row per sub-task and one for all; intervals are 95 %."""
+    k = summary["samples"]
+    width = max([10, *(len(name) + 2 for name in summary["subtasks"])])
+    lines = [f"{'sub-task':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}{'turns':>8}"]
+    for name, row in [*summary["subtasks"].items(), ("all", summary["overall"])]:
+        turns = "-" if row["turns_mean"] is None else f"{row['turns_mean']:.1f}"
+        avg, passed = _percent(row["avg"]), _percent(row["pass"])
+        lines.append(f"{name:<{width}}{row['items']:>6}{avg:>24}{passed:>24}{turns:>8}")
+    if len(summary["max_rounds"]) > 1:
+        lines += ["", f"{'max_rounds':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"]
+        for row in summary["rounds_curve"]:
+            avg, passed = _percent(row["avg"]), _percent(row["pass"])
+            lines.append(f"{row['max_rounds']:<{width}}{row['items']:>6}{avg:>24}{passed:>24}")
+    lost = summary["lost"]
+    if lost["trajectories"]:
+        lines += [
+            "",
+            f"lost to infrastructure: {lost['trajectories']} of {lost['of']} trajectories",
+        ]
+        lines.append(f"  in no number above; last error: {lost['last_error']}")
+    if lost["items_without_sample"]:
+        lines.append("  tasks without any sample: " + " ".join(lost["items_without_sample"]))
+    return "\n".join(lines)
+
+
+def _percent(estimate: Estimate) -> str:
+    if estimate["value"] is None:
+        return "-"
+    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+    return f"{value:5.1f} % [{low:4.1f}, {high:5.1f}]"
+
+
+def plot_curves(summary: Mapping[str, Any], path: Path) -> None:
+    """Success over test-time compute: over turns (left) and over samples (right)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 4), sharey=True, constrained_layout=True
+    )
+    k = summary["samples"]
+    turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
+    samples = [(point["k"], point) for point in summary["pass_curve"]]
+    for axis, points, color, label in (
+        (left, turns, "#3a8f5c", f"avg@{k} within max_rounds turns"),
+        (right, samples, "#d9822b", "pass@k"),
+    ):
+        points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
+        x = [x for x, _ in points]
+        middle, low, high = ([e[key] for _, e in points] for key in ("value", "low", "high"))
+        axis.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
+        axis.vlines(x, low, high, color=color, lw=1.2)
+        axis.plot(x, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e6e8eb")
+        axis.set_axisbelow(True)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend(frameon=False)
+    left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
+    right.set(xlabel="samples per task (k)")
+    figure.suptitle(
+        f"{summary.get('env', '')} · {summary.get('model', '')}: "
+        f"{summary['overall']['items']} tasks, 95 % intervals over tasks"
+    )
+    aside = path.with_name(f".{path.stem}.tmp.png")
+    figure.savefig(aside, dpi=130)
+    plt.close(figure)
+    os.replace(aside, path)
+
+
+def compare(before_path: str | Path, after_path: str | Path) -> str:
+    """
+    One line: how much better the second result is, on the tasks that both have.
+
+    Raises: ValueError when a file is no result of an evaluation, or no task is in both.
+    """
+    shares = []
+    for path in (before_path, after_path):
+        try:
+            items = json.loads(Path(path).read_text(encoding="utf-8"))["items"]
+            shares.append({task_id: float(item["avg"]) for task_id, item in items.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a result of evaluate.py ({error!r})") from None
+    before, after = shares
+    both = before.keys() & after.keys()
+    if not both:
+        raise ValueError(f"{before_path} and {after_path} have no task in common")
+    pick = [{task: share[task] for task in both} for share in shares]
+    d = paired_bootstrap(pick[0], pick[1])
+    left_out = len(before.keys() | after.keys()) - len(both)
+    means = [100 * sum(share.values()) / len(share) for share in pick]
+    return (
+        f"{means[0]:.1f} % -> {means[1]:.1f} %: {100 * d['value']:+.1f} points "
+        f"[{100 * d['low']:+.1f}, {100 * d['high']:+.1f}], paired over {d['items']} tasks"
+        + (f" ({left_out} tasks in one file only, left out)" if left_out else "")
+    )

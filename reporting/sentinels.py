@@ -1,0 +1,323 @@
+"""Collapse sentinels: notice that a run falls apart, say so, stop before what it learned is lost.
+
+Reinforcement learning feeds on its own output. A policy that gets worse samples worse data, learns
+from that, and gets worse still: after some step there is no way back. Published runs of this kind
+of trainer collapsed after 100 to 300 steps: gradient norm 8e8, then NaN; entropy to 0; one
+token repeated to the limit; actions that no longer parse. The log shows it, to whoever looks hours
+later. A sentinel is a rule that reads the log while it is written:
+
+    level    value xₖ of step k against a limit: warn, or the stricter stop
+    streak   cₖ = cₖ₋₁ + 1 if xₖ is at the level or beyond, else 0;   cₖ = cₖ₋₁ if xₖ is missing
+    alarm    warn when its streak reaches `warn_after`: once, until a healthy step ends the streak
+             stop at every step whose stop streak is `stop_after` or longer
+
+One noisy step thus never stops a run, and a step that measured nothing (no group with signal, no
+evaluation) neither counts nor clears what was counted. Most limits are relative to the run's own
+past, since a healthy entropy is 0.08 nats for one model and 1.5 for another:
+
+    1  gradient norm    over the median of the last 20; and updates that were not finite at all
+    2  entropy          under a share of the median of the first 10, or nats above that median
+    3  KL               of one step's update, and to the reference model where one is kept
+    4  repetition       share of sampled tokens in 4-grams that the same action had before
+    5  valid actions    1 - parse_error_rate, fallen from the best median of 5 steps
+    6  held-out success fallen from its best
+    7  no signal        every group unanimous and nobody succeeds. A run that solves everything has
+                        no signal either, and one that never solved anything had nothing to lose:
+                        the first is healthy, the second is warned of and not stopped
+
+What no rule here sees: a policy that gives every task the same fluent answer. Its entropy, KL and
+format look well (arXiv 2604.06268); only success, trained or held out, tells. And 6 is as good as
+the evaluation: on a handful of samples, a fall to half is luck.
+
+The reference (AgentGym-RL) has no such check; a NaN gradient is stepped on like any other. Spinning
+Up looks at one number, the KL, and ends a PPO update (not the run) where it passes 0.015.
+
+A `Sentinels` is pure: numbers in, alarms out, no file, no clock, no randomness. Its state is a few
+dozen numbers that belong in the checkpoint; a run resumed with it raises exactly the alarms of an
+uninterrupted one. Shapes: none; metrics are the floats of one step, named in reporting/metrics.py.
+
+    >>> sentinels = Sentinels()
+    >>> sentinels.check(40, {"eval/avg": 0.55})
+    []
+    >>> sentinels.check(60, {"eval/avg": 0.12})[0].severity, sentinels.check(70, {})
+    ('warn', [])
+    >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
+    'stop'
+
+Run it: python -m doctest reporting/sentinels.py. Read next: reporting/metrics.py (what is read);
+train.py (who asks).
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from statistics import median
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where a sentinel warns and stops, after how many measured steps in a row, and what helps."""
+
+    warn: float
+    stop: float
+    warn_after: int
+    stop_after: int
+    todo: str
+    falls: bool = False  # small values are the bad ones
+
+
+# "Recorded" are the runs in recipes/results: 60 steps each, three healthy RL seeds, one control
+# with shuffled rewards that fell from 55 % to 12 %. Where they measure nothing, the number is a
+# judgement, and the comment says what it was judged by.
+RULES = {
+    # Times the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation). 8e8 is far
+    # beyond either level. Clipping makes one spike harmless, so only three in a row stop.
+    "grad_norm": Rule(10, 100, 1, 3, "lower --learning-rate or --max-grad-norm"),
+    # Mini-batches skipped in a step. One is an accident; a model that gives NaN thrice is broken.
+    "non_finite": Rule(
+        1, 1, 1, 3, "lower --learning-rate; see whether sampler/log_prob_diff_max rose before"
+    ),
+    # Share of the starting entropy. Recorded: single steps at 0.30 (RL). Imitation fell to 0.095
+    # while held-out success rose: sharp is not yet collapsed, a hundredth is.
+    "entropy_floor": Rule(
+        0.1, 0.01, 3, 5, "raise --entropy-coef or lower --learning-rate", falls=True
+    ),
+    # Nats above the starting entropy; e^x is how many times more tokens it wavers between: 3 and
+    # 20 times. Recorded: at most +0.06 (RL), +0.15 (shuffled).
+    "entropy_explosion": Rule(
+        1, 3, 3, 5, "lower --entropy-coef or --learning-rate, or raise --kl-loss-coef"
+    ),
+    # Nats per token that one step moved the policy. Not recorded. PPO implementations aim at 0.01
+    # to 0.02; at 1 the clip has lost its hold. One wild token can carry this mean: hence three.
+    "approx_kl": Rule(0.1, 1, 1, 3, "lower --learning-rate, --ppo-epochs or --clip-ratio"),
+    # Nats per token away from the reference, over the whole run. Not recorded. Text that the
+    # reference finds e^10 times less likely per token is no language to it.
+    "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
+    # Share of tokens. TextCraft's oracle actions: 0.01 in words, 0.02 with a vocabulary of 1,024,
+    # 0.25 in characters; a loop that fills the action: near 1 in any.
+    "repeated_tokens": Rule(
+        0.3, 0.6, 2, 3, "read the trajectories; lower --learning-rate or raise --kl-loss-coef"
+    ),
+    # Share of the best median of 5. Not recorded. Losing 3 actions in 10 is a change worth reading;
+    # with 3 in 10 left the agent plays blind.
+    "valid_actions": Rule(
+        *(0.7, 0.3, 2, 5),
+        "read the trajectories; lower --learning-rate, or raise --kl-loss-coef, or "
+        "--max-tokens-per-turn if actions are cut short",
+        falls=True,
+    ),
+    # Share of the best evaluation. Recorded: at worst 0.88 (healthy, either recipe); shuffled 0.88,
+    # 0.82, 0.32, 0.22. Two evaluations in a row must agree.
+    "held_out": Rule(
+        0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success", falls=True
+    ),
+    # Success rate of a step without signal. Recorded: three such steps in a row, all solved. At a
+    # true success of 5 %, 64 samples all fail in 4 % of steps: by chance never 5 in a row.
+    "no_signal": Rule(
+        *(0.05, 0.05, 5, 20),
+        "lower --learning-rate if it could do more before; if not, take easier --subtasks, a "
+        "--warm-start or a larger --group-size",
+        falls=True,
+    ),
+}
+LEAST_GRAD_NORM = 0.1  # least median: 10 times it is --max-grad-norm, below which nothing is cut
+LEAST_FALL = {
+    "valid_actions": 0.2,  # of 200 turns a step, or of 20: less may be noise
+    "held_out": 0.1,  # half the 95 % interval of the recipes' 252 samples
+}
+RECENT_GRAD_NORMS, FEWEST_GRAD_NORMS = 20, 5  # window of the median; no judgement on fewer
+FIRST_ENTROPIES = 10  # the start that later steps are compared with
+RECENT_RATES = 5  # a median of 5: one lucky step does not set the standard
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One sentinel's verdict on one step."""
+
+    name: str  # a key of RULES
+    value: float  # what was measured, in the metric's unit
+    limit: float  # the level it reached, in the same unit
+    severity: Literal["warn", "stop"]
+    message: str  # one line: what was seen, against what, and what to do
+
+
+@dataclass
+class State:
+    """All that a `Sentinels` remembers, as JSON has it."""
+
+    warn_streaks: dict[str, int] = field(default_factory=dict)
+    stop_streaks: dict[str, int] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)  # the last 20
+    entropies: list[float] = field(default_factory=list)  # the first 10
+    valid_rates: list[float] = field(default_factory=list)  # the last 5
+    success_rates: list[float] = field(default_factory=list)  # the last 5
+    best_valid: float = 0.0
+    best_success: float = 0.0
+    best_held_out: float = 0.0
+
+
+class Sentinels:
+    """Feed `check` every training step's metrics, in order, and obey or print what it returns."""
+
+    def __init__(self) -> None:
+        self._state = State()
+        self._step, self._alarms = 0, list[Alarm]()  # of the current `check`
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep; a copy, and JSON gives it back unchanged."""
+        return asdict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`. Raises ValueError when its fields are not ours."""
+        expected = sorted(f.name for f in fields(State))
+        if sorted(state) != expected:
+            raise ValueError(
+                f"sentinel state has fields {sorted(state)}, expected {expected}; "
+                "resume with the version that wrote the checkpoint, or start a new run"
+            )
+        self._state = State(**copy.deepcopy(dict(state)))
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
+        """
+        Judge one step. An evaluation alone is welcome too: check(0, {"eval/avg": 0.5}).
+
+        Args:
+            step: for the message alone.
+            metrics: numbers by the names of metrics.METRICS; others are ignored. What is missing,
+                None or not finite was not measured; but a loss or a gradient norm that is not
+                finite was measured, and is broken.
+        Returns: alarms in the order of RULES; empty for a healthy step.
+        """
+        self._step, self._alarms = step, []
+
+        def measured(name: str) -> float | None:
+            return _finite(metrics.get(name))
+
+        skipped = _skipped(metrics)
+        self._check_grad_norm(measured("policy/grad_norm"))
+        text = f"{skipped or 0:g} mini-batches skipped: their loss or gradient was not finite"
+        self._watch("non_finite", skipped, 1, 1, text)
+        if not skipped:
+            # NOTE: a mini-batch skipped half-way leaves its other half in the sums, so these means
+            # are too small on such a step: an entropy of 0 there is no collapse of entropy.
+            self._check_entropy(measured("policy/entropy"))
+            self._check_fixed(
+                "approx_kl", measured("policy/approx_kl"), "nats/token moved by one update"
+            )
+            self._check_fixed("kl", measured("policy/kl"), "nats/token away from the reference")
+        repeated = measured("train/repeated_token_rate")
+        self._check_fixed(
+            "repeated_tokens", repeated, "of the sampled tokens repeat their own action"
+        )
+        self._check_valid_actions(measured("train/parse_error_rate"))
+        self._check_held_out(measured("eval/avg"))
+        self._check_signal(
+            measured("train/groups"),
+            measured("train/groups_zero_variance"),
+            measured("train/success_rate"),
+        )
+        return self._alarms
+
+    def _check_fixed(self, name: str, value: float | None, text: str) -> None:
+        rule = RULES[name]
+        self._watch(name, value, rule.warn, rule.stop, f"{value or 0:.3g} {text}")
+
+    def _check_grad_norm(self, norm: float | None) -> None:
+        past = self._state.grad_norms
+        if norm is None or norm <= 0:  # 0 is logged when every mini-batch was skipped
+            return
+        if len(past) >= FEWEST_GRAD_NORMS:
+            rule, usual = RULES["grad_norm"], max(median(past), LEAST_GRAD_NORM)
+            text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
+            self._watch("grad_norm", norm, rule.warn * usual, rule.stop * usual, text)
+        self._state.grad_norms = [*past, norm][-RECENT_GRAD_NORMS:]
+
+    def _check_entropy(self, entropy: float | None) -> None:
+        first = self._state.entropies
+        if entropy is None:
+            return
+        if len(first) < FIRST_ENTROPIES:
+            first.append(entropy)
+            return
+        start, low, high = median(first), RULES["entropy_floor"], RULES["entropy_explosion"]
+        text = f"entropy {entropy:.3g} nats, at the start {start:.3g}"
+        self._watch("entropy_floor", entropy, low.warn * start, low.stop * start, text)
+        self._watch("entropy_explosion", entropy, high.warn + start, high.stop + start, text)
+
+    def _check_valid_actions(self, parse_error_rate: float | None) -> None:
+        if parse_error_rate is None:
+            return
+        s, rate = self._state, 1 - parse_error_rate
+        self._check_fall("valid_actions", rate, s.best_valid, "of the actions parse")
+        s.valid_rates, s.best_valid = _with(rate, s.valid_rates, s.best_valid)
+
+    def _check_held_out(self, success: float | None) -> None:
+        if success is None:
+            return
+        self._check_fall("held_out", success, self._state.best_held_out, "held-out success")
+        self._state.best_held_out = max(self._state.best_held_out, success)
+
+    def _check_fall(self, name: str, rate: float, best: float, text: str) -> None:
+        """Against a share of the best. Both limits are below 0, and so out of reach, while the best
+        is less than the least fall: who starts near 0 has not collapsed."""
+        rule, least = RULES[name], best - LEAST_FALL[name]
+        warn_at, stop_at = min(rule.warn * best, least), min(rule.stop * best, least)
+        self._watch(name, rate, warn_at, stop_at, f"{rate:.1%} {text}, at best it was {best:.1%}")
+
+    def _check_signal(
+        self, groups: float | None, flat: float | None, success: float | None
+    ) -> None:
+        if not groups or flat is None or success is None:  # no group: the environment lost them all
+            return
+        s, rule = self._state, RULES["no_signal"]
+        value = success if flat >= groups else math.inf  # with signal healthy, whatever succeeds
+        stop_at = rule.stop if s.best_success > rule.stop else -math.inf  # else nothing to lose
+        text = (
+            f"{success:.1%} success and no group with signal, at best it was {s.best_success:.1%}"
+        )
+        self._watch("no_signal", value, rule.warn, stop_at, text)
+        s.success_rates, s.best_success = _with(success, s.success_rates, s.best_success)
+
+    def _watch(
+        self, name: str, value: float | None, warn_at: float, stop_at: float, text: str
+    ) -> None:
+        """Count the streaks of one sentinel; limits in the unit of value, which None leaves be."""
+        if value is None:
+            return
+        rule, warns, stops = RULES[name], self._state.warn_streaks, self._state.stop_streaks
+        for streaks, limit in ((warns, warn_at), (stops, stop_at)):
+            bad = value <= limit if rule.falls else value >= limit
+            streaks[name] = streaks.get(name, 0) + 1 if bad else 0
+        text = f"step {self._step}: {name}: {text} "
+        if stops[name] >= rule.stop_after:
+            text += f"(stops at {stop_at:.3g}, {stops[name]} in a row); {rule.todo}; "
+            text += "go on in a new run from --model RUN/checkpoints/best"
+            self._alarms.append(Alarm(name, value, stop_at, "stop", text))
+        elif warns[name] == rule.warn_after:
+            stop = f"stops at {stop_at:.3g} if {rule.stop_after} in a row"
+            text += f"(warns at {warn_at:.3g}, {stop if math.isfinite(stop_at) else 'never stops'})"
+            self._alarms.append(Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}"))
+
+
+def _skipped(metrics: Mapping[str, Any]) -> float | None:
+    """Mini-batches that were not finite; None: there was no update to judge."""
+    skipped = _finite(metrics.get("policy/skipped_steps")) or 0.0
+    shown = [metrics.get(name) for name in ("policy/loss", "policy/grad_norm")]
+    if any(value is not None and _finite(value) is None for value in shown):
+        return max(skipped, 1.0)
+    tried = _finite(metrics.get("policy/optimizer_steps")) or _finite(shown[1])
+    return skipped if skipped or tried else None
+
+
+def _finite(value: Any) -> float | None:
+    """A float from a number or one-element tensor; None for None, NaN and infinity."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _with(rate: float, recent: list[float], best: float) -> tuple[list[float], float]:
+    """The last rates with this one, and the best median that 5 of them ever had."""
+    recent = [*recent, rate][-RECENT_RATES:]
+    return recent, max(best, median(recent)) if len(recent) == RECENT_RATES else best

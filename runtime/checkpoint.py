@@ -1,0 +1,250 @@
+"""Checkpoints: written aside and renamed, loaded by anyone, resumed exactly, by any number of
+processes.
+
+    checkpoints/step_000020/    Hugging Face files: vLLM and transformers load it as it is
+        trainer_state/          what only the trainer needs
+            state.json          step, algorithm, model, the best so far, the KL controller
+            policy/             float32 master weights and optimizer of the policy
+                .metadata       which file holds which piece of which parameter
+                __0_0.distcp    what rank 0 held; __1_0.distcp what rank 1 held, ...
+            critic/             the same of PPO's critic
+    checkpoints/best            link to the best by held-out evaluation, never deleted
+
+Every rank writes the parameters it holds (torch.distributed.checkpoint): no process ever needs
+room for the whole optimizer. Pieces are addressed by parameter name and offset, so that another
+number of processes, one included, reads what it needs from whichever files hold it.
+
+A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk and
+renamed, and a crash or a full disk in the middle leaves the one before it untouched. Data order,
+horizon, environment and sampling seeds are pure functions of the step, on every rank, so the step
+restores them; there is no cursor and no generator that could be restored wrong. The reference loses
+its place in the data on resume and runs 99 of the next 100 steps at the wrong horizon.
+
+Read next: `train.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from runtime import distributed
+
+FORMAT = 2  # of trainer_state
+
+Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
+
+# With LoRA the base never changes: only what is trained is kept.
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message says what to do."""
+
+
+def steps_saved(run_dir: Path) -> list[int]:
+    """Steps that have a complete checkpoint, ascending."""
+    names = [
+        p.name
+        for p in (run_dir / "checkpoints").glob("step_*")
+        if (p / "trainer_state/state.json").exists()
+    ]
+    return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    export: Callable[[Path], None],
+    parts: Parts,
+    state: Mapping[str, Any],
+) -> Path:
+    """Write the checkpoint of `step` and return its folder. Collective.
+
+    Args:
+        export: writes the Hugging Face files into a folder; called on every rank.
+        parts: name -> (model, optimizer), saved as trainer_state/<name>/.
+        state: JSON-serialisable rest.
+    Raises:
+        CheckpointError: the disk is full or refuses; nothing half-written stays behind.
+    """
+    folder = folder_of(run_dir, step)
+    tmp: Path | None = None
+    try:
+        tmp = distributed.first("saving", lambda: _folder_aside(folder))
+        export(tmp)
+        for name, part in parts.items():
+            _write(tmp / "trainer_state" / name, part)
+        document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
+        distributed.first("saving", lambda: _complete(tmp, folder, document))
+    # Four names of a full disk; the last is no Exception.
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        written = tmp.rglob("*") if tmp else ()
+        size = sum(p.stat().st_size for p in written if p.is_file()) / 1e9
+        free = shutil.disk_usage(run_dir).free / 1e9
+        raise CheckpointError(
+            f"checkpoint of step {step} could not be written to {folder.parent}: "
+            f"{_first_line(error)} "
+            f"({size:.2f} GB written, {free:.2f} GB free). "
+            "Earlier checkpoints are intact; make room, then --resume"
+        ) from error
+    finally:
+        if tmp is not None and distributed.rank() == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+    return folder
+
+
+def _folder_aside(folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_over(folder.parents[1])
+    tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    tmp.chmod(0o755)  # mkdtemp's folders are their owner's alone
+    (tmp / "trainer_state").mkdir()
+    return tmp
+
+
+def _write(folder: Path, part: tuple[Any, Any]) -> None:
+    model, optimizer = get_state_dict(*part, options=_TRAINED)
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
+        dcp.save(
+            {"model": model, "optimizer": optimizer},
+            storage_writer=writer,
+            no_dist=distributed.world_size() == 1,
+        )
+
+
+def _complete(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
+    """The last file, which makes it a checkpoint, and its name."""
+    trainer = tmp / "trainer_state"
+    files = [p for p in trainer.rglob("*") if p.is_file()]
+    sizes = {str(p.relative_to(trainer)): p.stat().st_size for p in files}
+    (trainer / "state.json").write_text(json.dumps(document | {"files": sizes}, indent=1))
+    for path in tmp.rglob("*"):
+        if path.is_file():
+            _flush(path)
+    if folder.exists():  # the same step saved again after a resume
+        shutil.rmtree(folder)
+    tmp.rename(folder)
+
+
+def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The `state` of a checkpoint, once all its files are there and it is of this kind of run.
+
+    Args:
+        expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
+    Raises:
+        CheckpointError: missing or truncated files, another algorithm or model, another format.
+    """
+    folder = folder_of(run_dir, step) / "trainer_state"
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        written_by = state["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(_unreadable(folder, error)) from error
+    if written_by != FORMAT:
+        older = "an older version of this program wrote it; resume with that one, or start anew"
+        newer = f"this program reads {FORMAT}; update it"
+        why = newer if written_by > FORMAT else older
+        raise CheckpointError(f"{folder} has format {written_by}: {why}")
+    for name, size in state["files"].items():
+        path = folder / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            problem = "missing" if found is None else f"{found} bytes long instead of {size}"
+            raise CheckpointError(_unreadable(folder, f"{name} is {problem}"))
+    for name, value in expected.items():
+        if state[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(
+                f"{folder} was trained with {flag} {state[name]}, not {value}; "
+                "use the same or a new run"
+            )
+    return state
+
+
+def load(run_dir: Path, step: int, parts: Parts) -> None:
+    """Put the saved weights and optimizer states into `parts`, however many processes hold them.
+
+    Collective.
+    Raises:
+        CheckpointError: they do not fit these models, or cannot be read.
+    """
+    folder = folder_of(run_dir, step) / "trainer_state"
+    for name, part in parts.items():
+        model, optimizer = get_state_dict(*part, options=_TRAINED)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
+                dcp.load(
+                    {"model": model, "optimizer": optimizer},
+                    checkpoint_id=folder / name,
+                    no_dist=distributed.world_size() == 1,
+                )
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            raise CheckpointError(_unreadable(folder / name, error)) from error
+        set_state_dict(*part, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+
+
+def remove_left_over(run_dir: Path) -> None:
+    """Delete what a process that was killed has left under a temporary name."""
+    for left in (run_dir / "checkpoints").glob(".step_*"):
+        shutil.rmtree(left, ignore_errors=True)
+    (run_dir / "checkpoints" / ".best").unlink(missing_ok=True)
+
+
+def mark_best(run_dir: Path, step: int) -> None:
+    """Point checkpoints/best at `step`, atomically."""
+    link = run_dir / "checkpoints" / "best"
+    new = link.with_name(".best")
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder_of(run_dir, step).name)
+    os.replace(new, link)
+
+
+def prune(run_dir: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints and the best."""
+    best = (run_dir / "checkpoints" / "best").resolve().name
+    for step in steps_saved(run_dir)[:-keep_last]:
+        folder = folder_of(run_dir, step)
+        if folder.name != best:  # renamed first: a kill must not leave half of it under its name
+            aside = folder.with_name(f".{folder.name}")
+            folder.rename(aside)
+            shutil.rmtree(aside)
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _unreadable(folder: Path, error: BaseException | str) -> str:
+    return f"{folder} cannot be read, it may be truncated: {_first_line(error)}"
+
+
+def _first_line(error: BaseException | str) -> str:
+    """The line that says what happened; torch wraps it into a report by rank, with tracebacks."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+        text = str(causes[0]) if causes else text
+    return text.splitlines()[0]

