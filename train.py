@@ -42,7 +42,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,18 +56,15 @@ from plan import requests_of
 from reporting.metrics import MetricsLogger, summarize_trajectories
 from reporting.plots import plot
 from rollout import RolloutStats, TooManyEnvFailures
-from runtime import checkpoint, distributed, memory, rundir
+from runtime import checkpoint, distributed, rundir
 from runtime.cli import complain, parse_command_line
+from runtime.clock import Clock, OutOfMemory
 from runtime.sync import SyncError
 from trajectory import RolloutHandler
 from update import suited
 from worker import TrainingError, Worker
 
 PROG = "train.py"
-MEMORY_OF = {
-    f"time/{phase}_s": f"memory/{phase}_bytes"
-    for phase in ("rollout", "log_probs", "update", "sync")
-}
 MISUSE = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 FAILURES = (
     TrainingError,
@@ -77,7 +74,7 @@ FAILURES = (
     TooManyEnvFailures,
     checkpoint.CheckpointError,
     distributed.RankError,
-    memory.OutOfMemory,
+    OutOfMemory,
 )
 
 
@@ -113,7 +110,7 @@ def main(config: Config) -> int:
                     logger.amend(done, evaluation)
                     w.mark_if_best(done)
             for step in range(first, config.steps + 1):
-                clock = Clock(config)
+                clock = Clock(vars(config))
                 # ------------------------------------------------------------------------ 1 horizon
                 max_rounds = w.scheduler.rounds_at(step)
 
@@ -289,34 +286,12 @@ def show_step(
         "time/step_s": clock.total(),
         "rollout/generated_tokens_per_s": stats.generated_tokens / seconds,
         "rollout/engine_idle_share": stats.engine_idle_s / seconds,
-        "memory/peak_bytes": max(clock.values.get(name, 0) for name in MEMORY_OF.values()),
+        "memory/peak_bytes": clock.peak_bytes(),
     }
     logger.timings(step, timings)
     logger.print_row(step, metrics, timings)
     if run.writes:
         plot(run.path)
-
-
-class Clock:
-    """Seconds and peak memory by phase: `with clock("time/rollout_s"): ...`."""
-
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config
-        self.values: dict[str, float] = {}
-        self._began = time.perf_counter()
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        memory.reset_peak()
-        began = time.perf_counter()
-        with memory.advice(name, self.config):
-            yield
-        self.values[name] = time.perf_counter() - began
-        if name in MEMORY_OF:
-            self.values[MEMORY_OF[name]] = memory.peak()
-
-    def total(self) -> float:
-        return time.perf_counter() - self._began
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -61,7 +61,7 @@ from rollout import (
     check_failures,
     collect,
 )
-from runtime import checkpoint, distributed, memory, rundir, sync
+from runtime import checkpoint, clock, distributed, rundir, sync
 from runtime.fleet import FleetEngine
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.servers import start_servers
@@ -353,7 +353,7 @@ class Worker:
             step,
             signal_share,
         )
-        memory.return_freed()
+        clock.return_freed()
         return metrics
 
     def set_learning_rates(self, step: int) -> None:

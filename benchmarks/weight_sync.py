@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from engines import VLLMEngine
     from models import load_policy, load_tokenizer, num_parameters, save_policy
-    from runtime import memory, sync
+    from runtime import clock, sync
     from runtime.default_models import resolve_model
 
     path, dtype = resolve_model(options.model), torch.bfloat16
@@ -170,10 +170,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         policy.lm.save_pretrained(folder / "tied_once")
         reload(folder / "tied_once")
         compare("tied_once")
-        memory.reset_peak()
-        before = memory.peak()
+        clock.reset_peak()
+        before = clock.peak()
         stream()
-        process_bytes = memory.peak() - before
+        process_bytes = clock.peak() - before
         compare("repaired")
 
         loops: dict[str, Callable[[], dict[str, float]]] = {

@@ -126,8 +126,9 @@ def train_sft(config: Any, learning_rate: float) -> None:
     from demonstrations import demonstrations
     from reporting.metrics import MetricsLogger
     from runtime import rundir
+    from runtime.clock import Clock
     from sft import SftSettings, encode
-    from train import Clock, is_due
+    from train import is_due
     from worker import Worker
 
     # The sampler's correction has no meaning for tokens that nobody sampled.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_freed_pages_between_live_ones_go_back_to_the_system():
     code = """
 import torch
-from runtime.memory import return_freed
+from runtime.clock import return_freed
 def megabytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
 before = megabytes()

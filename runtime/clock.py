@@ -1,4 +1,4 @@
-"""Memory: how much each phase of a step takes, and what to lower when it does not fit.
+"""Seconds and peak memory of each phase of a step, and what to lower when one does not fit.
 
     rollout      the sampler's weights, keys and values
     log-probs    one micro-batch's activations, layer by layer
@@ -16,12 +16,70 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from config import Config
+# The phases whose memory is kept -> under which name.
+MEMORY_OF = {
+    f"time/{phase}_s": f"memory/{phase}_bytes"
+    for phase in ("rollout", "log_probs", "update", "sync")
+}
+# Phase -> what to lower, most effective first.
+SMALLER = {
+    "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
+    "time/log_probs_s": ("max_tokens_per_micro_batch",),
+    "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
+}
+
+
+class OutOfMemory(RuntimeError):
+    """A phase of the step does not fit; the message names the options that make it smaller."""
+
+
+class Clock:
+    """Seconds and peak bytes by phase.
+
+    >>> clock = Clock()
+    >>> with clock("time/update_s"):
+    ...     pass
+    >>> sorted(clock.values)
+    ['memory/update_bytes', 'time/update_s']
+
+    Args:
+        options: the run's options by name; their values stand in the advice of `OutOfMemory`.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = options or {}
+        self.values: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block as the phase `name`.
+
+        Raises:
+            OutOfMemory: an allocation in it failed.
+        """
+        reset_peak()
+        began = time.perf_counter()
+        with advice(name, self.options):
+            yield
+        self.values[name] = time.perf_counter() - began
+        if name in MEMORY_OF:
+            self.values[MEMORY_OF[name]] = peak()
+
+    def total(self) -> float:
+        """Seconds since this clock was made."""
+        return time.perf_counter() - self._began
+
+    def peak_bytes(self) -> float:
+        """The largest of the phases' peaks."""
+        return max(self.values.get(name, 0) for name in MEMORY_OF.values())
 
 
 def peak() -> int:
@@ -43,20 +101,8 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-class OutOfMemory(RuntimeError):
-    """A phase of the step does not fit; the message names the options that make it smaller."""
-
-
-# Phase -> what to lower, most effective first.
-SMALLER = {
-    "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
-    "time/log_probs_s": ("max_tokens_per_micro_batch",),
-    "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
-}
-
-
 @contextlib.contextmanager
-def advice(phase: str, config: Config | None) -> Iterator[None]:
+def advice(phase: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Turn a failed allocation, of torch or of the system, into one line that says what to do."""
     try:
         yield
@@ -67,8 +113,8 @@ def advice(phase: str, config: Config | None) -> Iterator[None]:
         )
         if not lacking or isinstance(error, OutOfMemory):
             raise
-        names = SMALLER.get(phase, ()) if config else ()
-        flags = [f"--{n.replace('_', '-')} (now {getattr(config, n)})" for n in names]
+        names = [name for name in SMALLER.get(phase, ()) if name in options]
+        flags = [f"--{name.replace('_', '-')} (now {options[name]})" for name in names]
         if phase in ("time/log_probs_s", "time/update_s"):
             flags.append("use --gradient-checkpointing, --lora-rank, or more processes")
         smaller = f"; lower {', or '.join(flags)}" if flags else ""
