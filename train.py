@@ -59,6 +59,7 @@ from rollout import RolloutStats, TooManyEnvFailures
 from runtime import checkpoint, distributed, rundir
 from runtime.cli import complain, parse_command_line
 from runtime.clock import Clock, OutOfMemory
+from runtime.interrupt import StopRequests
 from runtime.sync import SyncError
 from trajectory import RolloutHandler
 from update import suited
@@ -85,7 +86,7 @@ def main(config: Config) -> int:
     run = rundir.open_run(config)
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)
-        stop = stack.enter_context(rundir.StopRequests())
+        stop = stack.enter_context(StopRequests())
         try:
             w = Worker(config, run, stack, stop)
         except ValueError:

@@ -63,6 +63,7 @@ from rollout import (
 )
 from runtime import checkpoint, clock, distributed, rundir, sync
 from runtime.fleet import FleetEngine
+from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.servers import start_servers
 from schedulers import make_scheduler
@@ -88,9 +89,9 @@ class Worker:
         config: Config,
         run: rundir.Run,
         stack: contextlib.ExitStack,
-        stop: rundir.StopRequests | None = None,
+        stop: StopRequests | None = None,
     ) -> None:
-        self.config, self.run, self.stop = config, run, stop or rundir.StopRequests()
+        self.config, self.run, self.stop = config, run, stop or StopRequests()
         ranks = distributed.world_size()
         if config.tasks_per_step % ranks:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A run on disk and at the terminal: its directory, its lock, its answer to Ctrl-C.
+"""A run on disk and at the terminal: its directory, its lock, its progress.
 
     runs/textcraft-grpo-20261121-101500/
         config.json        every option resolved, versions, commit, hardware, command line
@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -31,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -212,59 +210,3 @@ def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], 
             bar.update()
 
         yield tick
-
-
-class StopRequests:
-    """Ctrl-C (or SIGTERM, a scheduler's way to say it) without loss: a rollout is interrupted at
-    once, an update is allowed to finish.
-
-    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
-    elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
-    leaves at once, without saving; a launcher passes the first one on, so that each of its
-    processes gets it twice, and what follows within seconds counts as the same.
-    """
-
-    SAME_REQUEST_S = 3.0  # only under a launcher
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._allowed = False
-        self._when = 0.0
-
-    def __enter__(self) -> StopRequests:
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {s: signal.signal(s, self._on_signal) for s in signals}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
-        """A stretch of work that may be interrupted."""
-        if self.requested:
-            raise KeyboardInterrupt
-        self._allowed = True
-        try:
-            yield
-        finally:
-            self._allowed = False
-
-    def agreed(self) -> bool:
-        """Was any process asked to stop? Collective, so that all answer alike."""
-        self.requested = any(distributed.gather(self.requested))
-        return self.requested
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        again = time.monotonic() - self._when < self.SAME_REQUEST_S
-        if self.requested and again and distributed.world_size() > 1:
-            return
-        if self.requested:
-            os.write(2, b"\nstopped without saving\n")
-            os._exit(130)
-        self.requested, self._when = True, time.monotonic()
-        if distributed.rank() == 0:
-            os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
-        if self._allowed:
-            raise KeyboardInterrupt

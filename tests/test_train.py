@@ -40,6 +40,7 @@ from reporting import metrics
 from reporting.sentinels import Alarm
 from runtime import checkpoint, rundir
 from runtime.default_models import resolve_model
+from runtime.interrupt import StopRequests
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn
 
@@ -559,12 +560,12 @@ def interrupt():
 
 
 def test_ctrl_c_is_answered_at_once_where_it_does_no_harm_and_later_elsewhere():
-    with rundir.StopRequests() as stop:
+    with StopRequests() as stop:
         interrupt()  # in an update: remembered
         assert stop.requested
         with pytest.raises(KeyboardInterrupt), stop.allowed():
             pytest.fail("the next rollout must not begin")
-    with rundir.StopRequests() as stop, pytest.raises(KeyboardInterrupt), stop.allowed():
+    with StopRequests() as stop, pytest.raises(KeyboardInterrupt), stop.allowed():
         interrupt()
         pytest.fail("a rollout is interrupted on the spot")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -572,8 +573,8 @@ def test_ctrl_c_is_answered_at_once_where_it_does_no_harm_and_later_elsewhere():
 
 def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
     left = []
-    monkeypatch.setattr(rundir.os, "_exit", left.append)
-    with rundir.StopRequests():
+    monkeypatch.setattr(os, "_exit", left.append)
+    with StopRequests():
         interrupt()
         interrupt()
     assert left == [130]
