@@ -34,7 +34,8 @@ from typing import Any
 
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, get_env
-from runtime.default_models import build_aside, cache_dir
+from runtime.default_models import cache_dir
+from runtime.files import build_folder
 from trajectory import NAMES, Conversation, read_agenttraj
 
 NUM_CLIENTS = 4  # episodes side by side
@@ -146,7 +147,7 @@ def demonstrations(
         (folder / file.name).write_text(json.dumps(records, indent=1), encoding="utf-8")
 
     if not file.exists():
-        build_aside(file.parent, write)
+        build_folder(file.parent, write)
     return read_agenttraj(file)
 
 

@@ -45,7 +45,8 @@ from envs import Task, load_tasks
 from losses import masked_mean
 from models import load_policy, load_tokenizer, save_policy
 from runtime.cli import complain, parse_command_line
-from runtime.default_models import build_aside, cache_dir, resolve_model
+from runtime.default_models import cache_dir, resolve_model
+from runtime.files import build_folder
 from trajectory import Conversation, from_agenttraj, read_agenttraj
 
 
@@ -156,7 +157,7 @@ def warm_start(
             f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, then cached",
             flush=True,
         )
-        build_aside(folder, lambda tmp: train_to(tmp, model, records, settings))
+        build_folder(folder, lambda tmp: train_to(tmp, model, records, settings))
     return str(folder)
 
 
@@ -205,7 +206,7 @@ def main(config: Config) -> int:
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split=split, file=config.tasks, subtasks=config.subtasks)
         records = demonstrations(config.env, tasks, config.num_demonstrations, config.seed)
-    build_aside(out, lambda tmp: train_to(tmp, config.model, records, settings))
+    build_folder(out, lambda tmp: train_to(tmp, config.model, records, settings))
     print(f"saved {out}")
     return 0
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from runtime.files import build_folder
 
 CHATML = (
     "{% for message in messages %}"
@@ -29,7 +29,7 @@ CHATML = (
 
 
 def cache_dir() -> Path:
-    """Folder of converted models and warm starts: $AGENT_RL_CACHE, or .cache/ beside this file."""
+    """Folder of converted models and warm starts: $AGENT_RL_CACHE, or .cache/ at the root."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
 
 
@@ -43,21 +43,8 @@ def resolve_model(name: str) -> str:
         return name
     folder = cache_dir() / "models" / name
     if not (folder / "config.json").exists():
-        build_aside(folder, builders[name])
+        build_folder(folder, builders[name])
     return str(folder)
-
-
-def build_aside(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(tmp)` in a temporary folder beside `folder`, then rename: a half-built one never
-    has the name."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        build(tmp)
-        if not folder.exists():  # another process may have been faster; its result is as good
-            tmp.rename(folder)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def build_smollm2(folder: Path) -> None:

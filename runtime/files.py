@@ -1,14 +1,14 @@
-"""Files that are whole or absent: written aside, flushed to the disk, renamed.
+"""Files and folders that are whole or absent: written aside, flushed to the disk, renamed.
 
 A process can be killed between any two instructions, and a reader may look at any moment. So
 nothing is ever written under the name it will be read by:
 
-    write .NAME.xxxx  ->  flush and fsync  ->  rename to NAME  ->  fsync the folder
+    write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
 
 The rename is atomic: NAME is the old content or the new one. Whatever dies before it leaves a
-hidden file that nobody reads.
+hidden file that nobody reads and `sweep` removes.
 
-Read next: `checkpoint.py`, whose folders are written the same way.
+Read next: `checkpoint.py`, whose folders are written so by many processes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+ASIDE = ".new-"  # what the name of anything unfinished begins with
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def aside(path: Path) -> Iterator[Path]:
     [('a.txt', 'whole')]
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    new = path.with_name(f"{ASIDE}{secrets.token_hex(4)}-{path.name}")
     try:
         yield new
         flush(new)
@@ -56,15 +59,53 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(new)` on an empty folder beside `folder`, which then gets the name."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """Run `build(new)` on an empty folder beside `folder`, which then gets the name.
+
+    Another process may have been faster; its result is as good, and stays.
+    """
+    new = new_folder(folder)
     try:
         build(new)
-        if not folder.exists():  # another process may have been faster; its result is as good
+        flush_all(new)
+        try:
             new.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        flush(folder.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def new_folder(folder: Path) -> Path:
+    """An empty folder beside `folder`, to be renamed to it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=f"-{folder.name}", dir=folder.parent))
+    new.chmod(0o755)  # mkdtemp's folders are their owner's alone
+    return new
+
+
+def remove_folder(folder: Path) -> None:
+    """Renamed first: a kill must not leave half of it under its name."""
+    gone = new_folder(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what processes that were killed have left in `folder`, where none may be writing."""
+    for left in folder.glob(f"{ASIDE}*"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def flush_all(folder: Path) -> None:
+    """`flush` a folder and everything in it."""
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
 
 
 def flush(path: Path) -> None:
