@@ -821,17 +821,17 @@ def test_a_local_server_ends_with_its_block_also_when_the_block_raises():
 
 
 def test_a_server_that_cannot_start_shows_what_it_wrote():
-    misuse = pytest.raises(EnvError, match=r"(?s)exited with 2 at start:.*--env")
+    misuse = pytest.raises(EnvError, match=r"(?s)exited with 2 at its start:.*--env")
     with misuse, local_server("chess"):
         pass
     taken = socket.create_server(("127.0.0.1", 0))
-    failure = pytest.raises(EnvError, match=r"(?s)exited with 1 at start:.*cannot serve textcraft")
+    failure = pytest.raises(EnvError, match=r"(?s)exited with 1 at its start:.*cannot serve textcraft")
     with taken, failure, local_server("textcraft", port=taken.getsockname()[1]):
         pass
 
 
 def test_a_server_that_does_not_get_ready_is_stopped_and_reported():
-    failure = pytest.raises(EnvError, match="not listening after 0 s")
+    failure = pytest.raises(EnvError, match="not up after 0 s")
     with failure, local_server("textcraft", start_timeout_s=0.0):
         pass
 
