@@ -11,45 +11,53 @@ Gemini. So this file has its own short episode loop over messages:
         observation = env.step(text)
         messages   += [assistant: text, user: observation]
 
-Each episode runs in a thread of its own and waits for nobody. It is written as the same line as a
-trajectory of tokens, with the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`) null.
+Each episode runs in a thread of its own and waits for nobody. How it goes on after a step, and how
+many may be lost, is decided where it is for a trajectory of tokens (`rollout.take_result`,
+`rollout.check_failures`), and it is written as the same line, with the token fields (`input_ids`,
+`loss_mask`, `rollout_log_probs`) null.
 
 What can go wrong, and what becomes of it:
 
-    429, 408, 5xx, time-out, connection lost,     asked again with back-off (`Retry-After` counts);
-    an answer that is not a chat completion       then the trajectory is lost: `engine_error`
+    429, 408, 409, 5xx, time-out, connection      asked again with back-off (`Retry-After` counts);
+    lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
     any other 4xx (key, model name, option)       nothing will go better for the next: the run stops
     an answer without text                        the model said "": an unparsable action, reward 0
     the environment server fails                  as in rollout.py: a reset is tried 3 times, an
                                                   episode once more from its reset; then `env_error`
 
-The reference's evaluation (AgentGym-RL, `verl/agent_trainer/main_generation.py`) needs the weights
-on its own GPUs; a model behind a server cannot be measured with it.
-
 Run:        .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 \\
                 --api-model NAME --api-key-env OPENAI_API_KEY
 Read next:  evaluate.py, which turns trajectories into numbers
 """
 
+import contextlib
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
-import requests
+import httpx2
+import openai
 
-from envclient import EnvClient, EnvError, EnvPool
-from rollout import NUM_TRIES, RolloutRequest, RolloutSettings, TooManyEnvFailures, sampling_seed
+from engines import EngineError
+from envclient import EnvClient, EnvError, EnvPool, NotSupported
+from rollout import (
+    NUM_TRIES,
+    RolloutRequest,
+    RolloutSettings,
+    check_failures,
+    sampling_seed,
+    take_result,
+)
 from trajectory import Trajectory, Turn
 
-MAX_WAIT_S = 60.0  # no single back-off is longer, whatever the server asks for
+MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again
 
 
-class ApiError(RuntimeError):
+class ApiError(EngineError):
     """The chat server did not give a usable answer, also not when asked again."""
 
 
@@ -65,31 +73,39 @@ class Stopped(Exception):
     """The run is being stopped while this episode waits."""
 
 
-@dataclass
 class ChatApi:
     """
-    POST /chat/completions with time-outs and a bounded number of retries.
+    POST /chat/completions with time-outs and a bounded number of retries; for one `collect_api`.
 
-    Attributes:
+    Args:
         base_url: what an OpenAI client takes as base_url; a bare http://host:port gets /v1.
         api_key: sent as bearer token; never logged.
         timeout_s: seconds for one answer.
-        max_retries: further attempts after the first.
-        backoff_s: wait before the first retry in seconds; doubles with each, with ±50 % jitter.
+        max_retries: further attempts after the first; 8 wait about 40 s in all.
     """
 
-    base_url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 300.0
-    max_retries: int = 6
-    backoff_s: float = 1.0
-    stopped: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    @property
-    def url(self) -> str:
-        base = self.base_url.rstrip("/")
-        return base + ("" if urlsplit(base).path else "/v1") + "/chat/completions"
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+        max_retries: int = 8,
+    ) -> None:
+        base = base_url.rstrip("/")
+        base += "" if urlsplit(base).path else "/v1"
+        self.url, self.model = f"{base}/chat/completions", model
+        self.stopped = threading.Event()  # once set, nothing is asked any more
+        # Without a key no header is sent; what stands in for it keeps OPENAI_API_KEY out.
+        self._headers = {} if api_key else {"Authorization": openai.Omit()}
+        self._client = _Client(
+            base_url=base,
+            api_key=api_key or "none",
+            timeout=timeout_s,
+            max_retries=max_retries,
+            http_client=openai.DefaultHttpxClient(event_hooks={"response": [_must_be_completion]}),
+        )
+        self._client.stopped = self.stopped
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
@@ -97,123 +113,137 @@ class ChatApi:
         """
         The model's next message; "" if it has no text.
 
-        Raises: ContextFull, ApiRefused (see there), ApiError after the last retry.
+        Raises: ContextFull, ApiRefused (see there), ApiError after the last retry, Stopped.
         """
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-        }
-        problem = ""
-        for attempt in range(self.max_retries + 1):
-            wait_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-            try:
-                answer = requests.post(
-                    self.url, json=body, timeout=self.timeout_s, auth=self._authorize
-                )
-            except requests.RequestException as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                if answer.ok:
-                    text = _message_text(answer)
-                    if text is not None:
-                        return text
-                status = answer.status_code
-                problem = f"HTTP {status}: {' '.join(answer.text[:300].split())}"
-                if status in (400, 413) and _is_about_length(answer.text):
-                    raise ContextFull(f"{self.url} answered {problem}")
-                if 400 <= status < 500 and status not in (408, 429):
-                    raise ApiRefused(f"{self.url} answered {problem}")
-                wait_s = _retry_after(answer) or wait_s
-            if attempt < self.max_retries and self.stopped.wait(min(wait_s, MAX_WAIT_S)):
-                raise Stopped
-        raise ApiError(f"{self.url} gave no answer in {self.max_retries + 1} attempts; {problem}")
+        if self.stopped.is_set():
+            raise Stopped
+        try:
+            answer = self._client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=messages,  # type: ignore[arg-type]  # plain dicts
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                extra_headers=self._headers,
+            )
+        except openai.APIStatusError as error:
+            status, body = error.status_code, error.response.text
+            problem = f"HTTP {status}: {' '.join(body[:300].split())}"
+            if status in (400, 413) and _is_about_length(body):
+                raise ContextFull(f"{self.url} answered {problem}") from None
+            if 400 <= status < 500 and status not in MAY_PASS:
+                raise ApiRefused(f"{self.url} answered {problem}") from None
+            raise self._no_answer(error, problem) from None
+        except openai.APIConnectionError as error:  # time-outs are of this kind
+            cause = error.__cause__ or error
+            raise self._no_answer(error, f"{type(cause).__name__}: {cause}") from None
+        return _message_text(answer.http_response) or ""
 
-    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # NOTE: given as a header, the key would lose against an entry for this host in ~/.netrc.
-        if self.api_key:
-            request.headers["Authorization"] = f"Bearer {self.api_key}"
-        return request
+    def stop(self) -> None:
+        """No more questions: what waits for a retry ends now."""
+        self.stopped.set()
+        self._client.close()
+
+    def _no_answer(self, error: openai.APIError, problem: str) -> ApiError:
+        attempts = int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
+        return ApiError(f"{self.url} gave no answer in {attempts} attempts; {problem}")
 
 
-def _message_text(answer: requests.Response) -> str | None:
+class _Client(openai.OpenAI):
+    """The client of the `openai` package, less what it sends unasked; a stop ends its waits."""
+
+    stopped: threading.Event
+
+    @property
+    def default_headers(self) -> dict[str, str | openai.Omit]:
+        # NOTE: its own describe this machine and hold OPENAI_ORG_ID, OPENAI_PROJECT_ID and
+        # OPENAI_CUSTOM_HEADERS, secrets of another server perhaps.
+        return {"Accept": "application/json", "Content-Type": "application/json"}
+
+    def _sleep_for_retry(
+        self, *, retries_taken: int, max_retries: int, options: Any, response: Any
+    ) -> None:
+        headers = None if response is None else response.headers
+        wait_s = self._calculate_retry_timeout(max_retries - retries_taken, options, headers)
+        if self.stopped.wait(wait_s):
+            raise Stopped
+
+
+def _must_be_completion(response: httpx2.Response) -> None:
+    """Another answer than a chat completion is asked again, like one that never came."""
+    response.read()
+    if response.is_success and _message_text(response) is None:
+        body = " ".join(response.text[:300].split())
+        raise httpx2.DecodingError(f"no chat completion: {body}", request=response.request)
+
+
+def _message_text(response: httpx2.Response) -> str | None:
     """The text of a chat completion, "" if its content is null; None if it is no completion."""
     try:
-        content = answer.json()["choices"][0]["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError):
+        content = response.json()["choices"][0]["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return content if isinstance(content, str) else ""
+    # Half a surrogate pair, of a character cut by max_tokens, can be neither sent nor written.
+    return content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
 
 
 def _is_about_length(body: str) -> bool:
     return any(word in body.lower() for word in ("context", "too long", "maximum length"))
 
 
-def _retry_after(answer: requests.Response) -> float:
-    """Seconds of a Retry-After header; 0.0 when there is none (or a date)."""
-    value = answer.headers.get("Retry-After", "")
-    return float(value) if value.replace(".", "", 1).isdigit() else 0.0
+# ----------------------------------------------------------------------------------------------
+# Episodes
 
 
 def run_api_episode(
     api: ChatApi,
     client: EnvClient,
-    task_index: int,
-    trajectory: Trajectory,
+    request: RolloutRequest,
     settings: RolloutSettings,
-    sample_seed: int = 0,
+    trajectory: Trajectory,
 ) -> None:
     """
-    Play one episode to its end and fill `trajectory`, from the start also when it was begun before.
+    Play one episode to its end and fill `trajectory`, which is empty but for its heading.
 
     Args:
         client: an environment session of this episode alone.
-        trajectory: names the env seed and the turn limit.
-        settings: max_rounds, max_tokens_per_turn, temperature.
-        sample_seed: sent to the chat server; differs between the samples of a task.
-    Raises: EnvError when the environment fails, ApiError when the chat server does.
+        settings: max_tokens_per_turn, temperature, seed, record_state.
+        trajectory: names the turn limit.
+    Raises: EnvError when the environment fails, ApiError when the chat server does, Stopped.
     """
-    t = trajectory
-    t.turns, t.messages = [], []
-    observation = client.reset(task_index, seed=t.seed)
+    t, task = trajectory, request.task
+    # Sent to the chat server; differs between the samples of a task.
+    seed = sampling_seed(settings.seed, request.step, task.task_id, request.sample, turn=0)
+    observation = client.reset(task.task_index, seed=request.seed)
     t.messages = [*client.prompt]
     while True:
         t.messages.append({"role": "user", "content": observation})
-        begin = time.perf_counter()
+        began = time.perf_counter()
         try:
             text = api.complete(
-                t.messages, settings.max_tokens_per_turn, settings.temperature, sample_seed
+                t.messages, settings.max_tokens_per_turn, settings.temperature, seed
             )
         except ContextFull:
             return t.stop("length")
         generated = time.perf_counter()
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
-        turn = Turn(
-            action_span=None,  # type: ignore[arg-type]  # no token ids to point into
-            action_text=text,
-            observation_text=result.observation,
-            reward=float(result.reward),
-            parse_error=result.info.get("parse_error"),
-            generate_s=generated - begin,
-            env_s=time.perf_counter() - generated,
-            state=client.state() if settings.record_state else None,
-        )
+        # No token ids to point into.
+        turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type]
+        turn.generate_s, turn.env_s = generated - began, time.perf_counter() - generated
+        if settings.record_state:
+            with contextlib.suppress(NotSupported):  # AgentGym's own servers have none
+                turn.state = client.state()
         t.turns.append(turn)
-        if result.terminated:
-            success = bool(result.info.get("success"))
-            return t.stop("success" if success else "failure", success)
-        if result.truncated or len(t.turns) >= t.max_rounds:
-            return t.stop("env_limit" if result.truncated else "max_rounds")
+        if not take_result(t, turn, result):
+            return
         observation = result.observation
 
 
 def collect_api(
     api: ChatApi,
     pool: EnvPool,
-    requests_: Sequence[RolloutRequest],
+    requests: Sequence[RolloutRequest],
     settings: RolloutSettings,
     progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
@@ -221,6 +251,7 @@ def collect_api(
     `rollout.collect` over messages: every request played to its end, in the order of the requests.
 
     Args:
+        api: is stopped when this returns or raises.
         progress: called with each trajectory as it ends, from this thread.
         settings: `env_workers` episodes are played at a time.
     Raises:
@@ -228,83 +259,66 @@ def collect_api(
         TooManyEnvFailures: more than `settings.max_env_failures` of all trajectories are lost.
         Episodes under way are dropped in both cases.
     """
-    trajectories = [Trajectory(**r.heading(pool.env, settings.max_rounds)) for r in requests_]
-    api.stopped.clear()
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
-    for index in range(len(trajectories)):
-        waiting.put(index)
+    trajectories = [Trajectory(**r.heading(pool.env, settings.max_rounds)) for r in requests]
+    waiting: queue.SimpleQueue[tuple[RolloutRequest, Trajectory]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Trajectory | BaseException] = queue.SimpleQueue()
+    for pair in zip(requests, trajectories, strict=True):
+        waiting.put(pair)
 
     def work() -> None:
-        while not api.stopped.is_set():
-            try:
-                index = waiting.get_nowait()
-            except queue.Empty:
-                return
-            r = requests_[index]
-            seed = sampling_seed(settings.seed, r.step, r.task.task_id, r.sample, turn=0)
-            try:
-                _play_with_retries(
-                    api, pool, r.task.task_index, trajectories[index], settings, seed
-                )
-            except BaseException as error:  # must surface in the caller's thread, not hang it
-                ended.put((index, error))
-            else:
-                ended.put((index, None))
+        with contextlib.suppress(queue.Empty):
+            while not api.stopped.is_set():
+                request, trajectory = waiting.get_nowait()
+                try:
+                    _play_with_retries(api, pool, request, settings, trajectory)
+                except BaseException as error:  # must surface in the caller's thread, not hang it
+                    ended.put(error)
+                else:
+                    ended.put(trajectory)
 
     # Daemon threads: after Ctrl-C nobody waits for a chat server that takes minutes to answer.
     for _ in range(min(settings.env_workers, len(trajectories))):
         threading.Thread(target=work, daemon=True).start()
-    num_lost = 0
+    finished: list[Trajectory] = []
     try:
-        for _ in trajectories:
-            index, error = ended.get()
-            if error is not None:
-                raise error
+        while len(finished) < len(trajectories):
+            one = ended.get()
+            if isinstance(one, BaseException):
+                raise one
+            finished.append(one)
             if progress:
-                progress(trajectories[index])
-            num_lost += not trajectories[index].is_valid
-            if num_lost > settings.max_env_failures * len(trajectories):
-                raise TooManyEnvFailures(
-                    f"{num_lost} of {len(trajectories)} trajectories are lost already, more than "
-                    f"--max-env-failures {settings.max_env_failures:.0%}; "
-                    f"last error: {trajectories[index].error}"
-                )
+                progress(one)
+            check_failures(finished, settings.max_env_failures, total=len(trajectories))
     finally:
-        api.stopped.set()
+        api.stop()
     return trajectories
 
 
 def _play_with_retries(
     api: ChatApi,
     pool: EnvPool,
-    task_index: int,
-    trajectory: Trajectory,
+    request: RolloutRequest,
     settings: RolloutSettings,
-    sample_seed: int,
+    trajectory: Trajectory,
 ) -> None:
     """Play; what the servers lose is tried again, then marked with its stop_reason and error."""
-    resets_left, restarts_left = NUM_TRIES - 1, 1
+    tries_left = {"reset": NUM_TRIES, "step": 2}
     while True:
-        client = None
+        trajectory.turns, trajectory.messages = [], []
         try:
-            client = pool.client()
-            return run_api_episode(api, client, task_index, trajectory, settings, sample_seed)
+            with contextlib.closing(pool.client()) as client:
+                return run_api_episode(api, client, request, settings, trajectory)
         except EnvError as error:
-            is_under_way = bool(trajectory.messages)
-            if (restarts_left if is_under_way else resets_left) == 0:
+            failed = "step" if trajectory.messages else "reset"
+            tries_left[failed] -= 1
+            if not tries_left[failed]:
                 return _lose(trajectory, "env_error", error)
-            restarts_left -= is_under_way
-            resets_left -= not is_under_way
         except ApiRefused:
             raise
         except ApiError as error:
             return _lose(trajectory, "engine_error", error)
-        finally:
-            if client is not None:
-                client.close()
 
 
 def _lose(trajectory: Trajectory, reason: str, error: Exception) -> None:
     trajectory.stop(reason)
-    trajectory.error = str(error)
+    trajectory.error = " ".join(str(error).split())

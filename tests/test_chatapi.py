@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from envclient import EnvConnectionError, EnvServerError, StepResult
+from envclient import EnvConnectionError, EnvServerError, NotSupported, StepResult
 from envs import Task
 from envs.textcraft.env import TextCraft
 from reporting.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
@@ -27,7 +27,7 @@ class ChatServer:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer.lock:
-                    outer.requests.append((self.path, dict(self.headers), body))
+                    outer.requests.append((self.path, self.headers, body))
                 status, headers, content = outer.answer(body)
                 text = content if isinstance(content, str) else json.dumps(content)
                 self.send_response(status)
@@ -42,7 +42,7 @@ class ChatServer:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self):
         self.http.shutdown()
@@ -80,8 +80,13 @@ def fails(status, body="", **headers):
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+
 def api_of(server, **options):
-    return ChatApi(server.url, "some-model", **{"backoff_s": 0.01, "max_retries": 3, **options})
+    return ChatApi(server.url, "some-model", **{"max_retries": 3, **options})
 
 
 def ask(api):
@@ -113,6 +118,29 @@ def test_without_a_key_none_is_sent_and_a_key_is_never_shown(serve):
     assert "secret" not in repr(api_of(server, api_key="secret"))
 
 
+def test_nothing_of_the_users_openai_account_or_machine_goes_to_another_server(serve, monkeypatch):
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "BASE_URL"):
+        monkeypatch.setenv(f"OPENAI_{name}", "http://secret")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: secret\nX-Mine: secret")
+    server = serve(says("hi"))
+    for key in (None, "given"):
+        ask(api_of(server, api_key=key))
+    for (_, headers, _), expected in zip(server.requests, (None, "Bearer given")):
+        assert headers["Authorization"] == expected
+        assert "secret" not in str(headers)
+        assert not {"x-stainless-os", "x-stainless-runtime"} & {name.lower() for name in headers}
+
+
+def test_an_entry_of_netrc_is_neither_sent_nor_stronger_than_the_key(serve, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    server = serve(says("hi"))
+    for key in (None, "given"):
+        ask(api_of(server, api_key=key))
+    sent = [headers["Authorization"] for _, headers, _ in server.requests]
+    assert sent == [None, "Bearer given"]
+
+
 @pytest.mark.parametrize(
     ("base", "url"),
     [
@@ -128,7 +156,17 @@ def test_a_base_url_is_taken_as_openai_clients_take_it(base, url):
 
 @pytest.mark.parametrize(
     "trouble",
-    [fails(500, "oops"), fails(503), fails(429), fails(408), (200, {}, GARBAGE), (200, {}, {})],
+    [
+        *(
+            fails(500, "oops"),
+            fails(503),
+            fails(429),
+            fails(408),
+            (200, {}, GARBAGE),
+            (200, {}, {}),
+        ),
+        (200, {}, "[" * 100_000),
+    ],
 )
 def test_what_may_pass_is_asked_again(serve, trouble):
     server = serve(trouble, trouble, says("hi"))
@@ -157,8 +195,8 @@ def test_a_silent_server_and_a_dead_one_are_errors_and_not_hangs(serve):
 
     with pytest.raises(ApiError, match="ReadTimeout"):
         ask(api_of(serve(silent), timeout_s=0.1, max_retries=0))
-    with pytest.raises(ApiError, match="ConnectionError"):
-        ask(ChatApi("http://127.0.0.1:9", "m", max_retries=1, backoff_s=0.01))
+    with pytest.raises(ApiError, match=r"ConnectError: .*refused"):
+        ask(ChatApi("http://127.0.0.1:9", "m", max_retries=1))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
@@ -182,13 +220,35 @@ def test_an_answer_without_text_is_the_empty_string(serve, content):
     assert len(server.requests) == 1
 
 
+def test_half_a_character_cut_by_max_tokens_can_be_sent_again_and_written(serve):
+    server = serve((200, {}, '{"choices": [{"message": {"content": "ok \\ud83d"}}]}'))
+    text = ask(api_of(server))
+    assert text == "ok ?"
+    text.encode("utf-8")
+
+
+@pytest.mark.parametrize("value", ["²", "soon", "-1", "nan", ""])
+def test_a_retry_after_that_is_no_number_is_no_error(serve, value):
+    server = serve(fails(429, Retry_After=value), says("hi"))
+    assert ask(api_of(server)) == "hi"
+
+
 def test_waiting_for_a_retry_ends_when_the_run_is_stopped(serve):
-    api = api_of(serve(fails(500)), backoff_s=60.0)
+    api = api_of(serve(fails(500, Retry_After="60")))
     threading.Timer(0.1, api.stopped.set).start()
     began = time.monotonic()
     with pytest.raises(Stopped):
         ask(api)
     assert time.monotonic() - began < 5.0
+
+
+def test_after_the_stop_nothing_is_asked(serve):
+    server = serve(says("hi"))
+    api = api_of(server)
+    api.stop()
+    with pytest.raises(Stopped):
+        ask(api)
+    assert server.requests == []
 
 
 # ------------------------------------------------------------------------- episodes
@@ -215,6 +275,7 @@ class LocalClient:
         return StepResult(*self.env.step(action))
 
     def state(self):
+        self.trouble("state")
         return self.env.state_for_people()
 
     def close(self):
@@ -293,6 +354,48 @@ def test_the_turn_limit_stops_and_no_unanswered_observation_is_kept(serve):
     )
     assert (t.stop_reason, t.truncated, t.success, len(t.turns)) == ("max_rounds", True, False, 3)
     assert t.messages[-1]["role"] == "assistant"
+
+
+class EndsWith(LocalPool):
+    """Every step is answered with one result."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def client(self):
+        client = LocalClient(lambda what: None)
+        client.step = lambda text: self.result
+        return client
+
+
+@pytest.mark.parametrize("cut_by", ["env_limit", "max_rounds"])
+@pytest.mark.parametrize("success", [True, False])
+def test_an_episode_that_is_cut_keeps_what_the_environment_calls_success(serve, cut_by, success):
+    result = StepResult("on", 0.5, False, cut_by == "env_limit", {"success": success})
+    (t,) = collect_api(
+        api_of(serve(says("x"))),
+        EndsWith(result),
+        requests_of(TASKS[:1]),
+        settings_of(max_rounds=1),
+    )
+    assert (t.stop_reason, t.success, t.truncated, t.terminated) == (cut_by, success, True, False)
+
+
+def test_states_are_recorded_where_the_server_has_them(serve):
+    def asked(what):
+        if what == "state":
+            raise NotSupported("/state", "http://env")
+
+    for trouble, expected in ((lambda what: None, True), (asked, False)):
+        pool = LocalPool(trouble)
+        (t,) = collect_api(
+            api_of(serve(oracle_answer)),
+            pool,
+            requests_of(TASKS[:1]),
+            settings_of(record_state=True),
+        )
+        assert t.success
+        assert [turn.state is not None for turn in t.turns] == [expected] * len(t.turns)
 
 
 def test_answers_without_text_are_unparsable_actions_with_reward_0(serve):
