@@ -1,9 +1,15 @@
-"""Environments: the worlds the agent acts in, one file each, and the lists of tasks.
+"""Environments: the worlds the agent acts in, a folder each, and the lists of tasks.
 
 An environment is one class with no base class; what it must have is the list below, and
 `envs/textcraft/env.py` is the example to copy (`envs/common.py` holds what worlds share).
-`envs/server.py` gives any such class HTTP and sessions, so adding a world is one file, one line in
-`ENVS` and its id lists in `envs/ids/`.
+`envs/server.py` gives any such class HTTP and sessions. Adding a world is adding a folder:
+
+    envs/NAME/__init__.py         exports the class as `World`
+    envs/NAME/ids/NAME_*.json     its id lists; NAME_train and NAME_test are the splits
+    envs/NAME/requirements.txt    optional: packages that it alone needs, `make setup ENV=NAME`
+
+or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever a world is named
+(tutorials/05_add_your_own_environment.md). The class:
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
     WIRE              a `Wire`: the names that AgentGym's client of this world puts on the wire
@@ -13,46 +19,61 @@ An environment is one class with no base class; what it must have is the list be
     step(action) -> observation, reward, terminated, truncated, info    (Gymnasium's order)
     available_actions() -> list of actions that the current state accepts
     parse(model_text) -> action, or ParseError with what to tell the policy      (static)
+    say(thought, action) -> text that parse reads the action from                (static)
     oracle() -> (thought, action), a good move from the current state
     subtask(task_index) -> the name under which evaluation tables group the task  (class)
     state_for_people() -> dict, what a person wants to see while looking at an episode
     close()
-    open_shared(), close_shared()    optional, of the class: what all sessions of a server use
-    variant() -> str                 optional, of the class: options and simulator version, which
-                                     decide the world's texts beside its source
+
+What it may have beside that:
+
+    HORIZON, PAPER, LAPTOP, PACKAGE, ID_PREFIXES    its own numbers; `Settings` has the defaults
+    NAME                             of a world outside envs/, where the class's own will not do
+    open_shared(), close_shared()    of the class: what all sessions of a server use
+    variant() -> str                 of the class: options and simulator version, which decide the
+                                     world's texts beside its source
 
 Trainers import the class too, for its texts and numbers, on machines that lack what the world needs
 to run: a module imports its simulator where it is used.
 
 `reward` is the increment of this turn, the increments of an episode sum to 0..1, and
-`info["success"]` says whether the task is solved (AgentGym-RL keeps the last score only, which
-loses every earlier increment). Misuse has one named exception each, so that a server can answer
-409 and 404 instead of guessing from a message.
+`info["success"]` says whether the task is solved. Misuse has one named exception each, so that a
+server can answer 409 and 404 instead of guessing from a message.
 
 Id lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`: the
-number after the last underscore is the task index.
+number after the last underscore is the task index, what stands before it is the world's name (or
+one of ID_PREFIXES: SearchQA's published ids name the data set, "nq_51713").
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
-    (31, Task(task_id='textcraft_30', task_index=30, subtask='depth 1'))
+    (31, Task(task_id='textcraft_30', task_index=30, subtask='depth 1', env='textcraft'))
 
 Read next: envs/textcraft/env.py, then envs/server.py.
 """
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from envs.wire import Wire as Wire
+
 VERSION = "0.1.0"
-ENVS = {
-    "textcraft": "envs.textcraft.env:TextCraft",
-    "babyai": "envs.babyai.env:BabyAI",
-    "sciworld": "envs.sciworld.env:SciWorld",
-}
+FIRST = ("textcraft", "babyai", "sciworld")  # the order of tables; other worlds follow by name
+
+
+def worlds_in(folder: Path) -> dict[str, str]:
+    """Name of each world that has a folder in there -> "envs.NAME:World"."""
+    names = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    return {name: f"envs.{name}:World" for name in names}
+
+
+ENVS = worlds_in(Path(__file__).parent)
 
 
 class ParseError(ValueError):
@@ -82,75 +103,79 @@ class Task:
     task_id: str  # "textcraft_31"
     task_index: int  # 31
     subtask: str  # "depth 1"
+    env: str = ""  # "textcraft", the name of its world
 
 
-class Wire:
-    """The field names and answers of one AgentGym server; each method returns the JSON answer.
+@dataclass(frozen=True)
+class Settings:
+    """The numbers that a world's class may hold, each under its name in capitals."""
 
-    `turn` is the dict {"observation", "reward", "done", "terminated", "truncated", "info",
-    "subtask"} of the latest reset or step. The defaults are TextCraft's; another world overrides
-    what differs (SearchQA names the session `env_idx` and the task `id`; BabyAI adds `score`).
-    """
-
-    title = "TextCraft"
-    session_field = "id"
-    index_field = "data_idx"
-    index_default: int | None = 0  # None: /reset must name a task
-    shows_task_at_create = True  # /create already answers with an observation
-    has_score = False  # /reset and /step also answer the world's own score, info["score"]
-    points = 1  # what the wire calls a full return; SciWorld counts to 100
-    solved_from = 1.0  # AgentGym's servers do not say "solved": an end with this return or more
-    # More paths: /name -> (GET or POST, the env's method that answers), or (STEP, a method whose
-    # dict is added to the answer of a step).
-    paths: Mapping[str, tuple[str, str]] = {}
-    pays_once = False  # AgentGym's server may play on after the mission is done and paid for
-
-    def root(self) -> Any:
-        return f"This is environment {self.title}."
-
-    def create(self, session_id: int, turn: dict | None) -> Any:
-        answer: dict[str, Any] = {self.session_field: session_id}
-        if turn is not None:
-            answer |= {key: turn[key] for key in ("observation", "done", "reward")}
-        return answer
-
-    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
-        return {self.session_field: session_id, **self.step(turn)}
-
-    def step(self, turn: dict) -> Any:
-        return turn | {"score": turn["info"]["score"]} if self.has_score else turn
-
-    def observation(self, turn: dict) -> Any:
-        return turn["observation"]
-
-    def close(self, closed: bool) -> Any:
-        return closed
-
-    def to_points(self, reward: float) -> float:
-        """An increment (an episode's sum to 0..1) as the wire shows it; whole numbers as int."""
-        points = round(reward * self.points, 9)
-        return int(points) if points == int(points) else points
-
-    def first_observation(self, answer: dict) -> Any:
-        """What the policy reads first, from the answer of /reset."""
-        return answer.get("observation")
+    horizon: int = 30  # turns of an episode in the paper's evaluation
+    # Options of train.py that this world sets otherwise: in the paper's scripts; without a GPU,
+    # where "tasks" and "eval_tasks" name id lists of this world.
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    laptop: Mapping[str, Any] = field(default_factory=dict)
+    package: str | None = None  # what must be importable where the world is played
+    id_prefixes: tuple[str, ...] = ()  # what its task ids begin with; its name, unless it says
 
 
 def get_env(name: str) -> Any:
-    """The environment class called `name`, imported only now.
+    """The environment class called `name`, imported only now: a key of ENVS, or
+    "package.module:Class".
 
     Raises:
-        ValueError: `name` is not in ENVS.
+        ValueError: there is no such environment, module or class.
     """
-    if name not in ENVS:
-        raise ValueError(f"unknown environment {name!r}; choose one of: {', '.join(sorted(ENVS))}")
-    module, _, class_name = ENVS[name].partition(":")
-    return getattr(import_module(module), class_name)
+    where = ENVS.get(name, name)
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", where):
+        known = ", ".join(sorted(ENVS))
+        raise ValueError(
+            f"unknown environment {name!r}; choose one of: {known}; or give package.module:Class"
+        )
+    module_name, _, class_name = where.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if name in ENVS or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, what it imports is not
+        raise ValueError(
+            f"environment {name}: there is no module {error.name}; put its folder on PYTHONPATH"
+        ) from error
+    if not hasattr(module, class_name):
+        raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
+    return getattr(module, class_name)
+
+
+def env_name(env: str) -> str:
+    """What task ids, file names and tables call `env`: its key in ENVS; of a world outside, its
+    class's NAME, or the class's own name in lower case."""
+    if env in ENVS:
+        return env
+    env_class = get_env(env)
+    return getattr(env_class, "NAME", env_class.__name__.lower())
+
+
+def settings_of(env: str) -> Settings:
+    """What the class of `env` says of itself, defaults where it says nothing."""
+    env_class = get_env(env)
+    given = {
+        name: getattr(env_class, name.upper())
+        for name in Settings.__dataclass_fields__
+        if hasattr(env_class, name.upper())
+    }
+    return Settings(**{"id_prefixes": (env_name(env),)} | given)
 
 
 def ids_dir(env: str) -> Path:
     """Where the id lists of `env` are: `ids/` beside its class."""
     return Path(inspect.getfile(get_env(env))).parent / "ids"
+
+
+def id_lists(env: str) -> dict[str, Path]:
+    """The id lists of `env` by name: "train" is NAME_train.json."""
+    name = env_name(env)
+    paths = sorted(ids_dir(env).glob(f"{name}_*.json"))
+    return {path.stem.removeprefix(f"{name}_"): path for path in paths}
 
 
 def load_tasks(
@@ -162,51 +187,63 @@ def load_tasks(
     """The tasks of an id list, in its order; all tasks of `env` if no list is named.
 
     Arguments:
-        env: name in ENVS.
-        split: reads `envs/ids/<env>_<split>.json` ("train", "test", ...).
-        file: reads this id list instead; excludes `split`.
+        env: as for `get_env`.
+        split: an id list of the world ("train", "test", ...).
+        file: any id list, or the name of one of the world's; excludes `split`.
         subtasks: keep only tasks of these sub-tasks.
 
     Raises:
         ValueError: unknown env, split or sub-task; a file that is missing, not an id list, or
             names a task twice or one the environment lacks; nothing left after filtering.
     """
-    env_class = get_env(env)
-    if split is not None and file is not None:
-        raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
-    if split is not None:
-        file = ids_dir(env) / f"{env}_{split}.json"
-        if not file.exists():
-            known = sorted(p.stem.removeprefix(env + "_") for p in file.parent.glob("*.json"))
-            raise ValueError(f"{env} has no split {split!r}; choose one of: {', '.join(known)}")
-    num_tasks = env_class.num_tasks()
-    if file is None:
-        ids = [f"{env}_{index}" for index in range(num_tasks)]
-    else:
-        ids = _read_ids(Path(file))
+    env_class, name = get_env(env), env_name(env)
+    path = _id_list(env, split, file)
+    prefixes, num_tasks = settings_of(env).id_prefixes, env_class.num_tasks()
+    ids = _read_ids(path) if path else [f"{prefixes[0]}_{index}" for index in range(num_tasks)]
     tasks: dict[int, Task] = {}
     for task_id in ids:
-        digits = task_id.rpartition("_")[2]
-        if not (digits.isascii() and digits.isdigit() and int(digits) < num_tasks):
+        match = re.fullmatch(r"(.*)_([0-9]{1,18})", task_id)
+        if not match or match[1] not in prefixes or int(match[2]) >= num_tasks:
+            expected = " or ".join(f"'{prefix}_N'" for prefix in prefixes)
             raise ValueError(
-                f"{file}: {task_id!r} is no task of {env}; "
-                f"expected '{env}_N' with N below {num_tasks}"
+                f"{path}: {task_id!r} is no task of {name}; expected {expected} "
+                f"with N below {num_tasks}"
             )
-        if int(digits) in tasks:
-            raise ValueError(f"{file}: {task_id!r} is listed twice; a task may appear once")
-        tasks[int(digits)] = Task(task_id, int(digits), env_class.subtask(int(digits)))
-    known_subtasks = sorted({env_class.subtask(index) for index in range(num_tasks)})
-    for name in subtasks:
-        if name not in known_subtasks:
-            raise ValueError(
-                f"unknown sub-task {name!r} of {env}; choose from: {', '.join(known_subtasks)}"
-            )
+        index = int(match[2])
+        if index in tasks:
+            raise ValueError(f"{path}: {task_id!r} is listed twice; a task may appear once")
+        tasks[index] = Task(task_id, index, env_class.subtask(index), name)
+    if unseen := set(subtasks) - {task.subtask for task in tasks.values()}:
+        known = sorted({env_class.subtask(index) for index in range(num_tasks)})
+        for subtask in sorted(unseen - set(known)):
+            choices = ", ".join(known)
+            raise ValueError(f"unknown sub-task {subtask!r} of {name}; choose from: {choices}")
     chosen = [task for task in tasks.values() if not subtasks or task.subtask in subtasks]
     if not chosen:
         raise ValueError(
-            f"no task left: {file or env} holds {len(tasks)}, none of {list(subtasks)}"
+            f"no task left: {path or name} holds {len(tasks)}, none of {list(subtasks)}"
         )
     return chosen
+
+
+def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:
+    """The path of the id list that is meant; None for all tasks."""
+    if split is None and file is None:
+        return None
+    if split is not None and file is not None:
+        raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
+    lists, name = id_lists(env), env_name(env)
+    known = ", ".join(lists) or "none"
+    if file is None:
+        if split not in lists:
+            raise ValueError(f"{name} has no split {split!r}; choose one of: {known}")
+        return lists[split]
+    path = Path(file)
+    if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
+        path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
+    if not path.exists():
+        raise ValueError(f"cannot read the id list {path}: no such file; lists of {name}: {known}")
+    return path
 
 
 def _read_ids(path: Path) -> list[str]:

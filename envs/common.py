@@ -6,9 +6,10 @@ pieces that three worlds came to share, as small things to use rather than a fra
     Stage            before the first reset, in an episode, after its end; a named error for misuse
     require_task     an index out of range is refused, never wrapped around
     action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
+    say              a thought and an action as the policy should write them
     version_of       of a simulator's package
     oracle_turns     how many actions the oracle needs, to choose short tasks by
-    write_id_lists   envs/ids/<env>_<split>.json
+    write_id_lists   envs/NAME/ids/NAME_SPLIT.json
     command_line     python -m envs.NAME: play in the terminal, or write the id lists
 
 Read next: envs/textcraft/env.py, which uses them.
@@ -79,6 +80,15 @@ def action_line(model_text: str, drop: str = "") -> str:
     return action
 
 
+def say(thought: str, action: str) -> str:
+    """What `action_line` reads the action from.
+
+    >>> action_line(say("It is near.", "get 2 oak log"))
+    'get 2 oak log'
+    """
+    return f"Thought: {thought}\nAction: {action}"
+
+
 def version_of(package: str) -> str:
     """Of an installed package; "" where it is not, as on a trainer without the simulator."""
     try:
@@ -138,7 +148,7 @@ def command_line(
     )
     parser.add_argument("--seed", type=int, default=0, help="what a task leaves open (default: 0)")
     parser.add_argument(
-        "--write-ids", action="store_true", help=f"write envs/ids/{name}_*.json and stop"
+        "--write-ids", action="store_true", help=f"write envs/{name}/ids/*.json and stop"
     )
     arguments = parser.parse_args()
     if arguments.write_ids:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import jvm
+from envs.sciworld import jvm
 from envs.sciworld.env import SciWorld
 from envs.sciworld.jvm import JavaMissing, JvmLost, JvmPool
 

@@ -1,7 +1,5 @@
 """SciWorld: AgentGym's numbering, texts that (task, seed, actions) fix, an oracle that wins."""
 
-import doctest
-import importlib
 import json
 import os
 import subprocess
@@ -16,8 +14,9 @@ import pytest
 
 import envs
 from envclient import EnvServerError, connect
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, jvm, load_tasks
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
 from envs.common import oracle_turns
+from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
 from envs.sciworld.splits import (
     MAX_TURNS,
@@ -231,12 +230,6 @@ def test_thoughts_name_where_the_way_leads():
         "I am asked which one I mean, and number 0 will do, so I choose it.",
         "This needs time, so I wait.",
     ]
-
-
-@pytest.mark.parametrize("name", ["tasks", "ids", "paths", "thoughts"])
-def test_the_examples_in_the_docstrings_are_true(name):
-    outcome = doctest.testmod(importlib.import_module("envs.sciworld_" + name))
-    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 def test_an_unknown_simplification_is_refused(monkeypatch):

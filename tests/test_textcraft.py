@@ -1,6 +1,5 @@
 """TextCraft: the same texts everywhere, AgentGym's numbering and semantics, an oracle that wins."""
 
-import doctest
 import hashlib
 import importlib
 import json
@@ -387,7 +386,7 @@ def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
     ids = [{"item_id": f"textcraft_{index}", "conversations": []} for index in (533, 3, 140)]
     path.write_text(json.dumps(ids))
     tasks = load_tasks("textcraft", file=path)
-    assert tasks[0] == Task("textcraft_533", 533, "depth 4")
+    assert tasks[0] == Task("textcraft_533", 533, "depth 4", "textcraft")
     assert [task.task_index for task in tasks] == [533, 3, 140]
     filtered = load_tasks("textcraft", file=path, subtasks=["depth 1", "depth 2"])
     assert [task.task_index for task in filtered] == [3, 140]
@@ -427,9 +426,3 @@ def test_misuse_of_load_tasks_names_the_choices(tmp_path):
         load_tasks("textcraft", "test", file="x.json")
     with pytest.raises(ValueError, match="cannot read the id list"):
         load_tasks("textcraft", file=tmp_path / "absent.json")
-
-
-@pytest.mark.parametrize("name", ["", ".textcraft", ".textcraft_recipes", ".textcraft_ids"])
-def test_the_examples_in_the_docstrings_are_true(name):
-    outcome = doctest.testmod(importlib.import_module("envs" + name))
-    assert outcome.attempted > 0 and outcome.failed == 0

@@ -24,6 +24,7 @@ import uvicorn
 
 import envs
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, Wire
+from envs.common import say
 from envs.server import create_app
 
 NAME = "letters"
@@ -35,6 +36,7 @@ class Letters:
     WIRE = Wire()
     IS_FAST = True
     NUM_TURNS = 2
+    say = staticmethod(say)
 
     def __init__(self):
         self.turn = None

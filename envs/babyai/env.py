@@ -29,12 +29,9 @@ Arguments
     argument `seed` changes nothing.
 
 Differences from AgentGym's server, whose numbers are therefore not the same
-    - It ends an episode only for a reward above 0.5, never for a failure or at max_steps, and plays
-      on in the finished world. Here every end ends, and success is any positive return.
-    - Level 16 fails at the first correct door in minigrid; AgentGym passes over that with every
-      other failure, here exactly that verdict is corrected (envs/babyai/world.py).
-    - "toggle" also opens boxes and closes doors; without it level 26 cannot be solved. The prompt
-      names the actions that exist: AgentGym's says "pick up", its server wants "pickup".
+    - Every end ends an episode, and success is any positive return; there only a reward above 0.5.
+    - minigrid's wrong verdict on level 16 is corrected (envs/babyai/world.py).
+    - "toggle" also opens boxes and closes doors; without it level 26 cannot be solved.
     - The words are our own, about two thirds as many; level 4 is the 6 x 6 room of its name.
 
     >>> env = BabyAI()
@@ -52,7 +49,7 @@ Differences from AgentGym's server, whose numbers are therefore not the same
 
 Not fast (IS_FAST): a step takes 0.25 ms, but drawing a level 0.4 to 15 ms and the oracle 11 ms on
 average, half a second at worst.
-`python -m envs.babyai` lets you play; `--write-ids` writes the id lists of envs/ids again
+`python -m envs.babyai` lets you play; `--write-ids` writes its id lists again
 (envs/babyai/splits.py says how tasks are split). Read next: envs/babyai/levels.py, then
 envs/babyai/world.py.
 """
@@ -64,7 +61,7 @@ from typing import Any, ClassVar
 
 from envs import Wire
 from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
-from envs.common import Stage, action_line, require_task, version_of
+from envs.common import Stage, action_line, require_task, say, version_of
 
 MAX_ACTION_CHARS = 200  # what is longer is no action
 ARROWS = ">v<^"  # the agent in `state_for_people`, by direction
@@ -108,6 +105,26 @@ class BabyAI:
     ]
     WIRE = BabyAIWire()
     IS_FAST = False
+    HORIZON = 20
+    PACKAGE = "minigrid"
+    PAPER: ClassVar = {
+        "rounds": (6, 13, 20),
+        "tasks_per_step": 32,
+        "group_size": 4,
+        "mini_batch_size": 32,
+        "max_trajectory_tokens": 9216,
+    }
+    LAPTOP: ClassVar = {
+        "tasks": "simple_train",
+        "eval_tasks": "simple_test",
+        "rounds": (5,),
+        "group_size": 4,
+        "mini_batch_size": 32,
+        "max_trajectory_tokens": 2048,
+        "eval_samples": 2,
+    }
+
+    say = staticmethod(say)
 
     def __init__(self) -> None:
         self._forget()
@@ -208,7 +225,7 @@ class BabyAI:
     @staticmethod
     def parse(model_text: str) -> str:
         """The action of the one 'Action:' line in lower case, with everything but letters, digits,
-        commas and single spaces removed, as AgentGym's client does.
+        commas and single spaces removed.
 
         Raises:
             ParseError: no 'Action:', more than one, or nothing after it.

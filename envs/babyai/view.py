@@ -18,8 +18,8 @@ only: after every action they are given anew.
 
     You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
 
-There is no memory of earlier views, neither in the words nor in the paths: as in AgentGym, the
-agent may go where it sees a free way now. What it saw before stands in the conversation.
+There is no memory of earlier views, neither in the words nor in the paths: the agent may go where
+it sees a free way now. What it saw before stands in the conversation.
 
 Read next: envs/babyai/actions.py.
 """

@@ -37,20 +37,21 @@ Arguments
     openContainers, openDoors, selfWateringFlowerPots, teleportAction, separated by commas. Easy
     stands for all the others; it is what a task index of the easy mode has anyway.
 
-Differences from AgentGym's server, which runs the same simulator in one Java process for each
-session. There, loading a task twice gives other orders of objects and other chances; here (task
-index, seed, actions) fix every text. It ends an episode after 100 of the simulator's moves, where
-"wait" counts ten and looking around, or an action that is not understood, none; here each action
-counts one, or freezing slowly could not be solved at all. It passes -100 on as reward.
-"reset task" would wipe the progress made and let it be earned again; here it does nothing. An
-action longer than 1,000 characters is not passed on, half of a surrogate pair is replaced.
+(task index, seed, actions) fix every text. "reset task" would wipe the progress made and let it be
+earned again: here it does nothing. An action longer than 1,000 characters is not passed on, half of
+a surrogate pair is replaced.
+
+Differences from AgentGym's server, whose numbers are therefore not the same
+    - The limit counts actions. There it counts the simulator's moves, of which "wait" makes ten and
+      looking around none: freezing slowly could not be solved.
+    - A wrong focus is a reward of 0; there it is -100.
 
     env = SciWorld()
     print(env.reset(task_index=2936))     # find a living thing
     thought, action = env.oracle()        # 'open door to ...'
     observation, reward, terminated, truncated, info = env.step(action)
 
-`python -m envs.sciworld` lets you play, `--write-ids` writes the id lists of envs/ids again.
+`python -m envs.sciworld` lets you play, `--write-ids` writes its id lists again.
 Read next: envs/sciworld/jvm.py, then envs/sciworld/tasks.py.
 """
 
@@ -61,63 +62,21 @@ import re
 import tempfile
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from envs.common import Stage, action_line, require_task, version_of
-from envs.sciworld.jvm import Seat, close_shared_pool, shared_pool, strings
+import envs.sciworld.simulator as simulator
+from envs.common import Stage, action_line, require_task, say, version_of
+from envs.sciworld.jvm import Seat, close_shared_pool, shared_pool
 from envs.sciworld.paths import Play, retell
+from envs.sciworld.simulator import SIMPLIFICATIONS, checked_simplifications
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
 from envs.sciworld.thoughts import EXHAUSTED, thought
 from envs.sciworld.wire import ScienceWorldWire
 
 MAX_CHARACTERS = 1000  # of an action
-SIMPLIFICATIONS = (
-    "easy",
-    "noElectricalAction",
-    "openContainers",
-    "openDoors",
-    "selfWateringFlowerPots",
-    "teleportAction",
-)
 NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's own words
 NO_RESTART = "This world cannot be reset; go on with the task."
 TELEPORT_HINT = "You can also: teleport to PLACE"
-
-
-def checked_simplifications(text: str) -> str:
-    """`text`, a list of simplifications separated by commas, without blanks.
-
-    Raises:
-        ValueError: one of them does not exist.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in SIMPLIFICATIONS:
-            known = ", ".join(SIMPLIFICATIONS)
-            raise ValueError(f"unknown simplification {name!r} of SciWorld; choose from: {known}")
-    return ",".join(names)
-
-
-# What is done in Java, each under the process's lock; `world` is ScienceWorld's PythonInterface.
-
-
-def _load(world: Any, name: str, variation: int, simplifications: str) -> tuple[str, str]:
-    world.load(name, variation, simplifications, False)
-    return world.getTaskDescription(), world.step("look around")
-
-
-def _play(world: Any, action: str) -> tuple[str, int, bool]:
-    observation = world.step(action)
-    return observation, round(100 * world.getScore()), world.getCompleted()
-
-
-def _solution(world: Any, name: str, variation: int, simplifications: str) -> list[str]:
-    world.load(name, variation, simplifications, True)
-    return strings(world.getGoldActionSequence())
-
-
-def _object_tree(world: Any, folder: str) -> str:
-    return world.getObjectTree(folder)
 
 
 class SciWorld:
@@ -144,8 +103,26 @@ class SciWorld:
     ]
     WIRE = ScienceWorldWire()
     IS_FAST = False
+    HORIZON = 30
+    PACKAGE = "scienceworld"
+    PAPER: ClassVar = {
+        "tasks_per_step": 16,
+        "max_tokens_per_turn": 200,
+        "max_trajectory_tokens": 9216,
+    }
+    LAPTOP: ClassVar = {
+        "tasks": "short_train",
+        "eval_tasks": "short_test",
+        "rounds": (8,),
+        "group_size": 4,
+        "mini_batch_size": 32,
+        "steps": 40,
+        "max_trajectory_tokens": 3072,
+        "eval_samples": 2,
+    }
 
     simplifications = ""
+    say = staticmethod(say)
 
     def __init__(self) -> None:
         text = os.environ.get("SCIWORLD_SIMPLIFICATIONS", type(self).simplifications)
@@ -200,7 +177,7 @@ class SciWorld:
         self._actions: list[str] = []
         self._path: list[str] | None = None
         self._score = self._best_score = 0
-        description, room = self._seat.call(_load, *self._task, seed=self._chance(0))
+        description, room = self._seat.call(simulator.load, *self._task, seed=self._chance(0))
         self._description = " ".join(description.split())
         hint = f"\n{TELEPORT_HINT}" if self._can_teleport else ""
         self._observation = room
@@ -248,7 +225,7 @@ class SciWorld:
             self._observation = NOT_UNDERSTOOD
         else:
             chance = self._chance(len(self._actions))
-            outcome = self._java().call(_play, action, seed=chance)
+            outcome = self._java().call(simulator.play, action, seed=chance)
             self._observation, score, completed = outcome
         self._actions.append(action)
         gained = max(0, score - self._best_score)
@@ -276,21 +253,7 @@ class SciWorld:
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
             return numbers
-
-        def look(world: Any) -> tuple[str, str]:
-            seen = world.getPossibleObjectReferentLUTJSON()
-            return seen, world.getValidActionObjectCombinationsJSON()
-
-        seen, valid = (json.loads(answer) for answer in java.call(look))
-        # NOTE: "valid" includes what is hidden in closed things, which the parser then refuses.
-        found = [
-            action["action"]
-            for action in valid["validActions"]
-            if all(str(number) in seen for number in action["obj_ids"])
-            or action["action"].endswith("inventory")
-            if len(action["obj_ids"]) <= 1
-        ]
-        return [action for action in dict.fromkeys(found) if action != "reset task"]
+        return simulator.possible_actions(*java.call(simulator.valid_actions))
 
     def oracle(self) -> tuple[str, str]:
         """A thought and the next action of a solution that ScienceWorld generates, retold in names
@@ -321,13 +284,13 @@ class SciWorld:
         if self._path is None:
             guide = shared_pool().seat()
             try:
-                path = guide.call(_solution, *self._task, seed=self._chance(0))
+                path = guide.call(simulator.solution, *self._task, seed=self._chance(0))
 
                 def start() -> tuple[str, Play]:
                     """The task from its beginning, with the chances that this episode has."""
-                    text = "\n".join(guide.call(_load, *self._task, seed=self._chance(0)))
-                    turn = count()
-                    return text, lambda a: guide.call(_play, a, seed=self._chance(next(turn)))
+                    begin, act, turn = simulator.load, simulator.play, count()
+                    text = "\n".join(guide.call(begin, *self._task, seed=self._chance(0)))
+                    return text, lambda a: guide.call(act, a, seed=self._chance(next(turn)))
 
                 at_most = max_actions(self._task_index)
                 self._path = retell(path, start, at_most, self._can_teleport)
@@ -337,14 +300,9 @@ class SciWorld:
 
     def state_for_people(self) -> dict:
         """Task, progress, what is carried, what is seen, and a tree of all objects, for display."""
-        java = self._java()
-
-        def look(world: Any) -> tuple[str, str, str, int]:
-            seen, held = world.freeActionLook(), world.freeActionInventory()
-            return seen, held, world.getGoalProgressStr(), world.getNumMoves()
-
-        seen, held, progress, moves = java.call(look)
-        goals = re.findall(r"^\d+\t(true|false)\t[^\t]*\t(.*)$", progress, re.MULTILINE)
+        seen, held, moves = self._java().call(simulator.surroundings)
+        report = self.goals()["goals"]
+        goals = re.findall(r"^\d+\t(true|false)\t[^\t]*\t(.*)$", report, re.MULTILINE)
         return {
             "goal": self._description,
             "task": self._kind.name,
@@ -357,23 +315,19 @@ class SciWorld:
             "inventory": held,
             "num_turns": len(self._actions),
             "moves": moves,
-            "objects": _names(self.object_tree()["object_tree"]),
+            "objects": simulator.names_in(self.object_tree()["object_tree"]),
         }
 
     # What AgentGym's further paths answer.
 
     def visual(self) -> dict:
         """The object tree, the inventory and the simulator's count of moves."""
-        held, moves = self._java().call(lambda w: (w.freeActionInventory(), w.getNumMoves()))
+        _, held, moves = self._java().call(simulator.surroundings)
         return self.object_tree() | {"inventory": held, "moves": moves}
 
     def action_hint(self) -> dict:
         """Templates of actions, and the objects here by name."""
-
-        def hint(world: Any) -> tuple[str, list[str]]:
-            return world.getPossibleActionsWithIDs(), strings(world.getPossibleObjects())
-
-        templates, objects = self._java().call(hint)
+        templates, objects = self._java().call(simulator.hint)
         actions = sorted(template["action_example"] for template in json.loads(templates))
         return {
             "possible_actions": [action for action in actions if action != "reset task"],
@@ -382,7 +336,7 @@ class SciWorld:
 
     def goals(self) -> dict:
         """ScienceWorld's own report on what has been done towards the goal."""
-        return {"goals": self._java().call(lambda world: world.getGoalProgressStr())}
+        return {"goals": self._java().call(simulator.progress)}
 
     def task_description(self) -> dict:
         self._java()
@@ -391,7 +345,7 @@ class SciWorld:
     def object_tree(self) -> dict:
         """All objects of the world with all that the simulator knows of them: 150 kB of JSON."""
         with tempfile.TemporaryDirectory() as folder:  # Java writes it to a file
-            if error := self._java().call(_object_tree, folder):
+            if error := self._java().call(simulator.object_tree, folder):
                 raise RuntimeError(f"ScienceWorld gave no object tree: {error}")
             text = (Path(folder) / "objectTree.json").read_text(encoding="utf-8")
         return {"object_tree": json.loads(text)}
@@ -402,11 +356,3 @@ class SciWorld:
         seat, self._seat = self._seat, None
         if seat is not None:
             seat.release()
-
-
-def _names(tree: dict) -> dict:
-    """Of an object tree, what contains what: {"name": ..., "contents": [...]}."""
-    return {
-        "name": tree["name"],
-        "contents": [_names(inner) for inner in (tree.get("contents") or {}).values()],
-    }

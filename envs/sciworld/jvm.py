@@ -29,7 +29,7 @@ Settings, by environment variable:
     SCIWORLD_HEAP             the most memory that one takes for worlds (default: 2g)
     SCIWORLD_CALL_TIMEOUT_S   the time limit of one call (default: 45; a client waits 60)
 
-Read next: envs/sciworld/env.py, the world that sits here.
+Read next: envs/sciworld/simulator.py, what is called in there.
 """
 
 import contextlib

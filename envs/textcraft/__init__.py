@@ -1,5 +1,6 @@
 """TextCraft: craft a Minecraft item from a list of recipes. The world is env.py."""
 
 from envs.textcraft.env import TextCraft
+from envs.textcraft.env import TextCraft as World
 
-__all__ = ["TextCraft"]
+__all__ = ["TextCraft", "World"]

@@ -27,11 +27,9 @@ Arguments
     reset(task_index, seed=0). The seed picks the distractors and the order of the commands;
     the goal depends on the index only.
 
-Differences from AgentGym's server, which numbers goals by os.listdir order, lists commands in
-string-hash order and draws from the global random generator: here (task_index, seed) gives the same
-text on every machine. Recipe files are read in a fixed order, nothing is sampled from a set,
-each episode owns its generator. Indices do not wrap around, amounts end at nine digits
-(longer ones are no action), and a wrong recipe is named in words.
+(task_index, seed) gives the same text on every machine: recipe files are read in a fixed order,
+nothing is sampled from a set, each episode owns its generator. Indices do not wrap around, and an
+amount has at most nine digits.
 
     >>> env = TextCraft()
     >>> print(env.reset(task_index=31))
@@ -42,7 +40,7 @@ each episode owns its generator. Indices do not wrap around, amounts end at nine
     >>> env.oracle()
     ('I need 4 crimson stem to craft crimson hyphae, and I can get it.', 'get 4 crimson stem')
 
-`python -m envs.textcraft` lets you play; `--write-ids` writes the id lists of envs/ids again
+`python -m envs.textcraft` lets you play; `--write-ids` writes its id lists again
 (envs/textcraft/splits.py says how tasks are split). Read next: envs/textcraft/recipes.py, then
 envs/server.py.
 """
@@ -54,7 +52,7 @@ from itertools import product
 from typing import ClassVar
 
 from envs import Wire
-from envs.common import Stage, action_line, require_task
+from envs.common import Stage, action_line, require_task, say
 from envs.textcraft.recipes import Recipe, recipe_book, spoken
 
 MAX_DISTRACTORS = 10
@@ -102,6 +100,13 @@ class TextCraft:
     ]
     WIRE = Wire()
     IS_FAST = True
+    LAPTOP: ClassVar = {
+        "tasks": "family_train",
+        "eval_tasks": "family_test",
+        "subtasks": ("depth 1",),
+    }
+
+    say = staticmethod(say)
 
     def __init__(self) -> None:
         self._book = recipe_book()
@@ -205,7 +210,7 @@ class TextCraft:
     @staticmethod
     def parse(model_text: str) -> str:
         """The action of the one 'Action:' line, with everything but letters, digits, commas and
-        single spaces removed, as AgentGym's client does.
+        single spaces removed.
 
         Raises:
             ParseError: no 'Action:', more than one, or nothing after it.

