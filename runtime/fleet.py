@@ -37,42 +37,34 @@ that you trust.
 Of a trainer's many processes each samples from the whole fleet; rank 0 alone writes the weights and
 has them loaded, and tells the others which servers hold them.
 
-The reference system, AgentGym-RL, has the sampler inside the trainer's processes (verl's hybrid
-engine): both share each card, in turns.
-
 Read first: `engines.py`. Read next: `rollout.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import queue
 import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from engines import EngineError, Generation, SamplingSettings, Weights
 from runtime import distributed
-from runtime.envhttp import BODY_CHARS, CONNECT_TIMEOUT_S, checked_url
-from runtime.servers import DEV_MODE, HEALTH_TIMEOUT_S, serve_command
+from runtime.envhttp import checked_url
+from runtime.files import new_folder, sweep
+from runtime.servers import HEALTH_TIMEOUT_S, Served, Server, ServerFailed
 
-COMPLETIONS = "/v1/completions"
 NUM_TRIES = 4  # servers that one request is sent to before the run stops
 POLL_WAIT_S = 0.05  # how long `poll` waits when nothing has come back
-INFO_TIMEOUT_S = 60.0  # the first /server_info looks through the server's machine
-RESET_WAIT_S = 10.0  # for requests that were aborted to let go of their keys and values
 NUM_THREADS = 64  # requests in flight at a time, per server
 SHARD_BYTES = 1 << 30  # of weights held at a time while they are written
 # A trajectory goes back to the server that has its earlier turns in its prefix cache, unless that
@@ -85,26 +77,11 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
-class _ServerFailed(Exception):
-    """No answer, or one that another server may do better. `silent`: it let us wait in vain."""
-
-    silent = False
-
-
-@dataclass(eq=False)
-class _Server:
-    """One address, how much is under way there, and what happened if it is not used."""
-
-    url: str
-    num_in_flight: int = 0
-    lost: str | None = None
-
-
 @dataclass(eq=False)
 class _Request:
     request_id: str
     body: dict[str, Any]
-    server: _Server
+    server: Server
     dropped: bool = False
     connection: socket.socket | None = field(default=None, repr=False)
 
@@ -120,7 +97,7 @@ class FleetEngine:
     Args:
         urls: http://HOST:PORT of each server.
         weights_dir: folder that this process writes and every server reads, under this path.
-        model_path, max_model_len, dtype: what the servers run; said in the command of an error.
+        served: what the servers run; said in the command of an error.
         timeout_s: the longest that one generation, or one reload, may take.
     Raises:
         EngineError: a server does not answer, lacks development mode, reports log-probs before
@@ -132,28 +109,25 @@ class FleetEngine:
         self,
         urls: Sequence[str],
         weights_dir: str | Path,
-        model_path: str,
-        max_model_len: int,
-        dtype: str = "bfloat16",
+        served: Served,
         timeout_s: float = 600.0,
     ) -> None:
-        self._servers = [_Server(checked_url(url)) for url in urls]
+        self._servers = [Server(checked_url(u), served, i, timeout_s) for i, u in enumerate(urls)]
         if not urls or len({s.url for s in self._servers}) < len(urls):
             raise ValueError(f"expected one or more different addresses, got {list(urls)}")
         # NOTE: absolute, not resolved: a link may lead elsewhere on the server's machine.
-        self.weights_dir, self.timeout_s = Path(weights_dir).absolute(), timeout_s
-        self._start_with = (model_path, max_model_len, dtype)
+        self.weights_dir = Path(weights_dir).absolute()
         self._lock = threading.Lock()  # of `lost`, `num_in_flight`, `dropped` and `connection`
         self._running: dict[str, _Request] = {}
-        self._homes: dict[str, _Server] = {}  # where a trajectory's last turn was sampled
+        self._homes: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(NUM_THREADS * len(self._servers))
         self._written: Path | None = None
-        seeds = list(self._threads.map(self._check, self._servers))
+        seeds = list(self._threads.map(Server.check, self._servers))
         for server, seed in zip(self._servers, seeds, strict=True):
             if seed is not None and seeds.count(seed) > 1:
                 what = f"{server.url} and another server both run with --seed {seed}"
-                raise self._misfit(server, f"{what} and would sample the same tokens")
+                raise server.misfit(f"{what} and would sample the same tokens")
 
     @property
     def num_running(self) -> int:
@@ -224,9 +198,8 @@ class FleetEngine:
         for left in reversed(range(NUM_TRIES)):
             server = request.server
             try:
-                answer = self._call(server, "POST", COMPLETIONS, request.body, connected)
-                return _generation(server.url, request.request_id, answer)
-            except _ServerFailed as error:
+                return server.sample(request.request_id, request.body, connected)
+            except ServerFailed as error:
                 if request.dropped:
                     break
                 if not left:
@@ -235,7 +208,7 @@ class FleetEngine:
                 request.server = self._choose(request.request_id, leave=server)
         raise EngineError(f"{request.request_id} was aborted")
 
-    def _choose(self, request_id: str, leave: _Server | None = None) -> _Server:
+    def _choose(self, request_id: str, leave: Server | None = None) -> Server:
         """The server with the fewest requests in flight takes one more, `leave` has one less."""
         with self._lock:
             usable = [s for s in self._servers if s.lost is None]
@@ -252,15 +225,15 @@ class FleetEngine:
                 leave.num_in_flight -= 1
             return server
 
-    def _note_failure(self, server: _Server, error: _ServerFailed) -> None:
+    def _note_failure(self, server: Server, error: ServerFailed) -> None:
         """Leave a server out unless it says at once that it is well (a connection may break)."""
         if not error.silent:
-            with contextlib.suppress(_ServerFailed):
-                self._call(server, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            with contextlib.suppress(ServerFailed):
+                server.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 return
         self._lose(server, str(error))
 
-    def _lose(self, server: _Server, why: str) -> None:
+    def _lose(self, server: Server, why: str) -> None:
         with self._lock:
             first, server.lost = server.lost is None, why
         if first:
@@ -294,32 +267,22 @@ class FleetEngine:
     def write_weights(self, weights: Weights) -> Path:
         """Write safetensors shards of at most 1 GB, one in memory at a time; remove older folders.
 
-        The folder gets its name when it is complete.
+        The folder gets its name when it is complete. It is not flushed: no weights need outlive a
+        power cut here, the checkpoints do.
         """
         from safetensors.torch import save_file
 
-        def write(shard: dict[str, torch.Tensor]) -> None:
-            file = f"model-{len(list(aside.iterdir())) + 1:05d}.safetensors"
-            save_file(shard, aside / file, metadata={"format": "pt"})
-
-        self.weights_dir.mkdir(parents=True, exist_ok=True)
-        old = [*self.weights_dir.glob("weights-*"), *self.weights_dir.glob(".weights-*")]
-        aside = self.weights_dir / f".weights-{time.time_ns()}"
-        aside.mkdir()
-        shard: dict[str, torch.Tensor] = {}
-        num_bytes = 0
-        for name, tensor in weights:
-            size = tensor.numel() * tensor.element_size()
-            if shard and num_bytes + size > SHARD_BYTES:
-                write(shard)
-                shard, num_bytes = {}, 0
-            # A copy: safetensors refuses tensors that share memory, as a tied head does.
-            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            num_bytes += size
-        if not shard:
+        sweep(self.weights_dir)
+        old = list(self.weights_dir.glob("weights-*"))
+        folder = self.weights_dir / f"weights-{time.time_ns()}"
+        new = new_folder(folder)
+        num_shards = 0
+        for num_shards, shard in enumerate(shards(weights), start=1):
+            file = new / f"model-{num_shards:05d}.safetensors"
+            save_file(shard, file, metadata={"format": "pt"})
+        if not num_shards:
             raise EngineError("no weights were given")
-        write(shard)
-        self._written = aside.rename(self.weights_dir / aside.name[1:])
+        self._written = new.rename(folder)
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
         return self._written
@@ -345,20 +308,13 @@ class FleetEngine:
                 f"every server's machine?\n{last}"
             )
 
-    def _reload_one(self, server: _Server, folder: str) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    def _reload_one(self, server: Server, folder: str) -> None:
         try:
-            self._call(server, "POST", "/collective_rpc", reload)
-            give_up_at = time.monotonic() + RESET_WAIT_S
-            while not self._call(server, "POST", "/reset_prefix_cache", {}).get("success"):
-                # Aborted requests hold keys and values of the old weights for a moment.
-                if time.monotonic() > give_up_at:
-                    raise _ServerFailed(f"{server.url}: requests hold on to the prefix cache")
-                time.sleep(0.05)
-        except _ServerFailed as error:
+            server.reload(folder)
+        except ServerFailed as error:
             self._lose(server, str(error))
-            return
-        server.lost = None
+        else:
+            server.lost = None
 
     def sleep(self) -> None:
         """Nothing: the servers' cards are their own, the update does not need their memory."""
@@ -373,113 +329,19 @@ class FleetEngine:
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
-    # ---------------------------------------------------------------------------------- HTTP
 
-    def _check(self, server: _Server) -> int | None:
-        """Is it up, and does it run as it must? Its seed, where it says so."""
-        try:
-            self._call(server, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-            path = "/server_info?config_format=json"
-            info = self._call(server, "GET", path, timeout_s=INFO_TIMEOUT_S)
-        except _ServerFailed as error:
-            raise self._misfit(server, str(error)) from error
-        config = info.get("vllm_config")
-        config = config.get("model_config", {}) if isinstance(config, dict) else {}
-        mode = config.get("logprobs_mode", "processed_logprobs")
-        if mode != "processed_logprobs":
-            what = f"{server.url} runs with --logprobs-mode {mode}, expected processed_logprobs"
-            raise self._misfit(server, what)
-        return config.get("seed")
-
-    def _misfit(self, server: _Server, what: str) -> EngineError:
-        """The error of a server that is not as it must be, with the command that makes it so."""
-        host, port = urlsplit(server.url).hostname, urlsplit(server.url).port or 80
-        host = host if host in ("127.0.0.1", "localhost") else "0.0.0.0"
-        command = serve_command(*self._start_with, host, port, self._servers.index(server))
-        return EngineError(f"{what}; start it with\n  {command}")
-
-    def _call(
-        self,
-        server: _Server,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        connected: Callable[[socket.socket], None] = lambda connection: None,
-        timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """The JSON of a good answer.
-
-        Raises:
-            _ServerFailed: no answer, 5xx or 429, or no JSON: another server may do it.
-            EngineError: any other status: the request is wrong, and would be anywhere.
-        """
-        url, timeout_s = server.url, timeout_s or self.timeout_s
-        try:
-            status, text = _exchange(url, method, path, body, connected, timeout_s)
-        except (OSError, http.client.HTTPException) as error:
-            what = f"{type(error).__name__}: {error}"
-            failure = _ServerFailed(f"{url}: {method} {path} was not answered ({what})")
-            failure.silent = isinstance(error, TimeoutError)
-            raise failure from error
-        said = f"{url}: {method} {path} [HTTP {status}: {text[:BODY_CHARS].strip() or 'empty'}]"
-        if status >= 500 or status == 429:
-            raise _ServerFailed(said)
-        if status == 404 and path != COMPLETIONS:
-            what = f"{said}; expected vLLM with {DEV_MODE}=1, else new weights cannot reach it"
-            raise self._misfit(server, what)
-        if status != 200:
-            raise EngineError(said)
-        try:
-            answer = json.loads(text) if text else {}
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise _ServerFailed(f"{said}: not a vLLM server's answer")
-        return answer
-
-
-def _exchange(
-    url: str,
-    method: str,
-    path: str,
-    body: dict[str, Any] | None,
-    connected: Callable[[socket.socket], None],
-    timeout_s: float,
-) -> tuple[int, str]:
-    """One request on a connection of its own, so that hanging up ends this one alone.
-
-    `http.client` shows its socket, which `abort` needs, and reads no proxy from the environment.
-    """
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT_S, timeout_s))
-    with contextlib.closing(connection):
-        connection.connect()
-        connection.sock.settimeout(timeout_s)
-        connected(connection.sock)
-        data = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request(method, parts.path + path, data, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
-
-
-def _generation(url: str, request_id: str, answer: dict[str, Any]) -> Generation:
-    """A completion's ids and log-probs; one log-prob a token, or it is no answer."""
-    try:
-        choice = answer["choices"][0]
-        reason, ids = choice["finish_reason"], list(choice["token_ids"])
-        log_probs = list(choice["logprobs"]["token_logprobs"])
-    except (KeyError, IndexError, TypeError):
-        reason, ids, log_probs = "nothing", [], []
-    if reason == "abort":  # the server is going down
-        raise _ServerFailed(f"{url} aborted {request_id}")
-    is_whole = 0 < len(ids) == len(log_probs) and None not in log_probs
-    if reason not in ("stop", "length") or not is_whole:
-        raise EngineError(
-            f"{url} returned {len(ids)} ids and {len(log_probs)} log-probs for {request_id}, "
-            "expected one for each sampled token and a reason to end; is it vLLM 0.32? It said "
-            f"{json.dumps(answer)[:BODY_CHARS]}"
-        )
-    return Generation(request_id, ids, log_probs, reason)
+def shards(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors on the CPU, at most 1 GB at a time; each part is emptied for the next."""
+    shard: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if shard and num_bytes + size > SHARD_BYTES:
+            yield shard
+            shard.clear()
+            num_bytes = 0
+        # A copy: safetensors refuses tensors that share memory, as a tied head does.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += size
+    if shard:
+        yield shard

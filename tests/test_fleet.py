@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
 
 from engines import EngineError, Generation, SamplingSettings
-from runtime import fleet, servers
+from runtime import fleet, processes, servers
 from runtime.fleet import FleetEngine
-from runtime.servers import serve_command, start_servers
+from runtime.servers import Served, serve_command, start_servers
 
 ROOT = Path(__file__).parents[1]
+SERVED = Served("my/model", 512)
 SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9))
 
 __all__ = ["checkpoint", "lm"]  # fixtures
@@ -149,7 +150,7 @@ def fleet_of(servers, tmp_path, **options):
     """A FleetEngine on fake servers; they forget what it asked at its start."""
     with ExitStack() as stack:
         urls = [server.url for server in servers]
-        engine = FleetEngine(urls, tmp_path / "weights", "my/model", 512, **options)
+        engine = FleetEngine(urls, tmp_path / "weights", SERVED, **options)
         stack.callback(engine.close)
         for server in servers:
             server.log.clear()
@@ -392,7 +393,7 @@ def test_an_answer_without_one_log_prob_for_each_id_is_an_error(two, changed, sa
 
 def test_a_bug_in_a_thread_surfaces_in_the_loop(two, monkeypatch):
     engine, _ = two
-    monkeypatch.setattr(fleet, "_generation", lambda *args: 1 / 0)
+    monkeypatch.setattr(servers, "_generation", lambda *args: 1 / 0)
     engine.submit("a", [5], SETTINGS)
     with pytest.raises(ZeroDivisionError):
         finish(engine)
@@ -402,7 +403,7 @@ def test_a_bug_in_a_thread_surfaces_in_the_loop(two, monkeypatch):
 
 
 def start(tmp_path, *urls):
-    FleetEngine(urls, tmp_path, "my/model", 512).close()
+    FleetEngine(urls, tmp_path, SERVED).close()
 
 
 def test_an_address_without_a_server_is_an_error_with_the_command_to_start_one(tmp_path):
@@ -410,7 +411,7 @@ def test_an_address_without_a_server_is_an_error_with_the_command_to_start_one(t
         server.die()
         with pytest.raises(EngineError, match=r"GET /health was not answered") as caught:
             start(tmp_path, server.url)
-    command = serve_command("my/model", 512, host="127.0.0.1", port=server.port)
+    command = serve_command(SERVED, host="127.0.0.1", port=server.port)
     assert server.url in str(caught.value) and str(caught.value).endswith(command)
 
 
@@ -529,7 +530,7 @@ def test_a_server_that_cannot_read_the_weights_samples_no_more(two):
 
 def test_a_prefix_cache_that_stays_leaves_the_server_out(two, monkeypatch):
     engine, servers = two
-    monkeypatch.setattr(fleet, "RESET_WAIT_S", 0.1)
+    monkeypatch.setattr("runtime.servers.RESET_WAIT_S", 0.1)
     servers[1].script["/reset_prefix_cache"] = [(200, {"success": False})] * 99
     engine.load_weights(weights_of().items())
     assert [s.lost is None for s in engine._servers] == [True, False]
@@ -554,7 +555,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 
 def said_by(url):
-    return json.loads(fleet._exchange(url, "GET", "/", None, lambda sock: None, 5)[1])
+    return json.loads(servers._exchange(url, "GET", "/", timeout_s=5)[1])
 
 
 def is_alive(pid):
@@ -565,10 +566,10 @@ def is_alive(pid):
 
 
 def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
-    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", STAND_IN)
+    monkeypatch.setattr(processes, "_RUN_WHILE_STDIN_IS_OPEN", STAND_IN)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")  # under torchrun
-    with start_servers("my/model", [2, "3"], 512, seed=7, options=["--swap", "0"]) as urls:
+    with start_servers(SERVED, [2, "3"], seed=7, options=["--swap", "0"]) as urls:
         said = [said_by(url) for url in urls]
         assert [s["CUDA_VISIBLE_DEVICES"] for s in said] == ["2", "3"]
         assert [s["LOCAL_RANK"] for s in said] == [None, None]
@@ -576,22 +577,23 @@ def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
             words = s["words"]
             assert words[words.index("--seed") + 1] == seed
             assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
-            assert words[:2] == ["--model", "my/model"] and words[-2:] == ["--swap", "0"]
+            assert words[:3] == [servers.SERVER_MODULE, "--model", "my/model"]
+            assert words[-2:] == ["--swap", "0"]
             assert "--enforce-eager" not in words and url.startswith("http://127.0.0.1:")
     assert not any(is_alive(s["pid"]) for s in said)
 
 
 def started(devices, **options):
-    with start_servers("my/model", devices, 512, **options):
+    with start_servers(SERVED, devices, **options):
         pytest.fail("it is not up")
 
 
 def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(monkeypatch):
-    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", "raise SystemExit('no such card')")
+    monkeypatch.setattr(processes, "_RUN_WHILE_STDIN_IS_OPEN", "raise SystemExit('no such card')")
     with pytest.raises(EngineError, match=r"exited with 1 at its start:\nno such card"):
         started(["cpu"])
     waits = "import time; print('loading', flush=True); time.sleep(60)"
-    monkeypatch.setattr(servers, "_RUN_WHILE_STDIN_IS_OPEN", waits)
+    monkeypatch.setattr(processes, "_RUN_WHILE_STDIN_IS_OPEN", waits)
     with pytest.raises(EngineError, match=r"not up after 0.5 s:\nloading"):
         started(["cpu"], start_timeout_s=0.5)
     with pytest.raises(ValueError, match="one device or more"):
@@ -599,11 +601,12 @@ def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(monkeypatch
 
 
 def test_servers_end_with_their_parent_even_when_it_is_killed(tmp_path):
-    thread, _, _ = servers._RUN_WHILE_STDIN_IS_OPEN.partition("runpy.run_module(")
+    thread, _, _ = processes._RUN_WHILE_STDIN_IS_OPEN.partition("runpy.run_module(")
     parent = f"""
-import servers, time
-servers._RUN_WHILE_STDIN_IS_OPEN = {thread + STAND_IN!r}
-with servers.start_servers("my/model", ["cpu"], 512) as (url,):
+import time
+from runtime import processes, servers
+processes._RUN_WHILE_STDIN_IS_OPEN = {thread + STAND_IN!r}
+with servers.start_servers(servers.Served("my/model", 512), ["cpu"]) as (url,):
     print(url, flush=True)
     time.sleep(60)
 """
@@ -636,11 +639,10 @@ def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weig
     with ExitStack() as stack:
         began = time.monotonic()
         devices = [0] if torch.cuda.is_available() else ["cpu"]
-        urls = stack.enter_context(
-            start_servers(checkpoint, devices, 512, dtype="float32", options=kv_cache)
-        )
+        served = Served(checkpoint, 512, "float32")
+        urls = stack.enter_context(start_servers(served, devices, options=kv_cache))
         print(f"started in {time.monotonic() - began:.1f} s")
-        engine = FleetEngine(urls, tmp_path / "weights", checkpoint, 512, "float32")
+        engine = FleetEngine(urls, tmp_path / "weights", served)
         stack.callback(engine.close)
 
         def assert_trainer_agrees(lm):
