@@ -1,0 +1,92 @@
+"""How a run is doing: its best evaluation, what the sentinels remember, the steered KL coefficient.
+
+What a run knows of itself beside its weights, and must know again when it is resumed:
+
+    best, best_step    the best held-out success (0..1), and after how many steps it was measured
+    evaluated_step     the last evaluation that the two, and the sentinels, know of
+    sentinels          the past that a step is judged by (reporting/sentinels.py)
+    kl_controller      β of the KL penalty (kl.py)
+
+Read next: reporting/sentinels.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kl import FixedKLController
+from reporting.sentinels import Sentinels
+
+
+@dataclass
+class Progress:
+    """Fed with every step's metrics and every evaluation, in order; its state is JSON.
+
+    Attributes:
+        run_path, start: the run's folder and the model it began with, for the messages.
+        kl_controller: fixed or adaptive.
+    """
+
+    run_path: Path
+    start: str
+    kl_controller: FixedKLController
+    sentinels: Sentinels = field(default_factory=Sentinels)
+    best: float | None = None
+    best_step: int | None = None
+    evaluated_step: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep."""
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "evaluated_step": self.evaluated_step,
+            "kl_controller": self.kl_controller.state_dict(),
+            "sentinels": self.sentinels.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; what else a checkpoint's state holds is left alone."""
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.sentinels.load_state_dict(state["sentinels"])
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.evaluated_step = state["evaluated_step"]
+
+    def note_evaluation(self, step: int, avg: float) -> None:
+        """Held-out success `avg` (0..1) after `step`; as good as the best is not better."""
+        self.evaluated_step = step
+        if self.best is None or avg > self.best:
+            self.best, self.best_step = avg, step
+
+    def watch(
+        self, step: int, metrics: Mapping[str, Any], on_collapse: str
+    ) -> tuple[list[str], str | None]:
+        """
+        Show a step to the sentinels.
+
+        Args:
+            on_collapse: off, warn or stop.
+        Returns: lines to print, and why the run must stop, if it must.
+        """
+        alarms = self.sentinels.check(step, metrics)
+        if on_collapse == "off":
+            return [], None
+        lines = [f"{alarm.severity}: {alarm.message}" for alarm in alarms]
+        stops = [alarm.message for alarm in alarms if alarm.severity == "stop"]
+        if not stops or on_collapse == "warn":
+            return lines, None
+        return lines, (
+            f"stopped after step {step}, the run is collapsing: {stops[0]}; {self._best_so_far()}; "
+            "--resume with --on-collapse warn goes on all the same"
+        )
+
+    def _best_so_far(self) -> str:
+        if self.best_step is None:
+            return (
+                "nothing was evaluated (--eval-every 0), so that no checkpoint is known as the best"
+            )
+        if self.best_step == 0:
+            return f"the best policy so far is the one it began with, {self.start}"
+        link = self.run_path / "checkpoints/best"
+        return f"the best checkpoint is {link} (step {self.best_step})"
