@@ -14,11 +14,10 @@ Every rank writes the parameters it holds (torch.distributed.checkpoint): no pro
 room for the whole optimizer. Pieces are addressed by parameter name and offset, so that another
 number of processes, one included, reads what it needs from whichever files hold it.
 
-A checkpoint is complete or absent: it is written under a temporary name, flushed to the disk and
-renamed, and a crash or a full disk in the middle leaves the one before it untouched. Data order,
-horizon, environment and sampling seeds are pure functions of the step, on every rank, so the step
-restores them; there is no cursor and no generator that could be restored wrong. The reference loses
-its place in the data on resume and runs 99 of the next 100 steps at the wrong horizon.
+A checkpoint is complete or absent (`files.py`): a crash or a full disk in the middle leaves the one
+before it untouched. Data order, horizon, environment and sampling seeds are pure functions of the
+step, on every rank, so the step restores them; there is no cursor and no generator that could be
+restored wrong.
 
 Read next: `train.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -26,10 +25,8 @@ Read next: `train.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,6 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from runtime import distributed
+from runtime.files import aside, finish_folder, new_folder, remove_folder, sweep
 
 FORMAT = 2  # of trainer_state
 
@@ -115,10 +113,8 @@ def save(
 
 
 def _folder_aside(folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_left_over(folder.parents[1])
-    tmp = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    tmp.chmod(0o755)  # mkdtemp's folders are their owner's alone
+    sweep(folder.parents[1])
+    tmp = new_folder(folder)
     (tmp / "trainer_state").mkdir()
     return tmp
 
@@ -140,12 +136,7 @@ def _complete(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
     files = [p for p in trainer.rglob("*") if p.is_file()]
     sizes = {str(p.relative_to(trainer)): p.stat().st_size for p in files}
     (trainer / "state.json").write_text(json.dumps(document | {"files": sizes}, indent=1))
-    for path in tmp.rglob("*"):
-        if path.is_file():
-            _flush(path)
-    if folder.exists():  # the same step saved again after a resume
-        shutil.rmtree(folder)
-    tmp.rename(folder)
+    finish_folder(tmp, folder)  # the same step may be saved again after a resume
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,36 +196,20 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
         set_state_dict(*part, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
 
 
-def remove_left_over(run_dir: Path) -> None:
-    """Delete what a process that was killed has left under a temporary name."""
-    for left in (run_dir / "checkpoints").glob(".step_*"):
-        shutil.rmtree(left, ignore_errors=True)
-    (run_dir / "checkpoints" / ".best").unlink(missing_ok=True)
-
-
 def mark_best(run_dir: Path, step: int) -> None:
     """Point checkpoints/best at `step`, atomically."""
-    link = run_dir / "checkpoints" / "best"
-    new = link.with_name(".best")
-    new.unlink(missing_ok=True)
-    new.symlink_to(folder_of(run_dir, step).name)
-    os.replace(new, link)
+    with aside(run_dir / "checkpoints" / "best") as new:
+        new.symlink_to(folder_of(run_dir, step).name)
 
 
 def prune(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best."""
+    """Delete all but the newest `keep_last` checkpoints and the best, and what kills have left."""
+    sweep(run_dir)
     best = (run_dir / "checkpoints" / "best").resolve().name
     for step in steps_saved(run_dir)[:-keep_last]:
         folder = folder_of(run_dir, step)
-        if folder.name != best:  # renamed first: a kill must not leave half of it under its name
-            aside = folder.with_name(f".{folder.name}")
-            folder.rename(aside)
-            shutil.rmtree(aside)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        if folder.name != best:
+            remove_folder(folder)
 
 
 def _unreadable(folder: Path, error: BaseException | str) -> str:

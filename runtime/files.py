@@ -85,16 +85,25 @@ def new_folder(folder: Path) -> Path:
     return new
 
 
-def remove_folder(folder: Path) -> None:
-    """Renamed first: a kill must not leave half of it under its name."""
+def finish_folder(new: Path, folder: Path) -> None:
+    """Give `new` the name `folder`; what has that name now goes."""
+    flush_all(new)
     gone = new_folder(folder)
-    folder.rename(gone)
+    if folder.exists():
+        folder.rename(gone)
+    new.rename(folder)
+    flush(folder.parent)
     shutil.rmtree(gone)
 
 
+def remove_folder(folder: Path) -> None:
+    """Renamed first: a kill must not leave half of it under its name."""
+    shutil.rmtree(folder.rename(new_folder(folder)))
+
+
 def sweep(folder: Path) -> None:
-    """Delete what processes that were killed have left in `folder`, where none may be writing."""
-    for left in folder.glob(f"{ASIDE}*"):
+    """Delete what killed processes have left anywhere in `folder`, where none may be writing."""
+    for left in list(folder.rglob(f"{ASIDE}*")):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
         else:

@@ -139,7 +139,7 @@ def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("target", ["torch.save", "models.save_policy", "checkpoint._flush"])
+@pytest.mark.parametrize("target", ["torch.save", "models.save_policy", "runtime.files.flush"])
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     tmp_path, model, monkeypatch, target
 ):
@@ -174,14 +174,14 @@ def test_ctrl_c_in_the_middle_leaves_nothing_half_written(tmp_path, model, monke
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_flush", interrupted)
+    monkeypatch.setattr("runtime.files.flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, model)
     assert steps_and_litter(tmp_path) == ([], [])
 
 
 def test_what_a_killed_process_left_half_written_is_removed_by_the_next_save(tmp_path, model):
-    left = tmp_path / "checkpoints/.step_000001-abcd/trainer_state"
+    left = tmp_path / "checkpoints/.new-abcd-step_000001/trainer_state"
     left.mkdir(parents=True)
     (left / "state.json").write_text("{}")
     assert checkpoint.steps_saved(tmp_path) == []
@@ -303,6 +303,6 @@ def test_prune_without_a_best_keeps_the_newest(tmp_path):
 def test_a_folder_without_its_state_is_no_checkpoint(tmp_path):
     fake(tmp_path, 2, 10)
     (tmp_path / "checkpoints/step_000011").mkdir()
-    (tmp_path / "checkpoints/.step_000012-abc/trainer_state").mkdir(parents=True)
+    (tmp_path / "checkpoints/.new-abcd-step_000012/trainer_state").mkdir(parents=True)
     assert checkpoint.steps_saved(tmp_path) == [2, 10]
     assert checkpoint.steps_saved(tmp_path / "nowhere") == []

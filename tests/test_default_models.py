@@ -58,7 +58,8 @@ def test_any_other_name_is_a_path_or_a_hub_id():
 def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
     """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever hashes to what."""
     command = (
-        "import sys, pathlib, default_models; default_models.build_tiny(pathlib.Path(sys.argv[1]))"
+        "import sys, pathlib; from runtime import default_models; "
+        "default_models.build_tiny(pathlib.Path(sys.argv[1]))"
     )
     folders = [tmp_path / "0", tmp_path / "1"]
     processes = [

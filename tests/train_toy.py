@@ -61,7 +61,7 @@ PLACES = {
     "between logging and saving": (None, Worker, "watch", 1),
     "after the policy's files": ("saving", checkpoint, "_write", 1),
     "in the middle of the optimizer's file": ("saving", dcp_files, "_write_item", 40),
-    "before the checkpoint gets its name": ("saving", checkpoint, "_flush", 1),
+    "before the checkpoint gets its name": ("saving", checkpoint, "finish_folder", 1),
     "before the best is marked": ("saving", checkpoint, "mark_best", 1),
     "while the best is marked": ("saving", os, "replace", 1),
     "before pruning": (None, checkpoint, "prune", 1),
