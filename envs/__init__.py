@@ -74,6 +74,10 @@ def worlds_in(folder: Path) -> dict[str, str]:
 
 
 ENVS = worlds_in(Path(__file__).parent)
+REQUIRED = (
+    *("PROMPT", "WIRE", "IS_FAST", "num_tasks", "reset", "step", "available_actions", "parse"),
+    *("say", "oracle", "subtask", "state_for_people", "close"),
+)
 
 
 class ParseError(ValueError):
@@ -124,7 +128,7 @@ def get_env(name: str) -> Any:
     "package.module:Class".
 
     Raises:
-        ValueError: there is no such environment, module or class.
+        ValueError: there is no such environment, module or class, or the class is no world.
     """
     where = ENVS.get(name, name)
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", where):
@@ -141,9 +145,13 @@ def get_env(name: str) -> Any:
         raise ValueError(
             f"environment {name}: there is no module {error.name}; put its folder on PYTHONPATH"
         ) from error
-    if not hasattr(module, class_name):
+    env_class = getattr(module, class_name, None)
+    if not inspect.isclass(env_class):
         raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
-    return getattr(module, class_name)
+    missing = [each for each in REQUIRED if not hasattr(env_class, each)]
+    if missing and name not in ENVS:
+        raise ValueError(f"environment {name}: the class lacks {', '.join(missing)}")
+    return env_class
 
 
 def env_name(env: str) -> str:

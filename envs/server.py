@@ -15,9 +15,8 @@ AgentGym's, so its clients work here unchanged:
 AgentGym: GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id=
 ({"thought", "action"}). An environment's `WIRE` says where its AgentGym server uses other names.
 
-Errors are status codes with {"error": what was got, "hint": what to do}; AgentGym answers HTTP 200
-with {"error"} or keeps what went wrong to itself, and its trainer scores such an episode as a
-failure of the policy.
+Errors are status codes with {"error": what was got, "hint": what to do}, so that a failure of the
+world is never scored as a failure of the policy.
     404 unknown session or task   409 step before reset or after the end   413 body too large
     422 malformed request         429 too many sessions                    500 the world failed
 /create shows a first observation where AgentGym's does, but an episode begins with /reset.
@@ -44,18 +43,18 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, StrictInt, StrictStr, create_model
 from starlette.exceptions import HTTPException
 
-from envs import ENVS, VERSION, get_env
-from envs.sessions import Answer, ApiError, BodyLimit, Session, Sessions, error_answer
+from envs import ENVS, VERSION, Wire, env_name, get_env
+from envs.sessions import Answer, ApiError, BodyLimit, Episodes, Sessions, error_answer
 
 
 def create_app(
-    env_name: str,
+    env: str,
     max_sessions: int = 1024,
     idle_timeout_s: float = 1800.0,
     max_body_bytes: int = 1_000_000,
     env_class: Any = None,
 ) -> FastAPI:
-    """The app that serves `env_name` (or `env_class`, for tests of worlds not in ENVS).
+    """The app that serves `env` (or `env_class` under that name, for tests).
 
     Arguments:
         max_sessions: sessions that may be open at once; one more /create is answered 429.
@@ -65,98 +64,63 @@ def create_app(
     Raises:
         ValueError: unknown environment.
     """
-    env_class = env_class or get_env(env_name)
-    wire = env_class.WIRE
-    num_tasks = env_class.num_tasks()  # loads what all sessions share, before the first request
-    sessions = Sessions(env_class, max_sessions, idle_timeout_s)
-    started = time.monotonic()
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async def sweep() -> None:
-            while True:
-                await asyncio.sleep(min(idle_timeout_s / 4, 30.0))
-                await sessions.evict_idle()
-
-        if hasattr(env_class, "open_shared"):
-            await anyio.to_thread.run_sync(env_class.open_shared)
-        sweeper = asyncio.create_task(sweep())
-        yield
-        sweeper.cancel()
-        for session_id in list(sessions.table):
-            with contextlib.suppress(
-                ApiError
-            ):  # logged by call(); the others are closed all the same
-                await sessions.close(session_id)
-        if hasattr(env_class, "close_shared"):
-            await anyio.to_thread.run_sync(env_class.close_shared)
-
-    app = FastAPI(title=f"AgentGym environment {wire.title}", version=VERSION, lifespan=lifespan)
+    name = env if env_class else env_name(env)
+    sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s)
+    episodes = Episodes(sessions)
+    app = FastAPI(
+        title=f"AgentGym environment {episodes.wire.title}",
+        version=VERSION,
+        lifespan=lambda _: _lifespan(sessions),
+    )
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.sessions = sessions
+    _add_playing(app, episodes)
+    _add_questions(app, episodes)
+    _add_health(app, sessions, name)
+    for path, (http_method, method) in episodes.wire.paths.items():
+        _add_path(app, episodes, path, http_method, method)
+    _add_error_handlers(app)
+    return app
 
-    # The bodies, under this world's field names.
-    SessionId: Any = (StrictInt, Field(alias=wire.session_field))
+
+@asynccontextmanager
+async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
+    """What all sessions share is there first and goes last; idle sessions are swept out."""
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(min(sessions.idle_timeout_s / 4, 30.0))
+            await sessions.evict_idle()
+
+    env_class = sessions.env_class
+    if hasattr(env_class, "open_shared"):
+        await anyio.to_thread.run_sync(env_class.open_shared)
+    sweeper = asyncio.create_task(sweep())
+    yield
+    sweeper.cancel()
+    for session_id in list(sessions.table):
+        with contextlib.suppress(ApiError):  # logged by call(); the others are closed all the same
+            await sessions.close(session_id)
+    if hasattr(env_class, "close_shared"):
+        await anyio.to_thread.run_sync(env_class.close_shared)
+
+
+def _body(wire: Wire, name: str, **fields: Any) -> type:
+    """The type of a request body that names a session, under this world's field names."""
+    session_id: Any = (StrictInt, Field(alias=wire.session_field))
+    return create_model(name, session_id=session_id, **fields)
+
+
+def _step_body(wire: Wire) -> type:
+    return _body(wire, "StepBody", action=(StrictStr, ...))
+
+
+def _add_playing(app: FastAPI, episodes: Episodes) -> None:
+    """/create, /reset, /step, /close."""
+    sessions, wire = episodes.sessions, episodes.wire
     index_default = ... if wire.index_default is None else wire.index_default
-    ResetBody = create_model(
-        "ResetBody",
-        session_id=SessionId,
-        task_index=(StrictInt, Field(index_default, alias=wire.index_field)),
-        seed=(StrictInt, 0),
-    )
-    StepBody = create_model("StepBody", session_id=SessionId, action=(StrictStr, ...))
-    CloseBody = create_model("CloseBody", session_id=SessionId)
-
-    @app.get("/")
-    async def root() -> Answer:
-        return Answer(wire.root())
-
-    @app.get("/health")
-    async def health() -> Answer:
-        return Answer(
-            {
-                "env": env_name,
-                "version": VERSION,
-                "live_sessions": len(sessions.table),
-                "max_sessions": max_sessions,
-                "uptime_s": round(time.monotonic() - started, 3),
-            }
-        )
-
-    async def play(session: Session, function: Callable, *arguments: Any) -> Any:
-        try:
-            return await sessions.call(function, *arguments)
-        except ApiError as error:
-            if error.status == 500:  # the world is in an unknown state: only a reset repairs it
-                session.has_episode = False
-            raise
-
-    def require_episode(session: Session) -> None:
-        if not session.has_episode:
-            raise ApiError(
-                409,
-                f"session {session.session_id} has no episode",
-                f"POST /reset with {wire.session_field} and {wire.index_field} starts one",
-            )
-
-    def set_turn(session: Session, outcome: tuple, task_index: int) -> dict:
-        observation, reward, terminated, truncated, info = outcome
-        session.turn = {
-            "observation": observation,
-            "reward": wire.to_points(reward),
-            "done": terminated or truncated,
-            "terminated": terminated,
-            "truncated": truncated,
-            "info": info,
-            "subtask": env_class.subtask(task_index),
-        }
-        session.task_index = task_index
-        return session.turn
-
-    async def start_episode(session: Session, task_index: int, seed: int) -> dict:
-        observation = await play(session, session.env.reset, task_index, seed)
-        info = {"success": False, "score": 0}
-        return set_turn(session, (observation, 0, False, False, info), task_index)
+    task_index = (StrictInt, Field(index_default, alias=wire.index_field))
+    reset_body = _body(wire, "ResetBody", task_index=task_index, seed=(StrictInt, 0))
 
     @app.post("/create")
     async def create() -> Answer:
@@ -164,97 +128,98 @@ def create_app(
         turn = None
         if wire.shows_task_at_create:  # as AgentGym: the task with the session's own number
             async with sessions.use(session.session_id):
-                turn = await start_episode(session, session.session_id % num_tasks, 0)
+                turn = await episodes.show(session, session.session_id % episodes.num_tasks)
         return Answer(wire.create(session.session_id, turn))
 
     @app.post("/reset")
-    @_takes(ResetBody)
+    @_takes(reset_body)
     async def reset(body: Any) -> Answer:
         async with sessions.use(body.session_id) as session:
-            turn = await start_episode(session, body.task_index, body.seed)
-            session.has_episode = True
+            turn = await episodes.begin(session, body.task_index, body.seed)
             return Answer(wire.reset(session.session_id, turn, body.task_index))
 
-    async def take_step(session: Session, action: str) -> Any:
-        require_episode(session)
-        if session.turn is not None and session.turn["done"]:
-            hint = "POST /reset starts the next episode"
-            raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-        outcome = await play(session, session.env.step, action)
-        return wire.step(set_turn(session, outcome, session.task_index))
-
     @app.post("/step")
-    @_takes(StepBody)
+    @_takes(_step_body(wire))
     async def step(body: Any) -> Answer:
         async with sessions.use(body.session_id) as session:
-            return Answer(await take_step(session, body.action))
+            return Answer(wire.step(await episodes.step(session, body.action)))
 
     @app.post("/close")
-    @_takes(CloseBody)
+    @_takes(_body(wire, "CloseBody"))
     async def close(body: Any) -> Answer:
         return Answer(wire.close(await sessions.close(body.session_id)))
 
-    session_query = Query(alias=wire.session_field)
 
-    def latest(session: Session) -> dict:
-        if session.turn is None:
-            require_episode(session)
-        return session.turn or {}
+def _add_questions(app: FastAPI, episodes: Episodes) -> None:
+    """What changes nothing: /observation, /detail; /available_actions, /state, /oracle."""
+    sessions, wire = episodes.sessions, episodes.wire
+    session_query = Query(alias=wire.session_field)
 
     @app.get("/observation")
     async def observation(session_id: int = session_query) -> Answer:
         async with sessions.use(session_id) as session:
-            return Answer(wire.observation(latest(session)))
+            return Answer(wire.observation(episodes.latest(session)))
 
     @app.get("/detail")
     async def detail(session_id: int = session_query) -> Answer:
         async with sessions.use(session_id) as session:
+            turn = episodes.latest(session)
             keys = ("observation", "done", "reward")
-            return Answer({key: latest(session)[key] for key in keys} | {"deleted": False})
-
-    async def ask(session_id: int, method: str) -> Any:
-        async with sessions.use(session_id) as session:
-            require_episode(session)
-            return await sessions.call(getattr(session.env, method))  # a question changes nothing
-
-    @app.get("/available_actions")
-    async def available_actions(session_id: int = session_query) -> Answer:
-        return Answer(await ask(session_id, "available_actions"))
-
-    @app.get("/state")
-    async def state(session_id: int = session_query) -> Answer:
-        return Answer(await ask(session_id, "state_for_people"))
-
-    def add_path(path: str, http_method: str, method: str) -> None:
-        """A path of this world alone: answers what the env's method returns."""
-
-        async def by_query(session_id: int = session_query) -> Answer:
-            return Answer(await ask(session_id, method))
-
-        @_takes(CloseBody)
-        async def by_body(body: Any) -> Answer:
-            return Answer(await ask(body.session_id, method))
-
-        @_takes(StepBody)
-        async def with_step(body: Any) -> Answer:
-            async with sessions.use(body.session_id) as session:
-                answer = await take_step(session, body.action)
-                return Answer(answer | await sessions.call(getattr(session.env, method)))
-
-        endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
-        verb = "GET" if http_method == "GET" else "POST"
-        app.add_api_route(path, endpoint, methods=[verb], name=method)
-
-    for path, (http_method, method) in wire.paths.items():
-        add_path(path, http_method, method)
+            return Answer({key: turn[key] for key in keys} | {"deleted": False})
 
     @app.get("/oracle")
     async def oracle(session_id: int = session_query) -> Answer:
-        thought, action = await ask(session_id, "oracle")
-        return Answer({"thought": thought, "action": action})
+        async with sessions.use(session_id) as session:
+            thought, action = await episodes.ask(session, "oracle")
+            return Answer({"thought": thought, "action": action})
 
-    _add_error_handlers(app)
-    return app
+    _add_path(app, episodes, "/available_actions", "GET", "available_actions")
+    _add_path(app, episodes, "/state", "GET", "state_for_people")
+
+
+def _add_path(app: FastAPI, episodes: Episodes, path: str, http_method: str, method: str) -> None:
+    """A path that answers what a method of the world returns; see `Wire.paths`."""
+    sessions, wire = episodes.sessions, episodes.wire
+
+    async def by_query(session_id: int = Query(alias=wire.session_field)) -> Answer:
+        async with sessions.use(session_id) as session:
+            return Answer(await episodes.ask(session, method))
+
+    @_takes(_body(wire, "CloseBody"))
+    async def by_body(body: Any) -> Answer:
+        async with sessions.use(body.session_id) as session:
+            return Answer(await episodes.ask(session, method))
+
+    @_takes(_step_body(wire))
+    async def with_step(body: Any) -> Answer:
+        async with sessions.use(body.session_id) as session:
+            answer = wire.step(await episodes.step(session, body.action))
+            return Answer(answer | await episodes.ask(session, method))
+
+    endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
+    verb = "GET" if http_method == "GET" else "POST"
+    app.add_api_route(path, endpoint, methods=[verb], name=method)
+
+
+def _add_health(app: FastAPI, sessions: Sessions, name: str) -> None:
+    """/ and /health, which need no session."""
+    started = time.monotonic()
+
+    @app.get("/")
+    async def root() -> Answer:
+        return Answer(sessions.env_class.WIRE.root())
+
+    @app.get("/health")
+    async def health() -> Answer:
+        return Answer(
+            {
+                "env": name,
+                "version": VERSION,
+                "live_sessions": len(sessions.table),
+                "max_sessions": sessions.max_sessions,
+                "uptime_s": round(time.monotonic() - started, 3),
+            }
+        )
 
 
 def _takes(model: type) -> Callable:
@@ -311,8 +276,8 @@ def _positive(kind: type) -> Callable:
     return convert
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options; misuse ends the process with one line and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m envs.server",
         description="Serve one environment over HTTP.",
@@ -320,7 +285,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     # argparse prints its usage and an error; misuse is one line here.
     parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
-    parser.add_argument("--env", required=True, choices=sorted(ENVS), help="which world to serve")
+    known = f"which world to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
+    parser.add_argument("--env", required=True, help=known)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
     parser.add_argument(
@@ -332,6 +298,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
+    try:
+        get_env(options.env)
+    except ValueError as error:
+        parser.error(f"--env: {error}")
+    except ImportError:
+        pass  # the world is there and lacks a package: main() says so
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options = _parse(arguments)
     try:
         app = create_app(options.env, options.max_sessions, options.idle_timeout_s)
         if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line

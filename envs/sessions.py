@@ -1,8 +1,8 @@
 """Sessions: which request may touch which instance of the world, and when.
 
-A session is one instance of an environment with a number. This file holds the table of sessions
-and the three limits that keep a server alive: how many may be open, how long one may be idle, how
-large a request body may be. AgentGym keeps closed environments in memory and has none of the three.
+A session is one instance of an environment with a number. This file holds the table of sessions,
+the episodes that are played in them, and the three limits that keep a server alive: how many may be
+open, how long one may be idle, how large a request body may be.
 
 Who waits for whom. All endpoints are coroutines on one event loop, and only that loop touches the
 table of sessions, so the table needs no lock. A session is used by one request at a time: each has
@@ -159,6 +159,82 @@ class Sessions:
             if session.last_used < limit and not session.lock.locked():
                 with contextlib.suppress(ApiError):  # logged by call(); it is out of the table
                     await self.close(session.session_id)
+
+
+class Episodes:
+    """Plays in sessions that are in use: each has an episode only from /reset to its end."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.env_class = sessions, sessions.env_class
+        self.wire = sessions.env_class.WIRE
+        self.num_tasks = sessions.env_class.num_tasks()  # loads what all sessions share, now
+
+    async def show(self, session: Session, task_index: int, seed: int = 0) -> dict:
+        """Resets the world; the turn, as `Wire` describes it. `begin` makes it an episode."""
+        observation = await self._play(session, session.env.reset, task_index, seed)
+        session.task_index = task_index
+        return self._set_turn(session, observation, 0, False, False, {"success": False, "score": 0})
+
+    async def begin(self, session: Session, task_index: int, seed: int) -> dict:
+        turn = await self.show(session, task_index, seed)
+        session.has_episode = True
+        return turn
+
+    async def step(self, session: Session, action: str) -> dict:
+        """Raises ApiError 409 before an episode and after its end."""
+        self._require_episode(session)
+        if session.turn is not None and session.turn["done"]:
+            hint = "POST /reset starts the next episode"
+            raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
+        return self._set_turn(session, *await self._play(session, session.env.step, action))
+
+    async def ask(self, session: Session, method: str) -> Any:
+        """What a method of the world answers that changes nothing."""
+        self._require_episode(session)
+        return await self.sessions.call(getattr(session.env, method))
+
+    def latest(self, session: Session) -> dict:
+        """The turn of the latest reset or step."""
+        if session.turn is None:
+            self._require_episode(session)
+        return session.turn or {}
+
+    async def _play(self, session: Session, function: Callable, *arguments: Any) -> Any:
+        try:
+            return await self.sessions.call(function, *arguments)
+        except ApiError as error:
+            if error.status == 500:  # the world is in an unknown state: only a reset repairs it
+                session.has_episode = False
+            raise
+
+    def _require_episode(self, session: Session) -> None:
+        if not session.has_episode:
+            raise ApiError(
+                409,
+                f"session {session.session_id} has no episode",
+                f"POST /reset with {self.wire.session_field} and {self.wire.index_field} "
+                "starts one",
+            )
+
+    def _set_turn(
+        self,
+        session: Session,
+        observation: str,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        info: dict,
+    ) -> dict:
+        session.turn = {
+            "observation": observation,
+            "reward": self.wire.to_points(reward),
+            "done": terminated or truncated,
+            "terminated": terminated,
+            "truncated": truncated,
+            "info": info,
+            "subtask": self.env_class.subtask(session.task_index),
+        }
+        return session.turn
 
 
 class BodyLimit:

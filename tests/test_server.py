@@ -593,8 +593,11 @@ def test_binding_beyond_this_machine_warns_in_one_line():
     [
         (
             ["--env", "minecraft"],
-            "invalid choice: 'minecraft' (choose from 'babyai', 'sciworld', 'textcraft')",
+            "unknown environment 'minecraft'; choose one of: babyai, sciworld, textcraft; or give",
         ),
+        (["--env", "no_such_module:World"], "there is no module no_such_module; put its folder on"),
+        (["--env", "json:JSONWorld"], "json has no class JSONWorld"),
+        (["--env", "json:JSONDecoder"], "the class lacks PROMPT, WIRE, IS_FAST"),
         ([], "required: --env"),
         (["--env", "textcraft", "--port", "70000"], "--port 70000"),
         (["--env", "textcraft", "--max-sessions", "0"], "--max-sessions"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import envs
 from tools import setup_env
 from tools.setup_env import SETS, Environment, SetupError, install_torch, requirement_lines
 
@@ -105,7 +106,11 @@ def test_a_stub_is_a_name_for_pip_and_nothing_to_import():
 
 
 def test_every_package_that_the_project_imports_is_a_direct_requirement():
-    files = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and "stubs" not in p.parts]
+    folders = ("runtime", "reporting", "envs", "recipes", "tools", "tests")  # not benchmarks/
+    files = [
+        *ROOT.glob("*.py"),
+        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
+    ]
     own = {file.stem for file in files} | {path.name for path in ROOT.iterdir()}
     imported = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
@@ -156,8 +161,9 @@ def checkout(tmp_path, monkeypatch):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "envs").mkdir()
-    shutil.copy(ROOT / "envs" / "__init__.py", tmp_path / "envs")
+    for name in ("textcraft", "babyai"):
+        (tmp_path / "envs" / name).mkdir(parents=True)
+        (tmp_path / "envs" / name / "__init__.py").touch()
     shutil.copytree(
         ROOT / "stubs", tmp_path / "stubs", ignore=shutil.ignore_patterns("build", "*.egg-info")
     )
@@ -242,7 +248,6 @@ def test_make_setup_on_a_finished_environment_needs_neither_pip_nor_network(chec
 
 
 def test_an_environments_own_requirements_are_installed_once(checkout):
-    (checkout / "envs/textcraft").mkdir()
     (checkout / "envs/textcraft/requirements.txt").write_text("extra==1.0\n")
     first, second = FakePip(checkout), None
     setup_env.setup("cpu", "textcraft", first)
@@ -335,9 +340,22 @@ def test_an_old_python_is_refused_in_one_line(checkout):
 
 def test_an_unknown_environment_is_refused_before_anything_is_installed(checkout):
     environment = FakePip(checkout)
-    with pytest.raises(SetupError, match=r"no environment 'chess'; known: .*textcraft"):
+    with pytest.raises(SetupError, match=r"no environment 'chess'; known: babyai, textcraft$"):
         setup_env.setup("cpu", "chess", environment)
     assert environment.commands == []
+
+
+def test_each_folder_of_envs_is_an_environment_and_a_class_outside_needs_no_folder(checkout):
+    assert setup_env.known_environments() == sorted(envs.ENVS)
+    (checkout / "envs" / "chess").mkdir()
+    (checkout / "envs" / "chess" / "__init__.py").touch()
+    (checkout / "envs" / "chess" / "requirements.txt").write_text("extra==1.0\n")
+    environment = FakePip(checkout)
+    setup_env.setup("cpu", "chess", environment)
+    assert "envs/chess/requirements.txt" in " ".join(environment.commands[-1])
+    again = FakePip(checkout)
+    setup_env.setup("cpu", "package.module:World", again)
+    assert again.commands == []
 
 
 def test_too_little_disk_is_refused_before_anything_is_installed(checkout, monkeypatch):

@@ -34,7 +34,6 @@ if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
     )
 
 import argparse  # noqa: E402 - an older Python gets the line above first
-import ast  # noqa: E402
 import errno  # noqa: E402
 import hashlib  # noqa: E402
 import importlib.util  # noqa: E402
@@ -139,9 +138,7 @@ class Environment:
 
     def write_record(self, record: dict[str, object]) -> None:
         self.record = record
-        temporary = self.stamp.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=1) + "\n")
-        temporary.replace(self.stamp)
+        self.stamp.write_text(json.dumps(record, indent=1) + "\n")  # half of it reads as nothing
 
     def create(self) -> None:
         """Make the directory a virtual environment with pip, or check that the one there is usable.
@@ -333,12 +330,8 @@ def install(environment: Environment, chosen: RequirementSet) -> None:
 
 
 def known_environments(root: Path = ROOT) -> list[str]:
-    """The keys of `ENVS` in envs/__init__.py, read, not imported: nothing is installed yet."""
-    for node in ast.parse((root / "envs" / "__init__.py").read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == "ENVS" for target in targets):
-            return sorted(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-    raise SetupError("envs/__init__.py defines no ENVS; restore it from git")
+    """The folders of envs/ that are worlds; nothing is imported, as nothing is installed yet."""
+    return sorted(path.parent.name for path in (root / "envs").glob("*/__init__.py"))
 
 
 def install_extras(environment: Environment, chosen: RequirementSet, env: str) -> None:
@@ -361,7 +354,7 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
         set_name = set_name or ("cuda" if has_gpu() else "cpu")
     chosen = SETS[set_name]
     names = known_environments(environment.root)
-    if env not in names:
+    if env not in names and ":" not in env:  # module:Class is the user's own, packages included
         raise SetupError(f"there is no environment {env!r}; known: {', '.join(names)}")
     if not environment.holds(chosen):
         check_machine(chosen, environment.path)

@@ -1,0 +1,249 @@
+"""Worlds are found, a folder in envs/ or a class anywhere, with their numbers and id lists."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_env import Letters, registered
+
+import envs
+from envclient import connect
+from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
+from runtime.envserver import local_server
+
+ROOT = Path(__file__).parent.parent
+COIN = """
+from envs import Wire
+from envs.common import Stage, action_line, require_task, say
+
+
+class Coin:
+    PROMPT = [{"role": "system", "content": "Say heads or tails."}]
+    WIRE = Wire()
+    IS_FAST = True
+    say = staticmethod(say)
+    parse = staticmethod(action_line)
+    num_tasks = staticmethod(lambda: 4)
+    subtask = staticmethod(lambda task_index: "coin")
+
+    def __init__(self):
+        self.stage = Stage()
+
+    def reset(self, task_index, seed=0):
+        require_task(Coin, task_index)
+        self.stage.begin()
+        return f"Coin {task_index} is thrown."
+
+    def step(self, action):
+        self.stage.require_running()
+        self.stage.end()
+        info = {"success": action == "heads", "score": float(action == "heads")}
+        return "It is heads.", info["score"], True, False, info
+
+    def available_actions(self):
+        return ["heads", "tails"]
+
+    def oracle(self):
+        return "It is always heads.", "heads"
+
+    def state_for_people(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+World = Coin
+"""
+
+
+def write_lists(folder, name, **lists):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, indices in lists.items():
+        ids = [{"item_id": f"{name}_{index}"} for index in indices]
+        (folder / f"{name}_{split}.json").write_text(json.dumps(ids))
+
+
+@pytest.fixture
+def far(tmp_path, monkeypatch):
+    """The world `far.coin:Coin` in a fresh folder on PYTHONPATH; its file."""
+    write_lists(tmp_path / "far" / "ids", "coin", train=(0, 1, 2), test=(3,))
+    (tmp_path / "far" / "__init__.py").touch()
+    (tmp_path / "far" / "coin.py").write_text(COIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "far" / "coin.py"
+    for name in ("far", "far.coin"):
+        sys.modules.pop(name, None)
+
+
+# ---- which worlds there are
+
+
+def test_a_folder_is_a_world_and_the_first_three_keep_their_order(tmp_path):
+    assert [*envs.ENVS][:3] == ["textcraft", "babyai", "sciworld"]
+    for name in ("zoo", "sciworld", "textcraft", "maze"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "ids").mkdir()
+    (tmp_path / "server.py").touch()
+    assert envs.worlds_in(tmp_path) == {
+        name: f"envs.{name}:World" for name in ("textcraft", "sciworld", "maze", "zoo")
+    }
+
+
+def test_a_folder_that_is_dropped_into_envs_is_a_world_by_name(tmp_path, monkeypatch):
+    write_lists(tmp_path / "coin" / "ids", "coin", train=(2, 0))
+    (tmp_path / "coin" / "__init__.py").write_text("from envs.coin.env import Coin as World\n")
+    (tmp_path / "coin" / "env.py").write_text(COIN)
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    monkeypatch.setattr(envs, "ENVS", envs.ENVS | envs.worlds_in(tmp_path))
+    try:
+        assert get_env("coin").__name__ == "Coin" and env_name("coin") == "coin"
+        assert load_tasks("coin", "train") == [
+            Task("coin_2", 2, "coin", "coin"),
+            Task("coin_0", 0, "coin", "coin"),
+        ]
+    finally:
+        for name in ("envs.coin", "envs.coin.env"):
+            sys.modules.pop(name, None)
+
+
+def test_every_world_has_what_the_list_asks_for_and_speaks_as_it_reads():
+    for env in envs.ENVS:
+        world = get_env(env)
+        assert [name for name in REQUIRED if not hasattr(world, name)] == []
+        assert world.parse(world.say("It may help.", "go to red ball 1")) == "go to red ball 1"
+
+
+def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):
+    env = "far.coin:Coin"
+    assert env_name(env) == "coin" == settings_of(env).id_prefixes[0]
+    assert [task.task_id for task in load_tasks(env)] == [f"coin_{index}" for index in range(4)]
+    assert [task.task_index for task in load_tasks(env, "train")] == [0, 1, 2]
+    (task,) = load_tasks(env, file="test")
+    assert task == Task("coin_3", 3, "coin", "coin")
+    with local_server(env) as url, connect(env, url) as client:
+        assert client.reset(task.task_index) == "Coin 3 is thrown."
+        result = client.step(get_env(env).say(*client.oracle()))
+        assert (result.reward, result.terminated) == (1.0, True)
+
+
+def test_a_world_outside_may_name_itself(far):
+    far.write_text(COIN.replace("    IS_FAST", "    NAME = 'penny'\n    IS_FAST"))
+    assert env_name("far.coin:World") == "penny"
+    with pytest.raises(ValueError, match="'coin_3' is no task of penny; expected 'penny_N'"):
+        load_tasks("far.coin:World", file=far.parent / "ids" / "coin_test.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft; or"),
+        ("far.coin", "unknown environment 'far.coin'"),
+        (":Coin", "unknown environment ':Coin'"),
+        (".coin:Coin", "unknown environment '.coin:Coin'"),
+        ("nowhere.coin:Coin", "there is no module nowhere; put its folder on PYTHONPATH"),
+        ("far.coins:Coin", "there is no module far.coins;"),
+        ("far.coin:Penny", "far.coin has no class Penny"),
+        ("far.coin:say", "far.coin has no class say"),
+        ("far.coin:Stage", "the class lacks PROMPT, WIRE, .*close"),
+    ],
+)
+def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
+    with pytest.raises(ValueError, match=message) as error:
+        get_env(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
+    far.write_text("import no_such_package\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        get_env("far.coin:Coin")
+    command = [sys.executable, "-m", "envs.server", "--env", "far.coin:Coin", "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No module named 'no_such_package'" in done.stderr
+
+
+# ---- what a world's class says of itself
+
+
+def test_a_world_that_says_nothing_has_the_defaults():
+    with registered() as name:
+        assert settings_of(name) == Settings(30, {}, {}, None, (name,))
+
+
+@pytest.mark.parametrize(
+    ("env", "horizon", "package"),
+    [("textcraft", 30, None), ("babyai", 20, "minigrid"), ("sciworld", 30, "scienceworld")],
+)
+def test_a_world_holds_its_own_numbers_and_names_lists_that_it_has(env, horizon, package):
+    settings = settings_of(env)
+    assert (settings.horizon, settings.package) == (horizon, package)
+    chosen = settings.laptop
+    for option in ("tasks", "eval_tasks"):
+        assert load_tasks(env, file=chosen[option], subtasks=chosen.get("subtasks", ()))
+
+
+# ---- which id list is meant
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "family_train",
+        "textcraft_family_train",
+        "textcraft_family_train.json",
+        "envs/ids/textcraft_family_train.json",
+        "/elsewhere/envs/textcraft/ids/textcraft_family_train.json",
+        ROOT / "envs" / "textcraft" / "ids" / "textcraft_family_train.json",
+    ],
+)
+def test_a_list_of_the_world_may_be_given_by_name_or_by_a_path_that_was(file):
+    assert load_tasks("textcraft", file=file) == load_tasks("textcraft", "family_train")
+
+
+def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch):
+    (tmp_path / "train").write_text('[{"item_id": "textcraft_5"}]')
+    monkeypatch.chdir(tmp_path)
+    assert [task.task_index for task in load_tasks("textcraft", file="train")] == [5]
+
+
+@pytest.mark.parametrize("file", ["validation", "mine/train.json", "ids/train.txt"])
+def test_a_list_that_is_nowhere_is_refused_with_the_lists_that_exist(file):
+    with pytest.raises(ValueError, match=f"the id list {file}: .*family_test, family_train, test"):
+        load_tasks("textcraft", file=file)
+
+
+def test_ids_of_another_world_are_refused(tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text('[{"item_id": "textcraft_1"}, {"item_id": "babyai_3"}]')
+    with pytest.raises(ValueError, match="'babyai_3' is no task of textcraft; expected") as error:
+        load_tasks("textcraft", file=path)
+    assert str(path) in str(error.value)
+
+
+class Search(Letters):
+    ID_PREFIXES = ("nq", "2wiki_multi")
+
+
+def test_a_world_may_allow_other_prefixes(tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text('[{"item_id": "nq_5"}, {"item_id": "2wiki_multi_1"}]')
+    with registered(Search, "search"):
+        assert [task.task_index for task in load_tasks("search", file=path)] == [5, 1]
+        path.write_text('[{"item_id": "search_5"}]')
+        with pytest.raises(ValueError, match="expected 'nq_N' or '2wiki_multi_N' with N below 8"):
+            load_tasks("search", file=path)
+
+
+def test_a_list_is_read_without_asking_for_the_sub_task_of_every_task(monkeypatch):
+    asked = []
+    world = get_env("textcraft")
+    subtask = world.subtask
+    monkeypatch.setattr(world, "subtask", staticmethod(lambda i: asked.append(i) or subtask(i)))
+    tasks = load_tasks("textcraft", "test", subtasks=("depth 1",))
+    assert len(asked) == 100 and len(tasks) == 31
