@@ -13,24 +13,11 @@ later. A sentinel is a rule that reads the log while it is written:
 
 One noisy step thus never stops a run, and a step that measured nothing (no group with signal, no
 evaluation) neither counts nor clears what was counted. Most limits are relative to the run's own
-past, since a healthy entropy is 0.08 nats for one model and 1.5 for another:
-
-    1  gradient norm    over the median of the last 20; and updates that were not finite at all
-    2  entropy          under a share of the median of the first 10, or nats above that median
-    3  KL               of one step's update, and to the reference model where one is kept
-    4  repetition       share of sampled tokens in 4-grams that the same action had before
-    5  valid actions    1 - parse_error_rate, fallen from the best median of 5 steps
-    6  held-out success fallen from its best
-    7  no signal        every group unanimous and nobody succeeds. A run that solves everything has
-                        no signal either, and one that never solved anything had nothing to lose:
-                        the first is healthy, the second is warned of and not stopped
+past, since a healthy entropy is 0.08 nats for one model and 1.5 for another; `RULES` says to what.
 
 What no rule here sees: a policy that gives every task the same fluent answer. Its entropy, KL and
-format look well (arXiv 2604.06268); only success, trained or held out, tells. And 6 is as good as
-the evaluation: on a handful of samples, a fall to half is luck.
-
-The reference (AgentGym-RL) has no such check; a NaN gradient is stepped on like any other. Spinning
-Up looks at one number, the KL, and ends a PPO update (not the run) where it passes 0.015.
+format look well (arXiv 2604.06268); only success, trained or held out, tells. And held-out success
+is as good as the evaluation: on a handful of samples, a fall to half is luck.
 
 A `Sentinels` is pure: numbers in, alarms out, no file, no clock, no randomness. Its state is a few
 dozen numbers that belong in the checkpoint; a run resumed with it raises exactly the alarms of an
@@ -44,13 +31,13 @@ uninterrupted one. Shapes: none; metrics are the floats of one step, named in re
     >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
     'stop'
 
-Run it: python -m doctest reporting/sentinels.py. Read next: reporting/metrics.py (what is read);
-train.py (who asks).
+Run it: python -m doctest reporting/sentinels.py. Read next: reporting/progress.py (who asks, and
+what a run does then).
 """
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any, Literal
@@ -66,55 +53,56 @@ class Rule:
     stop_after: int
     todo: str
     falls: bool = False  # small values are the bad ones
+    least_fall: float = 0.0  # below the best; less is no alarm
 
 
-# "Recorded" are the runs in recipes/results: 60 steps each, three healthy RL seeds, one control
-# with shuffled rewards that fell from 55 % to 12 %. Where they measure nothing, the number is a
-# judgement, and the comment says what it was judged by.
+# Recorded: the runs in recipes/results, 60 steps each, three healthy RL seeds, imitation, and a
+# control with shuffled rewards that fell from 55 % to 12 %. Otherwise the number is a judgement.
 RULES = {
-    # Times the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation). 8e8 is far
-    # beyond either level. Clipping makes one spike harmless, so only three in a row stop.
+    # Gradient norm, times the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation).
+    # Clipping makes one spike harmless, so only three in a row stop.
     "grad_norm": Rule(10, 100, 1, 3, "lower --learning-rate or --max-grad-norm"),
     # Mini-batches skipped in a step. One is an accident; a model that gives NaN thrice is broken.
     "non_finite": Rule(
         1, 1, 1, 3, "lower --learning-rate; see whether sampler/log_prob_diff_max rose before"
     ),
-    # Share of the starting entropy. Recorded: single steps at 0.30 (RL). Imitation fell to 0.095
-    # while held-out success rose: sharp is not yet collapsed, a hundredth is.
+    # Share of the entropy at the start, the median of the first 10. Recorded: 0.30 (RL); imitation
+    # fell to 0.095 while held-out success rose: sharp is not yet collapsed.
     "entropy_floor": Rule(
         0.1, 0.01, 3, 5, "raise --entropy-coef or lower --learning-rate", falls=True
     ),
-    # Nats above the starting entropy; e^x is how many times more tokens it wavers between: 3 and
-    # 20 times. Recorded: at most +0.06 (RL), +0.15 (shuffled).
+    # Nats above that start; e^x is how many times more tokens it wavers between. Recorded: +0.15.
     "entropy_explosion": Rule(
         1, 3, 3, 5, "lower --entropy-coef or --learning-rate, or raise --kl-loss-coef"
     ),
-    # Nats per token that one step moved the policy. Not recorded. PPO implementations aim at 0.01
-    # to 0.02; at 1 the clip has lost its hold. One wild token can carry this mean: hence three.
+    # Nats per token that one step moved the policy. PPO implementations aim at 0.01 to 0.02; at 1
+    # the clip has lost its hold. One wild token can carry this mean: hence three.
     "approx_kl": Rule(0.1, 1, 1, 3, "lower --learning-rate, --ppo-epochs or --clip-ratio"),
-    # Nats per token away from the reference, over the whole run. Not recorded. Text that the
-    # reference finds e^10 times less likely per token is no language to it.
+    # Nats per token from the reference: e^10 times less likely to it, a text is no language.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
-    # Share of tokens. TextCraft's oracle actions: 0.01 in words, 0.02 with a vocabulary of 1,024,
-    # 0.25 in characters; a loop that fills the action: near 1 in any.
+    # Share of sampled tokens in 4-grams that the same action had before. TextCraft's oracle: 0.01
+    # in words, 0.25 in characters; a loop that fills the action: near 1 in any vocabulary.
     "repeated_tokens": Rule(
         0.3, 0.6, 2, 3, "read the trajectories; lower --learning-rate or raise --kl-loss-coef"
     ),
-    # Share of the best median of 5. Not recorded. Losing 3 actions in 10 is a change worth reading;
-    # with 3 in 10 left the agent plays blind.
+    # Actions that parse, as share of the best median of 5. With 3 in 10 left the agent plays blind.
     "valid_actions": Rule(
         *(0.7, 0.3, 2, 5),
         "read the trajectories; lower --learning-rate, or raise --kl-loss-coef, or "
         "--max-tokens-per-turn if actions are cut short",
         falls=True,
+        least_fall=0.2,  # of 200 turns a step, or of 20: less may be noise
     ),
-    # Share of the best evaluation. Recorded: at worst 0.88 (healthy, either recipe); shuffled 0.88,
-    # 0.82, 0.32, 0.22. Two evaluations in a row must agree.
+    # Share of the best evaluation. Recorded: at worst 0.88 (healthy); shuffled 0.88, 0.82, 0.32,
+    # 0.22. Two evaluations in a row must agree.
     "held_out": Rule(
-        0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success", falls=True
+        *(0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success"),
+        falls=True,
+        least_fall=0.1,  # half the 95 % interval of the recipes' 252 samples
     ),
-    # Success rate of a step without signal. Recorded: three such steps in a row, all solved. At a
-    # true success of 5 %, 64 samples all fail in 4 % of steps: by chance never 5 in a row.
+    # Success rate of a step whose groups are all unanimous. Who solves everything is healthy; who
+    # never solved anything has nothing to lose, and is not stopped. At a true success of 5 %, 64
+    # samples all fail in 4 % of steps: by chance never 5 in a row.
     "no_signal": Rule(
         *(0.05, 0.05, 5, 20),
         "lower --learning-rate if it could do more before; if not, take easier --subtasks, a "
@@ -123,10 +111,6 @@ RULES = {
     ),
 }
 LEAST_GRAD_NORM = 0.1  # least median: 10 times it is --max-grad-norm, below which nothing is cut
-LEAST_FALL = {
-    "valid_actions": 0.2,  # of 200 turns a step, or of 20: less may be noise
-    "held_out": 0.1,  # half the 95 % interval of the recipes' 252 samples
-}
 RECENT_GRAD_NORMS, FEWEST_GRAD_NORMS = 20, 5  # window of the median; no judgement on fewer
 FIRST_ENTROPIES = 10  # the start that later steps are compared with
 RECENT_RATES = 5  # a median of 5: one lucky step does not set the standard
@@ -191,105 +175,86 @@ class Sentinels:
         Returns: alarms in the order of RULES; empty for a healthy step.
         """
         self._step, self._alarms = step, []
-
-        def measured(name: str) -> float | None:
-            return _finite(metrics.get(name))
-
-        skipped = _skipped(metrics)
-        self._check_grad_norm(measured("policy/grad_norm"))
-        text = f"{skipped or 0:g} mini-batches skipped: their loss or gradient was not finite"
-        self._watch("non_finite", skipped, 1, 1, text)
-        if not skipped:
-            # NOTE: a mini-batch skipped half-way leaves its other half in the sums, so these means
-            # are too small on such a step: an entropy of 0 there is no collapse of entropy.
-            self._check_entropy(measured("policy/entropy"))
-            self._check_fixed(
-                "approx_kl", measured("policy/approx_kl"), "nats/token moved by one update"
-            )
-            self._check_fixed("kl", measured("policy/kl"), "nats/token away from the reference")
-        repeated = measured("train/repeated_token_rate")
-        self._check_fixed(
-            "repeated_tokens", repeated, "of the sampled tokens repeat their own action"
-        )
-        self._check_valid_actions(measured("train/parse_error_rate"))
-        self._check_held_out(measured("eval/avg"))
-        self._check_signal(
-            measured("train/groups"),
-            measured("train/groups_zero_variance"),
-            measured("train/success_rate"),
-        )
+        s, skipped = self._state, _skipped(metrics)
+        norm = _finite(metrics.get("policy/grad_norm"))
+        if norm:  # 0 is logged when every mini-batch was skipped
+            if len(s.grad_norms) >= FEWEST_GRAD_NORMS:
+                usual = max(median(s.grad_norms), LEAST_GRAD_NORM)
+                text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
+                self._watch("grad_norm", norm, text, lambda level: level * usual)
+            s.grad_norms = [*s.grad_norms, norm][-RECENT_GRAD_NORMS:]
+        text = "mini-batches skipped: their loss or gradient was not finite"
+        self._watch("non_finite", skipped, f"{skipped or 0:g} {text}")
+        # NOTE: a mini-batch skipped half-way leaves its other half in the sums, so these means are
+        # too small on such a step: an entropy of 0 there is no collapse of entropy.
+        means = {} if skipped else metrics
+        entropy = _finite(means.get("policy/entropy"))
+        if entropy is not None and len(s.entropies) < FIRST_ENTROPIES:
+            s.entropies.append(entropy)
+        elif entropy is not None:
+            start = median(s.entropies)
+            text = f"entropy {entropy:.3g} nats, at the start {start:.3g}"
+            self._watch("entropy_floor", entropy, text, lambda level: level * start)
+            self._watch("entropy_explosion", entropy, text, lambda level: level + start)
+        for name, logged, text in (
+            ("approx_kl", means.get("policy/approx_kl"), "nats/token moved by one update"),
+            ("kl", means.get("policy/kl"), "nats/token away from the reference"),
+            (
+                *("repeated_tokens", metrics.get("train/repeated_token_rate")),
+                "of the sampled tokens repeat their own action",
+            ),
+        ):
+            value = _finite(logged)
+            self._watch(name, value, f"{value or 0:.3g} {text}")
+        errors = _finite(metrics.get("train/parse_error_rate"))
+        if errors is not None:
+            self._watch_fall("valid_actions", 1 - errors, s.best_valid, "of the actions parse")
+            s.valid_rates, s.best_valid = _with(1 - errors, s.valid_rates, s.best_valid)
+        held_out = _finite(metrics.get("eval/avg"))
+        if held_out is not None:
+            self._watch_fall("held_out", held_out, s.best_held_out, "held-out success")
+            s.best_held_out = max(s.best_held_out, held_out)
+        self._check_signal(metrics)
         return self._alarms
 
-    def _check_fixed(self, name: str, value: float | None, text: str) -> None:
-        rule = RULES[name]
-        self._watch(name, value, rule.warn, rule.stop, f"{value or 0:.3g} {text}")
-
-    def _check_grad_norm(self, norm: float | None) -> None:
-        past = self._state.grad_norms
-        if norm is None or norm <= 0:  # 0 is logged when every mini-batch was skipped
-            return
-        if len(past) >= FEWEST_GRAD_NORMS:
-            rule, usual = RULES["grad_norm"], max(median(past), LEAST_GRAD_NORM)
-            text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
-            self._watch("grad_norm", norm, rule.warn * usual, rule.stop * usual, text)
-        self._state.grad_norms = [*past, norm][-RECENT_GRAD_NORMS:]
-
-    def _check_entropy(self, entropy: float | None) -> None:
-        first = self._state.entropies
-        if entropy is None:
-            return
-        if len(first) < FIRST_ENTROPIES:
-            first.append(entropy)
-            return
-        start, low, high = median(first), RULES["entropy_floor"], RULES["entropy_explosion"]
-        text = f"entropy {entropy:.3g} nats, at the start {start:.3g}"
-        self._watch("entropy_floor", entropy, low.warn * start, low.stop * start, text)
-        self._watch("entropy_explosion", entropy, high.warn + start, high.stop + start, text)
-
-    def _check_valid_actions(self, parse_error_rate: float | None) -> None:
-        if parse_error_rate is None:
-            return
-        s, rate = self._state, 1 - parse_error_rate
-        self._check_fall("valid_actions", rate, s.best_valid, "of the actions parse")
-        s.valid_rates, s.best_valid = _with(rate, s.valid_rates, s.best_valid)
-
-    def _check_held_out(self, success: float | None) -> None:
-        if success is None:
-            return
-        self._check_fall("held_out", success, self._state.best_held_out, "held-out success")
-        self._state.best_held_out = max(self._state.best_held_out, success)
-
-    def _check_fall(self, name: str, rate: float, best: float, text: str) -> None:
-        """Against a share of the best. Both limits are below 0, and so out of reach, while the best
-        is less than the least fall: who starts near 0 has not collapsed."""
-        rule, least = RULES[name], best - LEAST_FALL[name]
-        warn_at, stop_at = min(rule.warn * best, least), min(rule.stop * best, least)
-        self._watch(name, rate, warn_at, stop_at, f"{rate:.1%} {text}, at best it was {best:.1%}")
-
-    def _check_signal(
-        self, groups: float | None, flat: float | None, success: float | None
-    ) -> None:
-        if not groups or flat is None or success is None:  # no group: the environment lost them all
-            return
-        s, rule = self._state, RULES["no_signal"]
-        value = success if flat >= groups else math.inf  # with signal healthy, whatever succeeds
-        stop_at = rule.stop if s.best_success > rule.stop else -math.inf  # else nothing to lose
-        text = (
-            f"{success:.1%} success and no group with signal, at best it was {s.best_success:.1%}"
+    def _check_signal(self, metrics: Mapping[str, Any]) -> None:
+        s = self._state
+        groups, flat, success = (
+            _finite(metrics.get(f"train/{name}"))
+            for name in ("groups", "groups_zero_variance", "success_rate")
         )
-        self._watch("no_signal", value, rule.warn, stop_at, text)
+        if not groups or flat is None or success is None:  # the environment lost them all
+            return
+        value = success if flat >= groups else math.inf  # with signal healthy, whatever succeeds
+        text = f"{success:.1%} success and no group with signal, at best it was "
+        can_lose = s.best_success > RULES["no_signal"].stop
+        self._watch("no_signal", value, f"{text}{s.best_success:.1%}", can_stop=can_lose)
         s.success_rates, s.best_success = _with(success, s.success_rates, s.best_success)
 
+    def _watch_fall(self, name: str, rate: float, best: float, text: str) -> None:
+        """Against a share of the best. Both limits are below 0, and so out of reach, while the best
+        is less than the least fall: who starts near 0 has not collapsed."""
+        text = f"{rate:.1%} {text}, at best it was {best:.1%}"
+        least = best - RULES[name].least_fall
+        self._watch(name, rate, text, lambda level: min(level * best, least))
+
     def _watch(
-        self, name: str, value: float | None, warn_at: float, stop_at: float, text: str
+        self,
+        name: str,
+        value: float | None,
+        text: str,
+        limit: Callable[[float], float] = lambda level: level,
+        can_stop: bool = True,
     ) -> None:
-        """Count the streaks of one sentinel; limits in the unit of value, which None leaves be."""
+        """Count the streaks of one sentinel; `limit` turns its levels into the unit of value."""
         if value is None:
             return
         rule, warns, stops = RULES[name], self._state.warn_streaks, self._state.stop_streaks
-        for streaks, limit in ((warns, warn_at), (stops, stop_at)):
-            bad = value <= limit if rule.falls else value >= limit
-            streaks[name] = streaks.get(name, 0) + 1 if bad else 0
+        warn_at = limit(rule.warn)
+        stop_at = limit(rule.stop) if can_stop else -math.inf
+        for streaks, at in ((warns, warn_at), (stops, stop_at)):
+            is_bad = value <= at if rule.falls else value >= at
+            streaks[name] = streaks.get(name, 0) + 1 if is_bad else 0
         text = f"step {self._step}: {name}: {text} "
         if stops[name] >= rule.stop_after:
             text += f"(stops at {stop_at:.3g}, {stops[name]} in a row); {rule.todo}; "
@@ -297,7 +262,7 @@ class Sentinels:
             self._alarms.append(Alarm(name, value, stop_at, "stop", text))
         elif warns[name] == rule.warn_after:
             stop = f"stops at {stop_at:.3g} if {rule.stop_after} in a row"
-            text += f"(warns at {warn_at:.3g}, {stop if math.isfinite(stop_at) else 'never stops'})"
+            text += f"(warns at {warn_at:.3g}, {stop if can_stop else 'never stops'})"
             self._alarms.append(Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}"))
 
 

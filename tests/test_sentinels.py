@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reporting import sentinels
+from reporting import metrics, sentinels
 from reporting.metrics import METRICS, repeated_tokens
 from reporting.sentinels import RULES, Sentinels
 
@@ -453,9 +453,9 @@ def test_only_defined_metrics_are_read():
 
 
 def test_the_docstrings_examples_run():
-    result = doctest.testmod(sentinels)
-    assert result.attempted >= 6
-    assert result.failed == 0
+    results = [doctest.testmod(module) for module in (sentinels, metrics)]
+    assert sum(result.attempted for result in results) >= 6
+    assert all(result.attempted and not result.failed for result in results)
 
 
 # ------------------------------------------------------------- the recorded runs
