@@ -3,8 +3,7 @@
 Everything that can go wrong between the trainer and a world passes through here, and one question
 decides what becomes of it: *could the policy have caused it?* A text without an action or one too
 long is the policy's doing: reward 0, an observation that says why, and the episode goes on. A dead
-server teaches nothing: it raises, and the trajectory is left out and counted, never scored. (One
-user of the reference system lost 1172 of 1280 episodes at reset; all entered GRPO as failures.)
+server teaches nothing: it raises, and the trajectory is left out and counted, never scored.
 
     what happens                                what the caller of EnvClient sees
     the text holds no action                    StepResult, reward 0, info["parse_error"]; none sent
@@ -24,9 +23,8 @@ or a 5xx; they can be done twice without harm (a session created in vain is evic
 /step never: an action whose answer was lost may have been carried out. A time-out is not repeated
 either, the caller goes to another server. 429 means "not done", so anything waits and repeats.
 
-AgentGym's clients (agentenv/envs/*.py) assert status 200, which drops the server's message, and
-wait up to 2400 s; its servers report errors as HTTP 200 {"error": ...}. Both are understood here: a
-status of ours and an {"error"} of theirs become the same classes.
+A status of our servers and the {"error": ...} that AgentGym's send with status 200 become the same
+classes.
 
 Read next: envclient.py, which speaks of episodes instead of requests.
 """

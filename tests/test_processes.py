@@ -1,0 +1,112 @@
+"""runtime/processes.py: a child that cannot outlive us. What is started with it: test_envclient.py
+and test_fleet.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.processes import NotReady, child
+
+ROOT = Path(__file__).resolve().parent.parent
+# Says its process and that of a child of its own, which ignores its parent's end.
+PARENT = """
+import os, subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("arguments", *sys.argv[1:], flush=True)
+print("ready", os.getpid(), grandchild.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition):
+    give_up_at = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes a module of Python code, which `python -m` finds, and returns its name."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(code):
+        (tmp_path / "started.py").write_text(code)
+        return "started"
+
+    return make
+
+
+def processes_of(server):
+    """The ids that PARENT has written, once it has."""
+
+    def ready():
+        line = server.stdout().rpartition("ready ")[2]
+        return list(map(int, line.split())) if line.endswith("\n") else None
+
+    return server.wait_until(ready, 30)
+
+
+def test_a_child_and_what_it_has_started_end_with_the_block(module):
+    with pytest.raises(ZeroDivisionError), child(module(PARENT), "--port", "1 2") as server:
+        pids = processes_of(server)
+        assert server.stdout().startswith("arguments --port 1 2\n") and server.stderr() == ""
+        assert server.process.pid == pids[0] and all(map(is_alive, pids))
+        raise ZeroDivisionError
+    until(lambda: not any(map(is_alive, pids)))
+
+
+def test_one_that_does_not_end_when_asked_is_killed(module, monkeypatch):
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PARENT
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(
+        subprocess.Popen, "wait", lambda self, timeout=None: wait(self, timeout and timeout / 20)
+    )
+    with child(module(deaf)) as server:
+        pids = processes_of(server)
+    until(lambda: not any(map(is_alive, pids)))
+    assert server.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_and_what_it_has_started_end_with_their_parent(module, how):
+    code = """
+import sys, time
+from runtime.processes import child
+with child(sys.argv[1]) as server:
+    server.wait_until(lambda: "ready" in server.stdout() or None, 30)
+    print(server.stdout().rpartition("ready ")[2], flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, module(PARENT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 2 and all(map(is_alive, pids))
+        os.kill(parent.pid, how)
+    until(lambda: not any(map(is_alive, pids)))
+
+
+def test_what_a_child_wrote_before_it_failed_is_in_the_error(module):
+    fails = module("import sys; print('loading', flush=True); sys.exit('no such card')")
+    with (
+        pytest.raises(NotReady, match=r"^exited with 1 at its start:\nloading\nno such card\n$"),
+        child(fails) as server,
+    ):
+        server.wait_until(lambda: None, 30)
+    with (
+        pytest.raises(NotReady, match=r"^is not up after 0.5 s:\nloading\n$"),
+        child(module("import time; print('loading', flush=True); time.sleep(60)")) as server,
+    ):
+        server.wait_until(lambda: None, 0.5)
