@@ -173,7 +173,8 @@ class Episodes:
         """Resets the world; the turn, as `Wire` describes it. `begin` makes it an episode."""
         observation = await self._play(session, session.env.reset, task_index, seed)
         session.task_index = task_index
-        return self._set_turn(session, observation, 0, False, False, {"success": False, "score": 0})
+        info = {"success": False, "score": 0}
+        return self._set_turn(session, (observation, 0, False, False, info))
 
     async def begin(self, session: Session, task_index: int, seed: int) -> dict:
         turn = await self.show(session, task_index, seed)
@@ -186,7 +187,7 @@ class Episodes:
         if session.turn is not None and session.turn["done"]:
             hint = "POST /reset starts the next episode"
             raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-        return self._set_turn(session, *await self._play(session, session.env.step, action))
+        return self._set_turn(session, await self._play(session, session.env.step, action))
 
     async def ask(self, session: Session, method: str) -> Any:
         """What a method of the world answers that changes nothing."""
@@ -216,15 +217,8 @@ class Episodes:
                 "starts one",
             )
 
-    def _set_turn(
-        self,
-        session: Session,
-        observation: str,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        info: dict,
-    ) -> dict:
+    def _set_turn(self, session: Session, outcome: tuple) -> dict:
+        observation, reward, terminated, truncated, info = outcome
         session.turn = {
             "observation": observation,
             "reward": self.wire.to_points(reward),

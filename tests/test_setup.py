@@ -107,10 +107,7 @@ def test_a_stub_is_a_name_for_pip_and_nothing_to_import():
 
 def test_every_package_that_the_project_imports_is_a_direct_requirement():
     folders = ("runtime", "reporting", "envs", "recipes", "tools", "tests")  # not benchmarks/
-    files = [
-        *ROOT.glob("*.py"),
-        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
-    ]
+    files = [*ROOT.glob("*.py"), *(f for name in folders for f in (ROOT / name).rglob("*.py"))]
     own = {file.stem for file in files} | {path.name for path in ROOT.iterdir()}
     imported = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):

@@ -187,9 +187,7 @@ class Environment:
         temporary.mkdir(exist_ok=True)
         variables = dict(os.environ, TMPDIR=str(temporary), UV_NO_CACHE="1")
         variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-        variables.pop(
-            "PIP_USER", None
-        )  # a default of `pip install --user` is refused inside a venv
+        variables.pop("PIP_USER", None)  # what pip refuses inside a venv
         output = []
         progress = Progress()
         with (
@@ -342,7 +340,7 @@ def install_extras(environment: Environment, chosen: RequirementSet, env: str) -
     text = "\n".join(requirement_lines(extras))
     key, value = f"env {env}", hashlib.sha256(text.encode()).hexdigest()
     if environment.record.get(key) != value:
-        print(f"setup: installing {extras.name}", flush=True)
+        print(f"setup: installing the packages of {env}", flush=True)
         environment.pip_install("-r", extras, "-c", chosen.lock)
         environment.write_record({**environment.record, key: value})
 
@@ -377,9 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", choices=choices, default="auto", help="auto: cuda if there is a GPU"
     )
-    parser.add_argument(
-        "--env", default="textcraft", help="install what this environment needs too"
-    )
+    parser.add_argument("--env", default="textcraft", help="install what this world needs too")
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())

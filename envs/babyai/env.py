@@ -64,7 +64,6 @@ from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
 from envs.common import Stage, action_line, require_task, say, version_of
 
 MAX_ACTION_CHARS = 200  # what is longer is no action
-ARROWS = ">v<^"  # the agent in `state_for_people`, by direction
 
 
 class BabyAIWire(Wire):
