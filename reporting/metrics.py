@@ -25,22 +25,21 @@ The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and toke
 N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
 nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
 
-The reference (AgentGym-RL, `verl/agent_trainer/ppo/ray_trainer.py`, `compute_data_metrics`) takes
-the prompt length as attention_mask.sum() - response_mask.sum(), which counts every observation as
-prompt, and knows one score, the last turn's reward. We count tokens by `loss_mask` and keep return
-and success apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and completes 1.5 %.
+Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and
+completes 1.5 %.
 
 Read next: reporting/plots.py, which draws these numbers; train.py, which logs them.
 """
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from reporting.logs import read_log, truncate_log
+from reporting.plots import plot
 from trajectory import LOST, STOP_REASONS, RolloutHandler
 
 # Deterministic given the seed: metrics.jsonl.
@@ -216,11 +215,12 @@ class MetricsLogger:
     >>> run_dir = tempfile.mkdtemp()
     >>> logger = MetricsLogger(run_dir)
     >>> logger.log(1, {"train/return_mean": 0.25, "policy/loss": float("nan")})
-    >>> open(f"{run_dir}/metrics.jsonl").read()
+    >>> Path(run_dir, "metrics.jsonl").read_text()
     '{"step": 1, "train/return_mean": 0.25, "policy/loss": null}\\n'
     >>> logger.log(2, {"train/reward": 0.25})
     Traceback (most recent call last):
     ValueError: metric 'train/reward' is not in the glossary; define it in metrics.py first
+    >>> logger.close()
     """
 
     def __init__(
@@ -272,6 +272,13 @@ class MetricsLogger:
         """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
         self._append("timings.jsonl", TIMINGS, step, timings)
 
+    def show_step(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """A step's last words: its line of `timings.jsonl`, its row of the table, the picture."""
+        self.timings(step, timings)
+        self.print_row(step, metrics, timings)
+        if self.writes:
+            plot(self.run_dir)
+
     def print_row(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """The step's line of the console table, with the heading above every 20th."""
         if not self.writes:
@@ -280,6 +287,12 @@ class MetricsLogger:
             print(console_header(), flush=True)
         self._rows_printed += 1
         print(console_row(step, metrics | timings), flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for file in self._files.values():
@@ -312,38 +325,6 @@ def _number(value: Any) -> float | int | None:
         return value
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-def truncate_log(path: Path, last_step: int, then: str = "") -> None:
-    """Keep the lines of steps <= last_step, byte for byte, and add `then`; what a crash cut short
-    goes too."""
-    if not path.exists():
-        return
-    kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(kept) + then, encoding="utf-8")
-    os.replace(aside, path)
-
-
-def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a log. Raises ValueError for a bad line that is not a cut-short last one."""
-    return [row for _, row in _parsed_lines(Path(path))]
-
-
-def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield line, row
-        elif number < len(lines):
-            raise ValueError(
-                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; "
-                "a crash cuts only the last line short, so mend or remove this one"
-            )
 
 
 def console_header() -> str:

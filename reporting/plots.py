@@ -1,4 +1,4 @@
-"""reward.png: a run in four panels, drawn again after every step.
+"""Pictures: one style for all, and reward.png, a run in four panels, drawn again after every step.
 
     return and success of the training trajectories  |  held-out success with its 95 % interval
     turns per trajectory, under the horizon          |  entropy, and KL to the reference
@@ -10,17 +10,99 @@ Read next: reporting/metrics.py for what each number means; reporting/scoring.py
 evaluations' own curves.
 """
 
+import contextlib
 import json
 import math
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.metrics import read_log
+from reporting.logs import read_log
+from runtime.files import aside
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb5", "#d9822b", "#3a8f5c", "#8a8f98"
+STYLE: dict[str, Any] = {
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+
+
+@contextlib.contextmanager
+def figure(path: Path, size: tuple[float, float], **grid: Any) -> Iterator[tuple[Any, Any]]:
+    """
+    A figure in our style, to draw on; it is `path` (PNG), whole, when the block ends.
+
+    Args:
+        size: inches.
+        grid: as `matplotlib.pyplot.subplots` takes them: nrows, ncols, sharey.
+    Returns: the figure and its axes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        picture, axes = plt.subplots(figsize=size, constrained_layout=True, **grid)
+        try:
+            yield picture, axes
+            with aside(path) as new:
+                picture.savefig(new, dpi=130)
+        finally:
+            plt.close(picture)
+
+
+def band(
+    axis: Any,
+    points: Sequence[tuple[float, Mapping[str, Any]]],
+    color: str,
+    label: str,
+    scale: float = 1.0,
+) -> None:
+    """
+    A curve of estimates with their intervals; points without a value are left out.
+
+    Args:
+        points: (x, {"value", "low", "high"}).
+        scale: of all y; 100 for percent.
+    """
+    points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
+    xs = [x for x, _ in points]
+    middle, low, high = ([scale * e[k] for _, e in points] for k in ("value", "low", "high"))
+    axis.fill_between(xs, low, high, color=color, alpha=0.12, lw=0)
+    axis.vlines(xs, low, high, color=color, lw=1.2)
+    axis.plot(xs, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
+
+
+def plot_estimates(
+    path: Path,
+    curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
+    x: str,
+    labels: tuple[str, str],
+    note: str,
+) -> None:
+    """
+    Several curves of estimates on one axis, in percent.
+
+    Args:
+        curves: (label, color, points); a point has `value`, `low`, `high` and the field `x`.
+        labels: of the two axes.
+        note: above the figure.
+    """
+    with figure(path, (7.5, 4.5)) as (_, axis):
+        for label, color, points in curves:
+            band(axis, [(point[x], point) for point in points], color, label, scale=100)
+        axis.set(xlabel=labels[0], ylabel=labels[1])
+        axis.legend(loc="upper left")
+        axis.set_title(note, fontsize=9, fontweight="normal", color="#57606a")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -40,30 +122,13 @@ def plot(run_dir: str | Path) -> Path:
     """
     Draw `reward.png` from `metrics.jsonl`, `eval/step_*.json` and `config.json`.
 
-    Written under another name and renamed: a viewer never sees half a file.
     Returns: the path of the image. Raises FileNotFoundError when the run has no `metrics.jsonl`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     run_dir = Path(run_dir)
     rows = read_log(run_dir / "metrics.jsonl")
-    style: Any = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e6e8eb",
-        "axes.axisbelow": True,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "legend.frameon": False,
-    }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-        figure.suptitle(_title(run_dir, rows), fontsize=12)
+    target = run_dir / "reward.png"
+    with figure(target, (11, 7), nrows=2, ncols=2) as (picture, axes):
+        picture.suptitle(_title(run_dir, rows), fontsize=12)
         (reward_axis, eval_axis), (turns_axis, entropy_axis) = axes
 
         reward_axis.set(
@@ -84,38 +149,34 @@ def plot(run_dir: str | Path) -> Path:
             steps, horizon, where="mid", color=GREY, ls="--", lw=1.4, label="horizon (max_rounds)"
         )
         turns_axis.set_ylim(bottom=0)
-
-        entropy_axis.set(title="Entropy", ylabel="entropy (nats per token)")
-        _curve(entropy_axis, rows, "policy/entropy", "entropy", BLUE)
-        entropy_axis.set_ylim(bottom=0)
-        kl_axis = None
-        if _series(rows, "policy/kl")[0]:  # only runs with a KL term have one
-            entropy_axis.set_title("Entropy and KL to the reference")
-            kl_axis = entropy_axis.twinx()
-            kl_axis.spines["right"].set_visible(True)
-            kl_axis.grid(False)
-            kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
-            kl_axis.tick_params(axis="y", colors=ORANGE)
-            _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
-
+        kl_lines = _entropy_and_kl(entropy_axis, rows)
         for axis in axes.flat:
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
-            lines, labels = axis.get_legend_handles_labels()
-            if axis is entropy_axis and kl_axis is not None:
-                more_lines, more_labels = kl_axis.get_legend_handles_labels()
-                lines, labels = lines + more_lines, labels + more_labels
-            if labels:
-                axis.legend(lines, labels, loc="best")
+            lines = axis.get_legend_handles_labels()[0]
+            lines += kl_lines if axis is entropy_axis else []
+            if lines:
+                axis.legend(handles=lines, loc="best")
             else:
                 axis.annotate("nothing logged yet", (0.4, 0.5), (0.4, 0.5), "axes fraction")
-
-        target = run_dir / "reward.png"
-        aside = target.with_name(".reward.tmp.png")
-        figure.savefig(aside, dpi=130)
-        plt.close(figure)
-    os.replace(aside, target)
     return target
+
+
+def _entropy_and_kl(axis: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """Entropy, and the KL on an axis of its own on the right; the lines of the latter."""
+    axis.set(title="Entropy", ylabel="entropy (nats per token)")
+    _curve(axis, rows, "policy/entropy", "entropy", BLUE)
+    axis.set_ylim(bottom=0)
+    if not _series(rows, "policy/kl")[0]:  # only runs with a KL term have one
+        return []
+    axis.set_title("Entropy and KL to the reference")
+    kl_axis = axis.twinx()
+    kl_axis.spines["right"].set_visible(True)
+    kl_axis.grid(False)
+    kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
+    kl_axis.tick_params(axis="y", colors=ORANGE)
+    _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
+    return kl_axis.get_legend_handles_labels()[0]
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -148,19 +209,12 @@ def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 def _held_out(axis: Any, evaluations: list[dict[str, Any]]) -> None:
     """avg@k with its interval, and pass@k where k > 1."""
-    for name, color in (("avg", GREEN), ("pass", ORANGE)):
-        if name == "pass" and all(evaluation["samples"] == 1 for evaluation in evaluations):
-            continue  # pass@1 is avg@1
+    samples = max([e["samples"] for e in evaluations], default=1)
+    for name, color in (("avg", GREEN), ("pass", ORANGE))[: 1 if samples == 1 else 2]:
         points = [(e["step"], e["overall"][name]) for e in evaluations]
-        points = [(step, estimate) for step, estimate in points if estimate["value"] is not None]
-        if not points:
-            continue
-        steps = [step for step, _ in points]
-        middle, low, high = ([e[key] for _, e in points] for key in ("value", "low", "high"))
-        label = f"{name}@{evaluations[-1]['samples']}, 95 % interval over tasks"
-        axis.fill_between(steps, low, high, color=color, alpha=0.12, lw=0)
-        axis.vlines(steps, low, high, color=color, lw=1.2)
-        axis.plot(steps, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
+        if any(estimate["value"] is not None for _, estimate in points):
+            label = f"{name}@{evaluations[-1]['samples']}, 95 % interval over tasks"
+            band(axis, points, color, label)
 
 
 def _title(run_dir: Path, rows: list[dict[str, Any]]) -> str:

@@ -23,10 +23,8 @@ same episode under a longer horizon. The longest is played, then cut:
 
     solved within N   <=>   solved, in at most N turns
 
-The reference (AgentGym-RL, `verl/agent_trainer/main_generation.py`) counts a task as passed when
-any score is above 0, which in SciWorld is something else than success (24.5 % against 1.5 % for a
-base 7B), gives an episode that a dead server ended score 0, and prints no interval. Here such an
-episode is in no number, and how many there were is part of the result.
+An episode that a dead server ended says nothing about the policy: it is in no number, and how many
+there were is part of the result.
 
     >>> summary = summarize([], samples=4)
     >>> summary["overall"]["avg"]
@@ -38,7 +36,6 @@ Read next: evaluate.py, which plays the episodes and prints these numbers.
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +45,7 @@ from typing import Any
 
 import numpy as np
 
+from reporting.plots import GREEN, ORANGE, band, figure
 from trajectory import LOST, Trajectory
 
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
@@ -287,42 +285,19 @@ def _percent(estimate: Estimate) -> str:
 
 def plot_curves(summary: Mapping[str, Any], path: Path) -> None:
     """Success over test-time compute: over turns (left) and over samples (right)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4), sharey=True, constrained_layout=True
-    )
-    k = summary["samples"]
-    turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
-    samples = [(point["k"], point) for point in summary["pass_curve"]]
-    for axis, points, color, label in (
-        (left, turns, "#3a8f5c", f"avg@{k} within max_rounds turns"),
-        (right, samples, "#d9822b", "pass@k"),
-    ):
-        points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
-        x = [x for x, _ in points]
-        middle, low, high = ([e[key] for _, e in points] for key in ("value", "low", "high"))
-        axis.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
-        axis.vlines(x, low, high, color=color, lw=1.2)
-        axis.plot(x, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e6e8eb")
-        axis.set_axisbelow(True)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(frameon=False)
-    left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-    right.set(xlabel="samples per task (k)")
-    figure.suptitle(
-        f"{summary.get('env', '')} · {summary.get('model', '')}: "
-        f"{summary['overall']['items']} tasks, 95 % intervals over tasks"
-    )
-    aside = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(aside, dpi=130)
-    plt.close(figure)
-    os.replace(aside, path)
+    with figure(path, (10, 4), ncols=2, sharey=True) as (picture, (left, right)):
+        turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
+        band(left, turns, GREEN, f"avg@{summary['samples']} within max_rounds turns")
+        band(right, [(point["k"], point) for point in summary["pass_curve"]], ORANGE, "pass@k")
+        for axis in (left, right):
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend()
+        left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
+        right.set(xlabel="samples per task (k)")
+        picture.suptitle(
+            f"{summary.get('env', '')} · {summary.get('model', '')}: "
+            f"{summary['overall']['items']} tasks, 95 % intervals over tasks"
+        )
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:

@@ -25,6 +25,12 @@ from reporting.metrics import (
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture
+def logger(tmp_path):
+    with MetricsLogger(tmp_path) as logger:
+        yield logger
+
+
 @dataclass(frozen=True)
 class Turn:
     parse_error: str | None = None
@@ -135,10 +141,10 @@ def test_a_group_left_with_only_lost_members_is_not_counted_as_without_variance(
     assert summary["train/return_mean"] is None  # a mean over nothing is not 0
 
 
-def test_the_summary_is_loggable_and_covers_every_train_metric(tmp_path):
+def test_the_summary_is_loggable_and_covers_every_train_metric(logger):
     summary = summarize_trajectories([Trajectory(0, 1.0, "success"), LOST])
     assert set(summary) == {name for name in METRICS if name.startswith("train/")}
-    MetricsLogger(tmp_path).log(1, summary)
+    logger.log(1, summary)
 
 
 def test_the_stop_shares_add_up_to_one():
@@ -170,24 +176,22 @@ def test_the_console_table_shows_only_names_of_the_glossary():
 # ------------------------------------------------------------- MetricsLogger
 
 
-def test_an_undefined_name_is_refused_and_nothing_is_written(tmp_path):
-    logger = MetricsLogger(tmp_path)
+def test_an_undefined_name_is_refused_and_nothing_is_written(tmp_path, logger):
     with pytest.raises(ValueError, match="'train/reward' is not in the glossary"):
         logger.log(1, {"train/return_mean": 0.5, "train/reward": 0.5})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_time_cannot_enter_the_deterministic_file_nor_a_metric_the_other(tmp_path):
-    logger = MetricsLogger(tmp_path)
+def test_a_time_cannot_enter_the_deterministic_file_nor_a_metric_the_other(tmp_path, logger):
     with pytest.raises(ValueError, match="times go to timings"):
         logger.log(1, {"time/rollout_s": 3.0})
     with pytest.raises(ValueError, match="not for timings.jsonl"):
         logger.timings(1, {"policy/loss": 3.0})
 
 
-def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_path):
+def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_path, logger):
     torch = pytest.importorskip("torch")
-    MetricsLogger(tmp_path).log(
+    logger.log(
         3,
         {
             "policy/loss": torch.tensor(float("inf")),
@@ -203,8 +207,7 @@ def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_p
     )
 
 
-def test_each_line_is_on_disk_when_log_returns(tmp_path):
-    logger = MetricsLogger(tmp_path)
+def test_each_line_is_on_disk_when_log_returns(tmp_path, logger):
     for step in (1, 2):
         logger.log(step, {"train/return_mean": 0.1 * step})
         logger.timings(step, {"time/step_s": 1.5})
@@ -213,11 +216,10 @@ def test_each_line_is_on_disk_when_log_returns(tmp_path):
 
 
 def write_steps(run_dir, steps, resume_step=None):
-    logger = MetricsLogger(run_dir, resume_step)
-    for step in steps:
-        logger.log(step, {"train/return_mean": step / 7, "policy/loss": 1e-9 / step})
-        logger.timings(step, {"time/step_s": 1.0})
-    logger.close()
+    with MetricsLogger(run_dir, resume_step) as logger:
+        for step in steps:
+            logger.log(step, {"train/return_mean": step / 7, "policy/loss": 1e-9 / step})
+            logger.timings(step, {"time/step_s": 1.0})
 
 
 @pytest.mark.parametrize("half_line", ["", '{"step": 6, "train/retu', '{"step": 6}'])
@@ -235,7 +237,8 @@ def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, half
 
 def test_a_checkpoint_at_the_last_line_keeps_it_even_without_its_newline(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    MetricsLogger(tmp_path, resume_step=2).log(3, {})
+    with MetricsLogger(tmp_path, resume_step=2) as logger:
+        logger.log(3, {})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
@@ -267,8 +270,7 @@ def test_every_row_of_the_table_is_as_wide_as_its_heading():
     assert "61/64" in rows[2]
 
 
-def test_the_heading_returns_every_twenty_steps(tmp_path, capsys):
-    logger = MetricsLogger(tmp_path)
+def test_the_heading_returns_every_twenty_steps(tmp_path, logger, capsys):
     for step in range(1, 42):
         logger.print_row(step, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
     lines = capsys.readouterr().out.splitlines()
@@ -285,8 +287,7 @@ def test_importing_metrics_loads_neither_torch_nor_matplotlib():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path):
-    logger = MetricsLogger(tmp_path)
+def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path, logger):
     logger.log(1, {"train/return_mean": 0.25})
     logger.log(2, {"train/return_mean": 0.5})
     logger.amend(2, {"eval/avg": 0.75})
@@ -299,8 +300,30 @@ def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path):
     ]
 
 
-def test_only_the_last_line_can_be_amended(tmp_path):
-    logger = MetricsLogger(tmp_path)
+def test_only_the_last_line_can_be_amended(tmp_path, logger):
     logger.log(1, {"train/return_mean": 0.25})
     with pytest.raises(ValueError, match="step 2 is not the last"):
         logger.amend(2, {"eval/avg": 0.75})
+
+
+def test_a_steps_last_words_are_its_timings_its_row_and_the_picture(tmp_path, logger, capsys):
+    metrics, timings = {"train/return_mean": 0.5}, {"time/rollout_s": 2.0}
+    logger.log(1, metrics)
+    logger.show_step(1, metrics, timings)
+    assert read_log(tmp_path / "timings.jsonl") == [{"step": 1, "time/rollout_s": 2.0}]
+    assert capsys.readouterr().out.splitlines() == [
+        console_header(),
+        console_row(1, metrics | timings),
+    ]
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_process_that_must_not_write_checks_names_and_writes_nothing(tmp_path, capsys):
+    with MetricsLogger(tmp_path / "run", writes=False) as logger:
+        logger.log(1, {"train/return_mean": 0.5})
+        logger.amend(1, {"eval/avg": 0.5})
+        logger.show_step(1, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
+        with pytest.raises(ValueError, match="not in the glossary"):
+            logger.log(2, {"train/reward": 0.5})
+    assert list((tmp_path / "run").iterdir()) == []
+    assert capsys.readouterr().out == ""

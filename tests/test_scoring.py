@@ -316,6 +316,6 @@ def test_the_curves_are_drawn(tmp_path):
 
 
 def test_scores_need_no_torch():
-    code = "import sys, scoring; print('torch' in sys.modules)"
+    code = "import sys, reporting.scoring; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
