@@ -60,9 +60,9 @@ def require_task(env_class: Any, task_index: int) -> None:
         )
 
 
-def action_line(model_text: str, drop: str = "") -> str:
-    """The action of the one 'Action:' line, with characters that match `drop` removed and blanks
-    squeezed.
+def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:
+    """The action of the one 'Action:' line, with characters that match `drop` removed, blanks
+    squeezed, and the characters of `trim` taken from its beginning and its end.
 
         >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
         'get 2 oak log'
@@ -74,7 +74,8 @@ def action_line(model_text: str, drop: str = "") -> str:
     if len(found) > 1:
         raise ParseError(f"Got {len(found)} 'Action:' lines, expected one. Give one action.")
     text = re.sub(drop, "", found[0]) if found and drop else "".join(found)
-    action = " ".join(text.split())
+    before, after = trim
+    action = " ".join(text.split()).lstrip(before + " ").rstrip(after + " ")
     if not action:
         raise ParseError("No action found. End your answer with a line 'Action: ...'.")
     return action

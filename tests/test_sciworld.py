@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,6 +208,13 @@ def test_the_prompt_is_short_and_shows_the_answer_format():
 )
 def test_parse_takes_the_action_line(text, action):
     assert SciWorld.parse(text) == action
+
+
+@pytest.mark.parametrize("middle", [".", " ", "*", ". "])
+def test_parse_takes_no_longer_than_the_text_is_long(middle):
+    started = time.perf_counter()
+    assert SciWorld.parse(f"Action: `a{middle * 200_000}b`.").endswith("b")
+    assert time.perf_counter() - started < 2  # a search from each character takes minutes
 
 
 @pytest.mark.parametrize("text", ["", "go to kitchen", "Action: ", "Action: a\nAction: b"])

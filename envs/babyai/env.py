@@ -49,9 +49,8 @@ Differences from AgentGym's server, whose numbers are therefore not the same
 
 Not fast (IS_FAST): a step takes 0.25 ms, but drawing a level 0.4 to 15 ms and the oracle 11 ms on
 average, half a second at worst.
-`python -m envs.babyai` lets you play; `--write-ids` writes its id lists again
-(envs/babyai/splits.py says how tasks are split). Read next: envs/babyai/levels.py, then
-envs/babyai/world.py.
+`python -m envs.babyai` lets you play; `--write-ids` writes its id lists again, as
+envs/babyai/splits.py says. Read next: envs/babyai/levels.py, then envs/babyai/world.py.
 """
 
 import base64

@@ -245,7 +245,7 @@ class SciWorld:
         Raises:
             ParseError: no 'Action:', more than one, or nothing after it.
         """
-        return action_line(model_text, drop=r"^[\s\"'`*]+|[\s\"'`*.]+$")
+        return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
         """Actions with at most one object that the current state accepts, a few hundred; those with

@@ -40,9 +40,8 @@ amount has at most nine digits.
     >>> env.oracle()
     ('I need 4 crimson stem to craft crimson hyphae, and I can get it.', 'get 4 crimson stem')
 
-`python -m envs.textcraft` lets you play; `--write-ids` writes its id lists again
-(envs/textcraft/splits.py says how tasks are split). Read next: envs/textcraft/recipes.py, then
-envs/server.py.
+`python -m envs.textcraft` lets you play; `--write-ids` writes its id lists again, as
+envs/textcraft/splits.py says. Read next: envs/textcraft/recipes.py, then envs/server.py.
 """
 
 import random
