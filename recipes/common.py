@@ -1,36 +1,92 @@
-"""What recipes share: results as small files, differences with intervals, one kind of figure.
+"""What recipes share: how runs are started and kept, and how results are compared goal by goal.
 
 The unit of every interval is the goal: goals are resampled, a goal's value is its mean over samples
 and seeds, and differences are paired by goal.
 """
 
 import argparse
+import datetime
 import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from reporting.scoring import paired_bootstrap  # noqa: E402
+from reporting.scoring import bootstrap, paired_bootstrap  # noqa: E402
+from runtime.files import aside, write_text  # noqa: E402
+
+RESULTS = ROOT / "recipes" / "results"
+CURVE = (
+    "train/return_mean",
+    "train/success_rate",
+    "train/turns_mean",
+    "train/trajectories_used",
+    "policy/loss",
+    "policy/entropy",
+    "policy/grad_norm",
+    "data/policy_tokens",
+)
+
+Result = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------ command lines
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's two commands, `run` and `report`."""
+
+    name: str
+    about: str | None  # its docstring
+    results: Path  # where its results lie if --results does not say otherwise
+    add_options: Callable[[argparse.ArgumentParser], None]  # those of `run`
+    run: Callable[[argparse.Namespace, Sequence[str]], None]  # with options that are train.py's
+    report: Callable[[Path], str]
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The exit code: 0 done, 2 misuse, 130 stopped by Ctrl-C."""
+        parser = argparse.ArgumentParser(description=(self.about or "").splitlines()[0])
+        commands = parser.add_subparsers(dest="command", required=True)
+        running = commands.add_parser("run", help="run, or go on with what was stopped")
+        self.add_options(running)
+        running.add_argument("--seed", type=int, default=0)
+        running.add_argument(
+            "--runs", type=Path, default=Path("runs") / self.name, help="where runs lie"
+        )
+        reporting = commands.add_parser("report", help="table and figure of the results present")
+        for each in (running, reporting):
+            each.add_argument("--results", type=Path, default=self.results)
+        options, extra = parser.parse_known_args(argv)
+        try:
+            if options.command == "run":
+                os.chdir(ROOT)
+                self.run(options, extra)
+            elif extra:
+                raise ValueError(f"unknown arguments: {' '.join(extra)}")
+            else:
+                print(self.report(options.results))
+        except ValueError as error:
+            print(f"{self.name}.py: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+            return 130
+        return 0
 
 
 def load_config(arguments: Sequence[str]) -> Any:
     """The `Config` that train.py makes of these arguments."""
-    import torch
+    from runtime.cli import training_options
 
-    from config import Config, check, complete, hardware_defaults, named_env
-    from runtime.cli import parse_command_line
-
-    default = hardware_defaults(torch.cuda.is_available(), named_env(arguments))
-    config = complete(parse_command_line(Config, arguments, "recipe", default))
-    check(config)
-    return config
+    return training_options(arguments, "recipe", "")
 
 
 def run(command: Sequence[str]) -> None:
@@ -45,41 +101,39 @@ def run(command: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
-def carry_out(
-    prog: str,
-    options: argparse.Namespace,
-    extra: Sequence[str],
-    run: Callable[[argparse.Namespace, Sequence[str]], None],
-    report: Callable[[Path], str],
-) -> int:
-    """`run` or `report`; returns the exit code: 0 done, 2 misuse, 130 stopped by Ctrl-C."""
-    try:
-        if options.command == "run":
-            os.chdir(ROOT)
-            run(options, extra)
-        elif extra:
-            raise ValueError(f"unknown arguments: {' '.join(extra)}")
-        else:
-            print(report(options.results))
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+def steps_done(run_dir: Path) -> int:
+    """Steps that a run has saved."""
+    from runtime.checkpoint import steps_saved
+
+    return max(steps_saved(run_dir), default=0)
+
+
+def train(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
+    """train.py with these arguments, from its last checkpoint if there is one."""
+    if steps_done(run_dir) >= steps:
+        print(f"{run_dir} is complete ({steps} steps)", flush=True)
+        return
+    if (run_dir / "config.json").exists():
+        arguments = ["--resume", "--run-dir", str(run_dir), "--steps", str(steps)]
+    run([sys.executable, "train.py", *arguments])
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Aside and renamed; paths inside the checkout lose its place on this machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    text = json.dumps(content, indent=1).replace(f"{ROOT}/", "")
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.rename(path)
+    """Whole or not at all; paths inside the checkout lose its place on this machine."""
+    write_text(path, json.dumps(content, indent=1).replace(f"{ROOT}/", "") + "\n")
+
+
+def write_result(path: Path, result: Result) -> None:
+    """What a run came to."""
+    write_json(path, result)
+    print(f"wrote {path}", flush=True)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -87,6 +141,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def results_of(folder: Path, name: str) -> list[Result]:
+    """`<name>-<seed>.json` of a folder, by seed."""
+    return [read_json(path) for path in sorted(folder.glob(f"{name}-*.json"))]
 
 
 def item_shares(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -98,7 +157,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Held-out evaluations of a run: step, mean with interval, share and mean return by goal."""
     found = []
     for path in sorted((run_dir / "eval").glob("step_*.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path)
         overall = summary["overall"]
         found.append(
             {"step": summary["step"], "avg": overall["avg"], "pass": overall["pass"]}
@@ -108,13 +167,83 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-# --------------------------------------------------------------------------------- words and curves
+def circumstances_of(run_dir: Path) -> Result:
+    """How a run was started, and on what."""
+    about = read_json(run_dir / "config.json")
+    return {key: about[key] for key in ("command", "git_commit", "hardware", "versions")}
+
+
+def record(run_dir: Path, steps: int) -> Result:
+    """What is kept of a run of train.py: circumstances, options, curve, held-out evaluations.
+
+    Raises:
+        SystemExit: it was not evaluated at its beginning and at its end.
+    """
+    held_out = read_evaluations(run_dir)
+    at = [evaluation["step"] for evaluation in held_out]
+    if at[:1] != [0] or at[-1] != steps:
+        raise SystemExit(f"{run_dir}/eval holds steps {at}, expected 0 to {steps}")
+    timings = read_lines(run_dir / "timings.jsonl")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **circumstances_of(run_dir),
+        "config": read_json(run_dir / "config.json")["config"],
+        "steps": steps,
+        "hours": round(sum(row.get("time/step_s", 0.0) for row in timings) / 3600, 2) or None,
+        "curve": [
+            {"step": row["step"]} | {name: row[name] for name in CURVE if row.get(name) is not None}
+            for row in read_lines(run_dir / "metrics.jsonl")
+        ],
+        "held_out": held_out,
+    }
+
+
+# --------------------------------------------------------------------------------- goals and seeds
+
+
+def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Goals that every seed has a value for -> the mean over seeds.
+
+    >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
+    {'a': 0.5}
+    """
+    if not results:
+        return {}
+    common = set.intersection(*(set(items) for items in results))
+    return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
+
+
+def pooled_at(results: Sequence[Result], position: int, measure: str = "items") -> dict[str, float]:
+    """Each goal's mean over seeds in the first (0) or last (-1) held-out evaluation."""
+    return mean_over_seeds([result["held_out"][position][measure] for result in results])
+
+
+def pooled_curve(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Steps that all seeds evaluated, with the pooled mean and its interval over goals."""
+    by_seed = [{e["step"]: e["items"] for e in result["held_out"]} for result in results]
+    curve = []
+    for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
+        items = mean_over_seeds([seed[step] for seed in by_seed])
+        curve.append({"step": step, **bootstrap(list(items.values()))})
+    return curve
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
     """Paired bootstrap over the goals that both have."""
     both = before.keys() & after.keys()
     return paired_bootstrap({i: before[i] for i in both}, {i: after[i] for i in both})
+
+
+def change(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """Mean before, mean after, mean difference, each with its interval."""
+    return {
+        "before": bootstrap(list(before.values())),
+        "after": bootstrap(list(after.values())),
+        "difference": difference(before, after),
+    }
+
+
+# --------------------------------------------------------------------------------- words and curves
 
 
 def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
@@ -126,6 +255,24 @@ def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
     return f"{value} [{low}, {high}]"
 
 
+def markdown(titles: str, rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a table.
+
+    >>> print(*markdown("arm | goals", [("rl", 63)]), sep="\\n")
+    | arm | goals |
+    |---|---|
+    | rl | 63 |
+    """
+    rule = "|" + "---|" * (titles.count("|") + 1)
+    return [f"| {titles} |", rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def change_cells(row: Mapping[str, Any]) -> list[str]:
+    """Goals, before, after, difference: four cells of a table."""
+    cells = [percent(row["before"]), percent(row["after"])]
+    return [str(row["difference"]["items"]), *cells, percent(row["difference"], signed=True)]
+
+
 def plot_curves(
     path: Path,
     curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
@@ -133,7 +280,7 @@ def plot_curves(
     labels: tuple[str, str],
     note: str,
 ) -> None:
-    """Lines with their intervals as bands, in percent; written aside and renamed.
+    """Lines with their intervals as bands, in percent.
 
     Args:
         curves: (label, color, points); a point has `value`, `low`, `high` and the field `x`.
@@ -158,8 +305,6 @@ def plot_curves(
     axis.set_axisbelow(True)
     axis.legend(frameon=False, loc="upper left")
     axis.set_title(note, fontsize=9, color="#57606a")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(aside, dpi=130)
+    with aside(path) as new:
+        figure.savefig(new, dpi=130)
     plt.close(figure)
-    os.replace(aside, path)

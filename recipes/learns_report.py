@@ -5,48 +5,29 @@ are then resampled, so an interval says how the result would vary with other goa
 seeds; the seeds' own figures stand beside it, under `per_seed`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from envs import load_tasks
-from recipes.common import difference, percent, plot_curves, write_json
-from reporting.scoring import bootstrap
+from recipes.common import (
+    Result,
+    change,
+    change_cells,
+    difference,
+    markdown,
+    mean_over_seeds,
+    percent,
+    plot_curves,
+    pooled_at,
+    pooled_curve,
+    results_of,
+    write_json,
+)
 
 ARMS = ("rl", "sft", "shuffled")
 SEEDS = (0, 1, 2)
 COLORS = {"rl": "#3a8f5c", "sft": "#d9822b", "shuffled": "#8a8f98"}
-
-Result = dict[str, Any]
-
-
-def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Goals that every seed has a value for -> the mean over seeds.
-
-    >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
-    {'a': 0.5}
-    """
-    if not results:
-        return {}
-    common = set.intersection(*(set(items) for items in results))
-    return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
-
-
-def pooled_at(results: Sequence[Result], position: int) -> dict[str, float]:
-    """Each goal's mean over seeds in the first (0) or last (-1) held-out evaluation."""
-    return mean_over_seeds([result["held_out"][position]["items"] for result in results])
-
-
-def pooled_curve(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Steps that all seeds evaluated, with the pooled mean and its interval over goals."""
-    by_seed = [{e["step"]: e["items"] for e in result["held_out"]} for result in results]
-    steps = sorted(set.intersection(*(set(seed) for seed in by_seed)))
-    curve = []
-    for step in steps:
-        items = mean_over_seeds([seed[step] for seed in by_seed])
-        curve.append({"step": step, **bootstrap(list(items.values()))})
-    return curve
 
 
 def read_results(folder: Path) -> dict[str, list[Result]]:
@@ -55,10 +36,7 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
     Raises:
         ValueError: runs of different length, which must not be pooled.
     """
-    by_arm: dict[str, list[Result]] = {arm: [] for arm in ARMS}
-    for arm in ARMS:
-        for path in sorted(folder.glob(f"{arm}-*.json")):
-            by_arm[arm].append(json.loads(path.read_text(encoding="utf-8")))
+    by_arm = {arm: results_of(folder, arm) for arm in ARMS}
     steps = {r["steps"] for results in by_arm.values() for r in results}
     if len(steps) > 1:
         raise ValueError(f"{folder} mixes runs of {sorted(steps)} steps; keep one length")
@@ -75,9 +53,7 @@ def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
         before, after[arm] = pooled_at(results, 0), pooled_at(results, -1)
         arms[arm] = {
             "seeds": [result["seed"] for result in results],
-            "before": bootstrap(list(before.values())),
-            "after": bootstrap(list(after[arm].values())),
-            "difference": difference(before, after[arm]),
+            **change(before, after[arm]),
             "per_seed": {
                 str(r["seed"]): [r["held_out"][i]["avg"]["value"] for i in (0, -1)] for r in results
             },
@@ -94,23 +70,18 @@ def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
     """The published test split, per depth and over all: before, after, paired difference."""
     if not results:
         return {}
-    pooled = {
-        when: mean_over_seeds([result["test"][when]["items"] for result in results])
+    pooled = [
+        mean_over_seeds([result["test"][when]["items"] for result in results])
         for when in ("before", "after")
-    }
+    ]
     depth_of = {task.task_id: task.subtask for task in load_tasks("textcraft", "test")}
     rows = {}
     for name in [*sorted(set(depth_of.values())), "all"]:
         before, after = (
-            {i: x for i, x in pooled[when].items() if name in ("all", depth_of[i])}
-            for when in ("before", "after")
+            {i: x for i, x in items.items() if name in ("all", depth_of[i])} for items in pooled
         )
         if before and after:
-            rows[name] = {
-                "before": bootstrap(list(before.values())),
-                "after": bootstrap(list(after.values())),
-                "difference": difference(before, after),
-            }
+            rows[name] = change(before, after)
     return rows
 
 
@@ -122,27 +93,19 @@ def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:
 
 def held_out_table(analysis: Mapping[str, Any]) -> list[str]:
     """Markdown: one row per arm, its seeds pooled; README shows these lines."""
-    lines = ["| arm | seeds | goals | before, % | after, % | difference, points |"]
-    lines.append("|---|---|---|---|---|---|")
-    for arm, row in analysis["arms"].items():
-        seeds = " ".join(map(str, row["seeds"]))
-        lines.append(f"| {arm} | {seeds} | {change_cells(row)} |")
-    return lines
+    return markdown(
+        "arm | seeds | goals | before, % | after, % | difference, points",
+        (
+            (arm, " ".join(map(str, row["seeds"])), *change_cells(row))
+            for arm, row in analysis["arms"].items()
+        ),
+    )
 
 
 def split_table(rows: Mapping[str, Any]) -> list[str]:
     """Markdown: one row per depth of the published test split; README shows these lines too."""
-    lines = ["| sub-task | goals | before, % | after, % | difference, points |"]
-    lines.append("|---|---|---|---|---|")
-    return lines + [f"| {name} | {change_cells(each)} |" for name, each in rows.items()]
-
-
-def change_cells(row: Mapping[str, Any]) -> str:
-    """Goals, before, after, difference: four cells of a table."""
-    return (
-        f"{row['difference']['items']} | {percent(row['before'])} | {percent(row['after'])} | "
-        f"{percent(row['difference'], signed=True)}"
-    )
+    titles = "sub-task | goals | before, % | after, % | difference, points"
+    return markdown(titles, ((name, *change_cells(each)) for name, each in rows.items()))
 
 
 def format_report(analysis: Mapping[str, Any], missing: Sequence[str]) -> str:

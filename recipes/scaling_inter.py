@@ -28,7 +28,6 @@ known options is handed on to train.py. Read next: schedulers.py, tutorials/01_h
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,19 +38,26 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recipes.common import (  # noqa: E402
-    carry_out,
+    RESULTS,
+    Recipe,
+    Result,
+    change_cells,
+    circumstances_of,
     difference,
     load_config,
+    markdown,
     percent,
     plot_curves,
     read_evaluations,
     read_lines,
+    results_of,
     run,
+    steps_done,
     write_json,
+    write_result,
 )
 from reporting.scoring import bootstrap  # noqa: E402
 
-RESULTS = ROOT / "recipes" / "results"
 SHORT, MIDDLE, LONG = 2, 4, 8
 STEPS_PER_HORIZON = 6
 HORIZONS = {
@@ -135,13 +141,10 @@ def run_arm(arm: str, options: argparse.Namespace, extra: Sequence[str]) -> None
         if (run_dir / "config.json").exists():
             command.append("--resume")
         run(command)
-    about = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     result = {"arm": arm, "seed": options.seed, "budget_turns": options.turns}
-    result |= {key: about[key] for key in ("command", "git_commit", "hardware", "versions")}
+    result |= circumstances_of(run_dir)
     result |= {"turns": turns, "points": evaluation_points(run_dir, turns)}
-    path = options.results / "scaling_inter" / f"{arm}-{options.seed}.json"
-    write_json(path, result)
-    print(f"wrote {path}", flush=True)
+    write_result(options.results / "scaling_inter" / f"{arm}-{options.seed}.json", result)
 
 
 def run_arms(options: argparse.Namespace, extra: Sequence[str]) -> None:
@@ -152,9 +155,7 @@ def run_arms(options: argparse.Namespace, extra: Sequence[str]) -> None:
 
 def finished_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl up to the last checkpoint; a resumed run drops the ones after it."""
-    from runtime.checkpoint import steps_saved
-
-    last = max(steps_saved(run_dir), default=0)
+    last = steps_done(run_dir)
     return [row for row in read_lines(run_dir / "metrics.jsonl") if row["step"] <= last]
 
 
@@ -168,17 +169,13 @@ def evaluation_points(run_dir: Path, turns: Sequence[int]) -> list[dict[str, Any
     return points
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
+def read_results(folder: Path) -> list[Result]:
     """The arms present, in the order of ARMS.
 
     Raises:
         ValueError: there is none, or budgets differ.
     """
-    found = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for arm in ARMS
-        for path in sorted((folder / "scaling_inter").glob(f"{arm}-*.json"))
-    ]
+    found = [result for arm in ARMS for result in results_of(folder / "scaling_inter", arm)]
     if not found:
         raise ValueError(
             f"{folder}/scaling_inter is empty; run: python recipes/scaling_inter.py run"
@@ -189,19 +186,19 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def format_report(results: Sequence[Mapping[str, Any]]) -> str:
+def format_report(results: Sequence[Result]) -> str:
     """Markdown: one row per arm and seed, and the stepwise arm against the two fixed ones."""
-    lines = ["| arm | seed | steps | turns played | before, % | after, % | difference, points |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    last: dict[tuple[str, int], dict[str, float]] = {}
+    rows, last = [], {}
     for r in results:
         first, end = r["points"][0], r["points"][-1]
         last[r["arm"], r["seed"]] = end["items"]
-        change = percent(difference(first["items"], end["items"]), signed=True)
-        lines.append(
-            f"| {r['arm']} | {r['seed']} | {len(r['turns'])} | {sum(r['turns'])} | "
-            f"{percent(first['avg'])} | {percent(end['avg'])} | {change} |"
-        )
+        row = {"before": first["avg"], "after": end["avg"]}
+        row["difference"] = difference(first["items"], end["items"])
+        played = (len(r["turns"]), sum(r["turns"]))
+        rows.append((r["arm"], r["seed"], *played, *change_cells(row)[1:]))
+    lines = markdown(
+        "arm | seed | steps | turns played | before, % | after, % | difference, points", rows
+    )
     for (arm, seed), items in last.items():
         if arm != "stepwise" and ("stepwise", seed) in last:
             change = percent(difference(items, last["stepwise", seed]), signed=True)
@@ -232,26 +229,21 @@ def report(folder: Path) -> str:
     """Reads the arms present, writes scaling_inter.png and .json, returns the table."""
     results = read_results(folder)
     plot(results, folder / "scaling_inter.png")
-    rows = [{k: v for k, v in r.items() if k != "points"} for r in results]
-    for row, r in zip(rows, results, strict=True):
-        row["points"] = [{k: v for k, v in p.items() if k != "items"} for p in r["points"]]
+    rows = [
+        r | {"points": [{k: v for k, v in p.items() if k != "items"} for p in r["points"]]}
+        for r in results
+    ]
     write_json(folder / "scaling_inter.json", rows)
     return format_report(results)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arm", choices=("all", *ARMS), default="all")
+    parser.add_argument("--turns", type=int, default=3_600, help="environment turns of each arm")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run", help="run or resume arms")
-    running.add_argument("--arm", choices=("all", *ARMS), default="all")
-    running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--turns", type=int, default=3_600, help="environment turns of each arm")
-    running.add_argument("--runs", type=Path, default=Path("runs/scaling_inter"))
-    reporting = commands.add_parser("report", help="table and figure of the arms present")
-    for each in (running, reporting):
-        each.add_argument("--results", type=Path, default=RESULTS)
-    options, extra = parser.parse_known_args(argv)
-    return carry_out("scaling_inter.py", options, extra, run_arms, report)
+    return Recipe("scaling_inter", __doc__, RESULTS, add_options, run_arms, report).main(argv)
 
 
 if __name__ == "__main__":

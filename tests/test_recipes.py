@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import toy_env
 
+from config import Config, complete
 from envs import load_tasks
 from recipes import common, learns, learns_report, scaling_inter, worlds
 
@@ -88,20 +91,80 @@ def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
         assert differing <= horizon
 
 
-def test_imitation_through_the_policy_update_has_the_gradient_of_the_imitation_loss():
-    """The sft arm: advantage 1, π_old = π_θ, and no sampler correction."""
+def test_the_imitation_loss_has_the_gradient_of_the_policys_where_every_advantage_is_1():
+    """What makes the sft arm comparable: the same learning rate and clipping mean the same."""
     import torch
 
-    from losses import policy_loss
+    from losses import imitation_loss, policy_loss
 
     logits = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
     mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]], dtype=torch.float32)
     log_probs = logits.log_softmax(-1)[..., 0] * mask
     count = float(mask.sum())
     surrogate = policy_loss(log_probs, log_probs.detach(), mask, mask, 0.2, count).loss
-    (ours,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
-    (imitation,) = torch.autograd.grad(-(log_probs * mask).sum() / count, logits)
-    torch.testing.assert_close(ours, imitation)
+    (rl,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+    imitated = imitation_loss(log_probs, mask, count)
+    (ours,) = torch.autograd.grad(imitated, logits, retain_graph=True)
+    (by_hand,) = torch.autograd.grad(-(log_probs * mask).sum() / count, logits)
+    torch.testing.assert_close(ours, rl)
+    torch.testing.assert_close(ours, by_hand)
+
+
+class Shown(toy_env.Letters):
+    """Letters whose oracle, which says what it thinks too, solves them."""
+
+    @staticmethod
+    def parse(model_text):
+        return toy_env.Letters.parse(model_text.rpartition("Action:")[2])
+
+
+def test_the_sft_arm_learns_from_demonstrations_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    import demonstrations
+
+    monkeypatch.setattr(demonstrations, "cache_dir", lambda: tmp_path / "cache")
+    with toy_env.serve(Shown) as url, toy_env.fresh_process_state():
+        options = toy_env.options(tmp_path, url, eval_every=2, learning_rate=1e-3)
+        config = complete(Config(**options))
+        learns.train_sft(config)
+        learns.train_sft(replace(config, steps=4, resume=True))
+    rows = toy_env.read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["policy/loss"] < rows[0]["policy/loss"]
+    assert all(row["policy/optimizer_steps"] == 1 for row in rows)
+    assert all(row["data/policy_tokens"] > 0 and row["policy/entropy"] > 0 for row in rows)
+    kept = common.record(tmp_path / "run", 4)
+    assert [evaluation["step"] for evaluation in kept["held_out"]] == [0, 2, 4]
+    assert [point["step"] for point in kept["curve"]] == [1, 2, 3, 4]
+    assert set(kept["curve"][0]) >= {"policy/loss", "policy/entropy", "policy/grad_norm"}
+
+
+def test_the_sft_arm_is_run_for_each_learning_rate_and_the_better_one_stands(tmp_path, monkeypatch):
+    shown = []
+    ends = {"4e-05": 0.25, "0.0001": 0.75}
+
+    def play(command):
+        """What the inner process leaves behind."""
+        config = learns.load_config(command[3:])
+        shown.append(config)
+        folder = Path(config.run_dir)
+        (folder / "eval").mkdir(parents=True)
+        about = {"config": {}, "command": "", "git_commit": "", "hardware": {}, "versions": {}}
+        (folder / "config.json").write_text(json.dumps(about))
+        for step, value in ((0, 0.5), (2, ends[f"{config.learning_rate:g}"])):
+            avg = {"value": value, "low": 0.0, "high": 1.0}
+            summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}}
+            summary["items"] = {"textcraft_1": {"avg": value, "return_mean": value}}
+            (folder / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
+
+    monkeypatch.setattr(learns, "run", play)
+    arguments = ["run", "--arm", "sft", "--steps", "2", "--test-samples", "0"]
+    arguments += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    assert learns.main(arguments) == 0
+    result = json.loads((tmp_path / "sft-0.json").read_text())
+    assert result["chosen"] == "0.0001"
+    assert {rate: avg["value"] for rate, avg in result["learning_rates"].items()} == ends
+    assert result["held_out"][-1]["items"] == {"textcraft_1": 0.75}
+    assert [config.on_collapse for config in shown] == ["off", "off"]
 
 
 # ---------------------------------------------------------------------------------- report: learns

@@ -1,0 +1,1 @@
+"""Experiments, each one command, each with its result: README.md."""
