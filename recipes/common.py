@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from reporting.scoring import bootstrap, paired_bootstrap  # noqa: E402
-from runtime.files import aside, write_text  # noqa: E402
+from runtime.files import write_text  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 CURVE = (
@@ -243,7 +243,7 @@ def change(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     }
 
 
-# --------------------------------------------------------------------------------- words and curves
+# ------------------------------------------------------------------------------------------- words
 
 
 def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
@@ -271,40 +271,3 @@ def change_cells(row: Mapping[str, Any]) -> list[str]:
     """Goals, before, after, difference: four cells of a table."""
     cells = [percent(row["before"]), percent(row["after"])]
     return [str(row["difference"]["items"]), *cells, percent(row["difference"], signed=True)]
-
-
-def plot_curves(
-    path: Path,
-    curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
-    x: str,
-    labels: tuple[str, str],
-    note: str,
-) -> None:
-    """Lines with their intervals as bands, in percent.
-
-    Args:
-        curves: (label, color, points); a point has `value`, `low`, `high` and the field `x`.
-        labels: of the two axes.
-        note: above the figure.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7.5, 4.5), constrained_layout=True)
-    for label, color, points in curves:
-        points = [point for point in points if point["value"] is not None]
-        xs = [point[x] for point in points]
-        value, low, high = ([100 * p[key] for p in points] for key in ("value", "low", "high"))
-        axis.fill_between(xs, low, high, color=color, alpha=0.13, lw=0)
-        axis.plot(xs, value, color=color, marker="o", ms=4, lw=1.8, label=label)
-    axis.set(xlabel=labels[0], ylabel=labels[1])
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#e6e8eb")
-    axis.set_axisbelow(True)
-    axis.legend(frameon=False, loc="upper left")
-    axis.set_title(note, fontsize=9, color="#57606a")
-    with aside(path) as new:
-        figure.savefig(new, dpi=130)
-    plt.close(figure)

@@ -18,12 +18,12 @@ from recipes.common import (
     markdown,
     mean_over_seeds,
     percent,
-    plot_curves,
     pooled_at,
     pooled_curve,
     results_of,
     write_json,
 )
+from reporting.plots import plot_estimates
 
 ARMS = ("rl", "sft", "shuffled")
 SEEDS = (0, 1, 2)
@@ -129,7 +129,7 @@ def plot(analysis: Mapping[str, Any], missing: Sequence[str], path: Path) -> Non
         for arm, row in analysis["arms"].items()
     ]
     note = "95 % intervals over goals" + (f"; not run: {' '.join(missing)}" if missing else "")
-    plot_curves(path, curves, "step", ("training step", "held-out goals solved, %"), note)
+    plot_estimates(path, curves, "step", ("training step", "held-out goals solved, %"), note)
 
 
 def report(folder: Path) -> str:

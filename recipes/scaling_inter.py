@@ -47,7 +47,6 @@ from recipes.common import (  # noqa: E402
     load_config,
     markdown,
     percent,
-    plot_curves,
     read_evaluations,
     read_lines,
     results_of,
@@ -56,6 +55,7 @@ from recipes.common import (  # noqa: E402
     write_json,
     write_result,
 )
+from reporting.plots import plot_estimates  # noqa: E402
 from reporting.scoring import bootstrap  # noqa: E402
 
 SHORT, MIDDLE, LONG = 2, 4, 8
@@ -222,7 +222,7 @@ def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     budget = results[0]["budget_turns"]
     note = f"95 % intervals over goals; every arm stops within a step of {budget:,} turns"
     labels = ("turns played in training", f"held-out goals solved in {LONG} turns, %")
-    plot_curves(path, curves, "turns", labels, note)
+    plot_estimates(path, curves, "turns", labels, note)
 
 
 def report(folder: Path) -> str:

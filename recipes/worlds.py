@@ -31,7 +31,6 @@ from recipes.common import (  # noqa: E402
     change_cells,
     load_config,
     markdown,
-    plot_curves,
     pooled_at,
     pooled_curve,
     record,
@@ -39,6 +38,7 @@ from recipes.common import (  # noqa: E402
     train,
     write_result,
 )
+from reporting.plots import plot_estimates  # noqa: E402
 
 COLORS = {"babyai": "#4c78a8", "sciworld": "#d9822b", "textcraft": "#3a8f5c"}
 
@@ -106,7 +106,7 @@ def report(folder: Path) -> str:
     by_env = read_results(folder)
     curves = [(env, COLORS[env], pooled_curve(results)) for env, results in by_env.items()]
     labels = ("training steps", "held-out tasks solved, %")
-    plot_curves(folder / "worlds.png", curves, "step", labels, "95 % intervals over tasks")
+    plot_estimates(folder / "worlds.png", curves, "step", labels, "95 % intervals over tasks")
     return "\n".join(table(by_env))
 
 
