@@ -27,11 +27,6 @@ benchmark's table beside the paper's numbers (reporting/leaderboard.py):
 An environment that cannot start, or dies, does not lose the others: its row says "not measured" and
 why, the exit code is 1, and the same command with `--resume` plays what is missing.
 
-The reference (AgentGym-RL, `verl/agent_trainer/main_generation.py`) needs a GPU and the weights,
-ends with an empty batch when the batch size divides the number of tasks, and keeps no log of single
-items. Its scripts evaluate searchqa with 30 turns after training with at most 10; here the horizon
-is an option that the result names.
-
 How to run:
 
     .venv/bin/python evaluate.py --env textcraft --model runs/NAME/checkpoints/best --samples 4
@@ -55,19 +50,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, load_tasks
-from reporting.chatapi import ApiError, ChatApi, collect_api
 from reporting.evalconfig import ALL, EvalConfig
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.cli import complain, parse_command_line
-from trajectory import RolloutHandler, Trajectory
+from runtime.files import write_json, write_text
+from trajectory import Trajectory
 
 PROG = "evaluate.py"
 
@@ -97,34 +92,29 @@ def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task
     return chosen
 
 
+TrajectoryType = TypeVar("TrajectoryType", bound=Trajectory)
+
+
 def evaluate_policy(
-    engine: Any,
-    pool: EnvPool,
-    chat: Any,
+    play: Callable[[Sequence[RolloutRequest], RolloutSettings], list[TrajectoryType]],
     tasks: Sequence[Task],
     samples: int,
     settings: RolloutSettings,
     step: int = 0,
-    seed: int = 0,
-    progress: Callable[[RolloutHandler], None] | None = None,
-    collect: Callable[..., list[RolloutHandler]] = collect,
-) -> tuple[dict[str, Any], list[RolloutHandler]]:
+) -> tuple[dict[str, Any], list[TrajectoryType]]:
     """
     Play `tasks` with `samples` each under `settings.max_rounds`; what train.py calls.
 
     Args:
-        engine, pool, chat: as `rollout.collect` takes them.
-        step: the training step; names the trajectories and, with `seed`, seeds the sampling.
-        seed: of the environments, the sampling (in place of settings.seed) and the bootstrap.
-        collect: `rollout.collect`, or what shares the requests out over processes.
+        play: `rollout.collect` of some engine and environments; requests -> trajectories.
+        settings: its seed is that of the environments, the sampling and the bootstrap.
+        step: the training step; names the trajectories and, with the seed, seeds the sampling.
     Returns: the summary and all trajectories, lost ones included.
-    Raises: EngineError, TooManyEnvFailures as `rollout.collect`.
+    Raises: what `play` raises.
     """
-    requests = requests_for(tasks, samples, step, seed)
-    settings = replace(settings, seed=seed)
-    trajectories = collect(engine, pool, chat, requests, settings, progress=progress)
-    summary = summarize(trajectories, samples, [settings.max_rounds], step=step, seed=seed)
-    return summary, trajectories
+    trajectories = play(requests_for(tasks, samples, step, settings.seed), settings)
+    horizon, seed = [settings.max_rounds], settings.seed
+    return summarize(trajectories, samples, horizon, step=step, seed=seed), trajectories
 
 
 # ----------------------------------------------------------------------------------------------
@@ -141,14 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(compare(*config.compare))
                 return 0
             if config.env == ALL:
-                model = _model(config)
-                kept = _complete_families(config, model)
-                play = _player(config, model, stack) if kept.keys() < ENVS.keys() else _nothing
+                kept = _complete_families(config)
+                play = _player(config, stack) if kept.keys() < ENVS.keys() else _nothing
             else:
                 split = None if config.tasks else config.split or "test"
                 tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-                model = _model(config)
-                play = _player(config, model, stack)
+                play = _player(config, stack)
                 pool = _pool(config, config.env, stack)
         except ValueError as error:
             complain(PROG, error)
@@ -159,11 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
         out = Path(config.out or f"runs/eval-{config.env}-{time.strftime('%Y%m%d-%H%M%S')}")
-        out.mkdir(parents=True, exist_ok=True)
-        _write_json(out / "config.json", {"command": sys.argv, **asdict(config), "model": model})
+        options = {"command": sys.argv, **asdict(config), "model": _model(config)}
+        write_json(out / "config.json", options)
         if config.env == ALL:
-            return _measure_all(config, model, play, kept, out)
-        summary, outcome = _measure(config, config.env, model, play, pool, tasks, out)
+            return _measure_all(config, play, kept, out)
+        summary, outcome = _measure(config, play, pool, tasks, out)
         print(format_table(summary))
         if outcome.problem:
             complain(PROG, outcome.problem)
@@ -196,19 +184,22 @@ def _model(config: EvalConfig) -> str:
     return "Qwen/Qwen2.5-3B-Instruct" if torch.cuda.is_available() else "smollm2-135m"
 
 
-def _player(config: EvalConfig, model: str, stack: contextlib.ExitStack) -> Play:
+def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     """What plays requests in any environment. Whatever is started here, `stack` closes."""
     if config.api_base:
-        key = os.environ[config.api_key_env] if config.api_key_env else None
-        api = ChatApi(config.api_base, model, key)
-        return lambda pool, r, s, progress: collect_api(api, pool, r, s, progress)
+        from reporting.chatapi import ChatApi, collect_api
+
+        base, key = config.api_base, os.environ.get(config.api_key_env or "")
+        return lambda pool, r, s, progress: collect_api(
+            ChatApi(base, _model(config), key), pool, r, s, progress
+        )
 
     from chat import ChatTemplate
     from engines import make_engine
     from models import load_tokenizer
     from runtime.default_models import resolve_model
 
-    path = resolve_model(model)
+    path = resolve_model(_model(config))
     chat = ChatTemplate(load_tokenizer(path))
     kind = "transformers" if config.deterministic else config.engine
     engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
@@ -229,12 +220,12 @@ def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
     return pool
 
 
-def _asked(config: EvalConfig, env: str, model: str) -> dict[str, Any]:
+def _asked(config: EvalConfig, env: str) -> dict[str, Any]:
     """What a result depends on, as eval.json names it."""
     options = ("temperature", "seed", "samples", "limit")
     budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
     return (
-        {"env": env, "model": model}
+        {"env": env, "model": _model(config)}
         | {name: getattr(config, name) for name in options + budgets}
         | {"max_rounds": config.horizons(env)}
     )
@@ -245,20 +236,14 @@ def _asked(config: EvalConfig, env: str, model: str) -> dict[str, Any]:
 
 
 def _measure(
-    config: EvalConfig,
-    env: str,
-    model: str,
-    play: Play,
-    pool: EnvPool,
-    tasks: Sequence[Task],
-    out: Path,
+    config: EvalConfig, play: Play, pool: EnvPool, tasks: Sequence[Task], out: Path
 ) -> tuple[dict[str, Any], Outcome]:
     """Play, then write the three files of `out`; what has ended is written whatever happens."""
     from tqdm import tqdm
 
-    horizons = config.horizons(env)
+    asked = _asked(config, pool.env)
     settings = RolloutSettings(
-        max_rounds=horizons[-1],
+        max_rounds=asked["max_rounds"][-1],
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
         temperature=config.temperature,
@@ -268,7 +253,8 @@ def _measure(
     )
     tasks = first_of_each_subtask(tasks, config.limit)
     requests = requests_for(tasks, config.samples, step=0, seed=config.seed)
-    print(f"{model} on {env}: {len(tasks)} tasks x {config.samples}, results in {out}", flush=True)
+    what = f"{asked['model']} on {asked['env']}: {len(tasks)} tasks x {config.samples}"
+    print(f"{what}, results in {out}", flush=True)
     ended: list[Trajectory] = []
     outcome = Outcome(0, None)
     with (
@@ -287,11 +273,11 @@ def _measure(
             play(pool, requests, settings, progress)
         except KeyboardInterrupt:
             outcome = Outcome(130, f"stopped; {len(ended)} of {len(requests)} episodes had ended")
-        except (EngineError, EnvError, ApiError, TooManyEnvFailures) as error:
+        except (EngineError, EnvError, TooManyEnvFailures) as error:
             outcome = Outcome(1, str(error))
-    summary = _asked(config, env, model) | {"complete": outcome.problem is None}
-    summary |= summarize(ended, config.samples, horizons, seed=config.seed)
-    _write_json(out / "eval.json", summary)
+    summary = asked | {"complete": outcome.problem is None}
+    summary |= summarize(ended, config.samples, asked["max_rounds"], seed=config.seed)
+    write_json(out / "eval.json", summary)
     plot_curves(summary, out / "curves.png")
     return summary, outcome
 
@@ -300,7 +286,7 @@ def _measure(
 # Every environment in turn
 
 
-def _complete_families(config: EvalConfig, model: str) -> dict[str, dict[str, Any]]:
+def _complete_families(config: EvalConfig) -> dict[str, dict[str, Any]]:
     """
     What --resume need not play again: environment -> its eval.json.
 
@@ -312,7 +298,7 @@ def _complete_families(config: EvalConfig, model: str) -> dict[str, dict[str, An
         if not path.exists():
             continue
         summary = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in _asked(config, env, model).items():
+        for name, value in _asked(config, env).items():
             if summary.get(name) != value:
                 raise ValueError(
                     f"--resume: {path} was measured with {name} {summary.get(name)}, "
@@ -323,11 +309,9 @@ def _complete_families(config: EvalConfig, model: str) -> dict[str, dict[str, An
     return families
 
 
-def _measure_all(
-    config: EvalConfig, model: str, play: Play, kept: Mapping[str, Any], out: Path
-) -> int:
+def _measure_all(config: EvalConfig, play: Play, kept: Mapping[str, Any], out: Path) -> int:
     """One environment after the other; the table is on disk after each. Returns the exit code."""
-    table = Benchmark(model, config.samples, config.temperature, config.seed)
+    table = Benchmark(_model(config), config.samples, config.temperature, config.seed)
     table.families = {env: kept.get(env, "not played yet") for env in ENVS}
     _write_table(table, out)
     exit_code = 0
@@ -338,7 +322,7 @@ def _measure_all(
                 tasks = load_tasks(env, "test")
                 pool = _pool(config, env, stack)
                 (out / env).mkdir(exist_ok=True)
-                summary, outcome = _measure(config, env, model, play, pool, tasks, out / env)
+                summary, outcome = _measure(config, play, pool, tasks, out / env)
         except (ValueError, *FAILURES) as error:  # the others can still be measured
             outcome = Outcome(1, str(error))
         except KeyboardInterrupt:
@@ -355,19 +339,8 @@ def _measure_all(
 
 
 def _write_table(table: Benchmark, out: Path) -> None:
-    _write_json(out / "benchmark.json", to_json(table))
-    _write(out / "benchmark.md", format_markdown(table))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Aside and renamed: a reader never sees half a file."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    write_json(out / "benchmark.json", to_json(table))
+    write_text(out / "benchmark.md", format_markdown(table))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ unit and the paper's value. What no run can honour is refused before anything is
     >>> EvalConfig(samples=4, temperature=0.0).check()
     Traceback (most recent call last):
     ValueError: --temperature 0 plays 4 times the same; use --samples 1
-    >>> EvalConfig().horizons("babyai")  # turns, as the paper's evaluation scripts set them
+    >>> EvalConfig().horizons("babyai")  # turns, as the world says
     [20]
 
 Read next: evaluate.py.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from reporting.leaderboard import DEFAULT_ROUNDS, PAPER
+from envs import settings_of
 
 ALL = "all"  # --env all
 
@@ -52,8 +52,7 @@ class EvalConfig:
     """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
     max_rounds: tuple[int, ...] = ()
     """turns an episode may take; several give the curve over turns at the cost of the longest
-    (turns; without it the paper's: 30 textcraft, sciworld, searchqa; 20 babyai; 15 webarena;
-    30 for an environment it does not have)"""
+    (turns; without it the world's own, the paper's where it has one: 20 babyai, 30 the others)"""
     temperature: float = 1.0
     """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
     seed: int = 0
@@ -78,9 +77,8 @@ class EvalConfig:
     """two eval.json: print the paired difference and stop"""
 
     def horizons(self, env: str) -> list[int]:
-        """--max-rounds, ascending; without it the paper's horizon of `env`."""
-        usual = PAPER[env].max_rounds if env in PAPER else DEFAULT_ROUNDS
-        return sorted(set(self.max_rounds)) or [usual]
+        """--max-rounds, ascending; without it the horizon of `env`, a world's name."""
+        return sorted(set(self.max_rounds)) or [settings_of(env).horizon]
 
     def check(self) -> None:
         """Raises ValueError for a value out of range or options that contradict each other."""

@@ -34,7 +34,6 @@ from typing import Any
 
 MODELS = ("base 3B", "base 7B", "AG-3B", "AG-7B", "SI-7B")
 PAPER_TEMPERATURE = 1.0
-DEFAULT_ROUNDS = 30  # of an environment that the paper does not have
 REASON = "not measured: "
 
 

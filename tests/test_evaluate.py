@@ -27,10 +27,11 @@ from envs.server import create_app
 from envs.textcraft.env import TextCraft
 from evaluate import EvalConfig, evaluate_policy, main, parse_command_line
 from models import load_tokenizer
+from reporting.leaderboard import PAPER
 from reporting.metrics import MetricsLogger, summarize_trajectories
 from reporting.plots import plot
 from reporting.scoring import summarize
-from rollout import RolloutSettings, TooManyEnvFailures
+from rollout import RolloutSettings, TooManyEnvFailures, collect
 from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,10 @@ def settings_of(**options):
 # --------------------------------------------------------------------- evaluate_policy
 
 
+def player(engine, pool, chat):
+    return lambda requests, settings: collect(engine, pool, chat, requests, settings)
+
+
 def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, chat):
     """Solves depth 1 always, depth 2 with every second sample, nothing deeper."""
 
@@ -128,9 +133,8 @@ def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, cha
 
     chosen = [t for t in TASKS if t.subtask != "depth 4"][::6]
     with EnvPool("textcraft", [env_url]) as pool:
-        summary, trajectories = evaluate_policy(
-            ScriptedEngine(chat, is_good), pool, chat, chosen, 4, settings_of(), step=20, seed=1
-        )
+        play = player(ScriptedEngine(chat, is_good), pool, chat)
+        summary, trajectories = evaluate_policy(play, chosen, 4, settings_of(seed=1), step=20)
     count = {d: sum(t.subtask == d for t in chosen) for d in ("depth 1", "depth 2", "depth 3")}
     rows = summary["subtasks"]
     assert {name: row["items"] for name, row in rows.items()} == count
@@ -141,6 +145,7 @@ def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, cha
     assert summary["step"] == 20 and summary["samples"] == 4
     assert len(trajectories) == 4 * len(chosen)
     assert {t.trajectory_id for t in trajectories} >= {"s000020-t0000-k00", "s000020-t0000-k03"}
+    assert {t.seed for t in trajectories} == {1}
     # pass@2 with 2 solved of 4: 1 - C(2,2) / C(4,2) = 5/6
     expected = (count["depth 1"] + count["depth 2"] * 5 / 6) / len(chosen)
     assert summary["pass_curve"][1]["value"] == pytest.approx(expected)
@@ -149,9 +154,8 @@ def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, cha
 def test_every_task_is_played_also_when_their_number_fits_no_batch(env_url, chat):
     """Trap 17: an empty or a dropped last batch."""
     with EnvPool("textcraft", [env_url]) as pool:
-        summary, _ = evaluate_policy(
-            ScriptedEngine(chat, lambda *_: True), pool, chat, TASKS[:7], 1, settings_of()
-        )
+        play = player(ScriptedEngine(chat, lambda *_: True), pool, chat)
+        summary, _ = evaluate_policy(play, TASKS[:7], 1, settings_of())
     assert list(summary["items"]) == [task.task_id for task in TASKS[:7]]
 
 
@@ -160,12 +164,11 @@ def test_cutting_a_long_run_gives_what_the_short_run_gives(env_url, chat):
     tasks = [t for t in TASKS if t.subtask in ("depth 1", "depth 2")][::5]
     engine = ScriptedEngine(chat, lambda task_index, sample: (task_index + sample) % 3 > 0)
     with EnvPool("textcraft", [env_url]) as pool:
-        long, played = evaluate_policy(engine, pool, chat, tasks, 2, settings_of(max_rounds=9))
+        play = player(engine, pool, chat)
+        long, played = evaluate_policy(play, tasks, 2, settings_of(max_rounds=9))
         curve = summarize(played, 2, [2, 3, 5])["rounds_curve"]
         for row in curve:
-            short, _ = evaluate_policy(
-                engine, pool, chat, tasks, 2, settings_of(max_rounds=row["max_rounds"])
-            )
+            short, _ = evaluate_policy(play, tasks, 2, settings_of(max_rounds=row["max_rounds"]))
             assert {k: row[k] for k in short["overall"]} == short["overall"]
     assert curve[0]["avg"]["value"] < long["overall"]["avg"]["value"]
 
@@ -193,23 +196,23 @@ def test_tasks_that_the_server_lost_are_listed_and_in_no_number(env_url, chat):
     tasks = TASKS[:6]
     engine = ScriptedEngine(chat, lambda *_: True)
     with EnvPool("textcraft", [env_url]) as pool:
-        broken = BrokenFor(pool, {tasks[2].task_index})
-        summary, trajectories = evaluate_policy(engine, broken, chat, tasks, 2, settings_of())
+        play = player(engine, BrokenFor(pool, {tasks[2].task_index}), chat)
+        summary, trajectories = evaluate_policy(play, tasks, 2, settings_of())
         assert summary["lost"]["items_without_sample"] == [tasks[2].task_id]
         assert summary["lost"]["trajectories"] == 2
         assert summary["overall"]["items"] == 5
         assert summary["overall"]["avg"]["value"] == 1.0
         assert summarize_trajectories(trajectories)["train/env_failures"] == 2
         with pytest.raises(TooManyEnvFailures, match="2 of 12"):
-            evaluate_policy(engine, broken, chat, tasks, 2, settings_of(max_env_failures=0.1))
+            evaluate_policy(play, tasks, 2, settings_of(max_env_failures=0.1))
 
 
 def test_a_training_run_plots_the_summary_as_it_is(env_url, chat, tmp_path):
     with EnvPool("textcraft", [env_url]) as pool:
-        summary, trajectories = evaluate_policy(
-            ScriptedEngine(chat, lambda *_: True), pool, chat, TASKS[:2], 1, settings_of(), step=1
-        )
-    MetricsLogger(tmp_path).log(1, summarize_trajectories(trajectories))
+        play = player(ScriptedEngine(chat, lambda *_: True), pool, chat)
+        summary, trajectories = evaluate_policy(play, TASKS[:2], 1, settings_of(), step=1)
+    with MetricsLogger(tmp_path) as logger:
+        logger.log(1, summarize_trajectories(trajectories))
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "step_000001.json").write_text(json.dumps(summary, allow_nan=False))
     assert plot(tmp_path).stat().st_size > 10_000
@@ -237,7 +240,7 @@ def chat_server(answer):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -353,7 +356,13 @@ def test_limit_plays_the_first_tasks_of_each_subtask(env_url, tmp_path):
 
 # ------------------------------------------------------------------------------ --env all
 
-FAMILIES = ("textcraft", "babyai")  # names that the paper has, over a world of two turns
+
+class ShortLetters(Letters):
+    HORIZON = 20
+
+
+# Names that the paper has, over a world of two turns.
+FAMILIES = {"textcraft": Letters, "babyai": ShortLetters}
 
 
 class Worlds:
@@ -373,7 +382,7 @@ class Worlds:
 @pytest.fixture
 def worlds(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
-    monkeypatch.setattr("envhttp.BACK_OFF_S", 0.001)
+    monkeypatch.setattr("runtime.envhttp.BACK_OFF_S", 0.001)
     with contextlib.ExitStack() as stack:
         state = Worlds({})
 
@@ -385,10 +394,10 @@ def worlds(monkeypatch, tmp_path):
 
             return middleware
 
-        for env in FAMILIES:
+        for env, world in FAMILIES.items():
             ids = [{"item_id": f"{env}_{i}"} for i in range(4)]
             (tmp_path / f"{env}_test.json").write_text(json.dumps(ids))
-            state.urls[env] = stack.enter_context(serve(Letters, dies(env), name=env))
+            state.urls[env] = stack.enter_context(serve(world, dies(env), name=env))
         entries = {env: envs.ENVS[env] for env in FAMILIES}
         stack.callback(envs.ENVS.update, dict(envs.ENVS))
         envs.ENVS.clear()
@@ -638,10 +647,15 @@ def test_a_good_command_line_passes_the_checks():
     EvalConfig(env="all", split="test").check()
 
 
-def test_without_max_rounds_each_environment_has_the_papers_horizon():
-    names = ("textcraft", "babyai", "sciworld", "searchqa", "webarena", "of_my_own")
-    assert [EvalConfig().horizons(env) for env in names] == [[30], [20], [30], [30], [15], [30]]
+def test_without_max_rounds_each_environment_has_its_own_horizon():
+    names = ("textcraft", "babyai", "sciworld", "toy_env:Letters")  # the last one says nothing
+    assert [EvalConfig().horizons(env) for env in names] == [[30], [20], [30], [30]]
     assert EvalConfig(max_rounds=(9, 3, 9)).horizons("babyai") == [3, 9]
+
+
+@pytest.mark.parametrize("env", [env for env in envs.ENVS if env in PAPER])
+def test_a_world_that_the_paper_has_is_measured_at_the_papers_horizon(env):
+    assert EvalConfig().horizons(env) == [PAPER[env].max_rounds]
 
 
 def test_help_explains_every_flag(capsys):
