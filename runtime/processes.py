@@ -55,12 +55,12 @@ class Child:
         return _tail(self._stderr)
 
     def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
-        """The first answer of `ready` that is not None, within `timeout_s` of the start.
+        """The first answer of `ready` that is true, within `timeout_s` of the start.
 
         Raises:
             NotReady: the process has ended, or the time is over.
         """
-        while (answer := ready()) is None:
+        while not (answer := ready()):
             how = f"is not up after {timeout_s:g} s"
             if self.process.poll() is not None:
                 how = f"exited with {self.process.returncode} at its start"

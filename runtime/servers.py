@@ -13,6 +13,7 @@ Read next: `runtime/fleet.py`, which samples from many.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -110,11 +111,11 @@ def start_servers(
         for i, (device, port) in enumerate(zip(devices, ports, strict=True)):
             here, environment = _on(device)
             words = [*_words(served, "127.0.0.1", port, seed + i), *here, *options]
-            server = child(SERVER_MODULE, *words, env=environment)
-            servers[f"http://127.0.0.1:{port}"] = stack.enter_context(server)
+            started = stack.enter_context(child(SERVER_MODULE, *words, env=environment))
+            servers[f"http://127.0.0.1:{port}"] = started
         for url, server in servers.items():
             try:
-                server.wait_until(lambda url=url: _is_healthy(url) or None, start_timeout_s)
+                server.wait_until(functools.partial(_is_healthy, url), start_timeout_s)
             except NotReady as error:
                 what = f"the server of {served.model_path} at {url} {error}"
                 raise EngineError(what) from None
@@ -273,7 +274,7 @@ def _exchange(
     timeout = urllib3.Timeout(connect=connect_s, read=timeout_s)
     with urllib3.connection_from_url(url, timeout=timeout, retries=False) as pool:
 
-        class Connection(pool.ConnectionCls):  # type: ignore[name-defined, misc]
+        class Connection(pool.ConnectionCls):  # type: ignore[name-defined]
             def connect(self) -> None:
                 super().connect()
                 if connected is not None:

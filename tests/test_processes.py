@@ -86,7 +86,7 @@ def test_a_child_and_what_it_has_started_end_with_their_parent(module, how):
 import sys, time
 from runtime.processes import child
 with child(sys.argv[1]) as server:
-    server.wait_until(lambda: "ready" in server.stdout() or None, 30)
+    server.wait_until(lambda: "ready" in server.stdout(), 30)
     print(server.stdout().rpartition("ready ")[2], flush=True)
     time.sleep(60)
 """
