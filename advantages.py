@@ -21,22 +21,11 @@ of action 1 straight to the first token of action 2. An observation is neither d
 given a value, however long the environment chose to make it. (2) A turn's reward sits on that
 turn's last policy token (`token_rewards_of`). An estimator that finds reward anywhere else raises.
 
-Where the reference does it. AgentGym-RL computes these in verl's `core_algos.py`; its recursions
-skip masked tokens as ours do. What differs, and why:
-
-- Reward placement. The reference puts the score on the last *attended* token, which in a
-  multi-turn episode is an observation token. GAE and REINFORCE++ multiply rewards by the mask, so
-  their advantages are 0 everywhere: a run that changes nothing and logs no error. Rule 2 prevents
-  it, and the check makes every other misplacement loud.
-- Bootstrapping. On an action's last token the reference takes V of the next *position*, an
-  observation token on which the critic is never trained, also after the last action. We take V of
-  the next policy token, and 0 after the last.
-- Returns. The reference's returns are non-zero on observation tokens, and its logged mean return
-  is polluted by them. Ours are 0 wherever loss_mask is 0.
-- A group of one. The reference passes the raw return through (baseline 0), so a lone failure is
-  neutral and a lone success is pushed up. There is no baseline to speak of: we raise.
-- Episodes without a policy token (a reset that failed) have nothing to learn from. They get
-  zeros and enter no statistic, instead of dividing 0 by 0.
+On an action's last token the next value is the one of the next *policy* token, and 0 after the last
+one: the critic is never trained on observations. A group of one has no baseline: it raises.
+Episodes without a policy token (a reset that failed) have nothing to learn from; they get zeros and
+enter no statistic. What the published system does instead, and what follows from it, is in
+docs/differences.md.
 
 An episode cut by max_rounds or by its token budget counts as over: nothing is bootstrapped after
 its last token. The cap is part of the task the policy is given, so running into it is a failure
@@ -51,10 +40,28 @@ Run it: tutorials/03_advantages.md works one small batch by hand and through the
 benchmarks/estimators.py times them. Read next: losses.py, which spends the advantages.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-__all__ = ["gae", "grpo", "reinforce_plus_plus", "rloo", "token_rewards_of", "whiten"]
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from runtime.lazytorch import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "estimate",
+    "gae",
+    "grpo",
+    "reinforce_plus_plus",
+    "rloo",
+    "token_rewards_of",
+    "whiten",
+]
 
 
 def token_rewards_of(
@@ -100,7 +107,7 @@ def token_rewards_of(
     return token_rewards
 
 
-@torch.no_grad()
+@no_grad
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -158,7 +165,7 @@ def gae(
     return advantages.float(), returns.float()
 
 
-@torch.no_grad()
+@no_grad
 def grpo(
     token_rewards: Tensor,
     loss_mask: Tensor,
@@ -199,7 +206,7 @@ def grpo(
     return _on_policy_tokens(deviation, mask), _on_policy_tokens(trajectory_return, mask)
 
 
-@torch.no_grad()
+@no_grad
 def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740, section 3.3).
 
@@ -219,7 +226,7 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
     return _on_policy_tokens(advantage, mask), _on_policy_tokens(trajectory_return, mask)
 
 
-@torch.no_grad()
+@no_grad
 def reinforce_plus_plus(
     token_rewards: Tensor, loss_mask: Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -244,7 +251,7 @@ def reinforce_plus_plus(
     return _whiten(returns, mask).float(), returns.float()
 
 
-@torch.no_grad()
+@no_grad
 def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     """Shift and scale x to mean 0 and unbiased standard deviation 1 over all policy tokens.
 
@@ -333,3 +340,36 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **others: Tensor) -> Tensor
             row, t = bad.nonzero()[0].tolist()
             raise ValueError(f"token_rewards[{row}, {t}] is {token_rewards[row, t].item()}; {why}")
     return mask
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+class Estimator(NamedTuple):
+    """An entry of ESTIMATORS: the function, and what it asks of a run."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    needs_group: bool = False  # its baseline is the other samples of the task: two or more
+    needs_critic: bool = False  # its baseline is a critic's values
+
+
+# What --algorithm chooses from. A new estimator is a function above and a line here.
+ESTIMATORS = {
+    "grpo": Estimator(grpo, needs_group=True),
+    "ppo": Estimator(gae, needs_critic=True),
+    "rloo": Estimator(rloo, needs_group=True),
+    "reinforce_plus_plus": Estimator(reinforce_plus_plus),
+}
+
+
+def estimate(algorithm: str, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), (B, T) each, by the estimator's own rule.
+
+    Args:
+        algorithm: a key of ESTIMATORS.
+        given: what there is, by name: token_rewards, loss_mask, group_ids, values, gamma, lam, ...;
+            the function takes the ones among its parameters.
+    """
+    function = ESTIMATORS[algorithm].function
+    wanted = inspect.signature(function).parameters
+    return function(**{name: given[name] for name in wanted if name in given})

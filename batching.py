@@ -12,9 +12,8 @@ the same gradient:
 
     L = Σ_micro Σ_{b,t} mask · ℓ / N      N = policy tokens of the mini-batch, over all processes
 
-The reference takes a mean per micro-batch and then the mean of means, so that its loss depends on
-how rows fell together. Masks come from lengths, never from token ids: many tokenizers pad with
-their end-of-turn id, and a mask made by comparing ids would drop every final end-of-turn.
+Masks come from lengths, never from token ids: many tokenizers pad with their end-of-turn id, and a
+mask made by comparing ids would drop every final end-of-turn.
 
 Shapes: B rows, T = longest row. Read next: `update.py`, which runs the passes.
 """
@@ -22,8 +21,9 @@ Shapes: B rows, T = longest row. Read next: `update.py`, which runs the passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -35,7 +35,10 @@ MAX_PADDING = 0.05  # of a micro-batch's tokens
 
 @dataclass
 class Batch:
-    """Trajectories as tensors, padded on the right; row b of every field is trajectory b."""
+    """Trajectories as tensors, padded on the right; row b of every field is trajectory b.
+
+    The first six are what was played; the others are added on the way through a step.
+    """
 
     input_ids: torch.Tensor  # (B, T) int64
     loss_mask: torch.Tensor  # (B, T) float32, 1 on policy tokens
@@ -43,20 +46,32 @@ class Batch:
     token_rewards: torch.Tensor  # (B, T) float32, each turn's reward on its last policy token
     lengths: torch.Tensor  # (B,) int64, real tokens of each row
     group_ids: torch.Tensor  # (B,) int64, travels with its row through every reordering
+    # (B, T) float32 each; None: not computed, or not needed.
+    old_log_probs: torch.Tensor | None = None  # of the policy before the step's first update
+    ref_log_probs: torch.Tensor | None = None  # of the frozen reference
+    values: torch.Tensor | None = None  # of the critic, before the step's first update
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def rows(self, index: Sequence[int]) -> Batch:
         """The chosen rows, cut to the longest of them."""
         rows = torch.as_tensor(list(index), dtype=torch.long)
-        return Batch(*(cut_rows(getattr(self, f.name), rows, self.lengths) for f in fields(self)))
+        width = int(self.lengths[rows].max())
+
+        def cut(x: torch.Tensor | None) -> torch.Tensor | None:
+            return x if x is None else x[rows, :width] if x.ndim == 2 else x[rows]
+
+        return self._map(cut)
+
+    def to(self, device: Any) -> Batch:
+        """The same on another device."""
+        return self._map(lambda x: x if x is None else x.to(device))
+
+    def _map(self, change: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Batch:
+        return Batch(*(change(getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-
-def cut_rows(x: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """x[rows], with (B, T) tensors cut to the longest chosen row."""
-    x = x[rows]
-    return x[:, : int(lengths[rows].max())] if x.ndim == 2 else x
 
 
 def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
@@ -124,4 +139,5 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def padding_share(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> float:
     """Share of the tokens of all micro-batches that are padding, 0..1."""
     padded = sum(len(rows) * max(lengths[i] for i in rows) for rows in cuts)
-    return 1 - sum(lengths) / padded if padded else 0.0
+    tokens = sum(lengths[i] for rows in cuts for i in rows)
+    return 1 - tokens / padded if padded else 0.0

@@ -2,7 +2,8 @@
 
 The defaults fit the machine and the environment. Without a GPU they train the 135M model on the
 shortest tasks on two cores; with one they are the published settings for Qwen2.5-3B.
-`hardware_defaults` is the difference.
+`hardware_defaults` is the difference. What belongs to one world stands in its class
+(envs/__init__.py), what belongs to the update in `losses.Objective`.
 
 Options that contradict each other are refused before anything is written, each with one line that
 says what to do.
@@ -13,28 +14,50 @@ Read next: `train.py`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from advantages import ESTIMATORS
+from envs import settings_of
+from losses import Objective
 from schedulers import make_scheduler
-from update import Objective
 
-Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"]
-GROUPED = ("grpo", "rloo")  # algorithms whose baseline is the other samples of the same task
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(ESTIMATORS)]
+SMALL_MODELS = ("smollm2-135m", "tiny")  # warmed up first, and given short tasks
+
+
+class Misuse(ValueError):
+    """An option, or what it names, cannot work: one line for the user, exit code 2."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Inside, a ValueError says that an option cannot work; elsewhere it is a bug."""
+    try:
+        yield
+    except ValueError as error:
+        raise Misuse(str(error)) from error
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Objective):
     """Train an LLM agent with multi-turn reinforcement learning."""
 
     # The world and its tasks
     env: str = "textcraft"
-    """environment to act in"""
+    """environment to act in: textcraft, babyai, sciworld, or package.module:Class of your own"""
     tasks: str | None = None
-    """id list of the training tasks (JSON file); overrides --split"""
+    """id list of the training tasks: a JSON file, or the name of one of the world's; overrides
+    --split"""
     split: Literal["train", "test"] | None = None
     """id list that comes with the environment [paper: train]"""
     subtasks: tuple[str, ...] = ()
@@ -68,25 +91,15 @@ class Config:
     """tasks drawn per step (tasks) [paper: 32]"""
     group_size: int = 8
     """trajectories per task (trajectories) [paper: 8]"""
-    mini_batch_size: int = 64
-    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
-    ppo_epochs: int = 1
-    """passes over each step's trajectories [paper: 1]"""
-    max_tokens_per_micro_batch: int = 4096
-    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
     lora_rank: int = 0
     """train low-rank adapters of this rank, not the policy's own weights (0: those; adapters want
     about ten times the learning rate) [paper: 0]"""
     gradient_checkpointing: bool = False
     """keep each layer's input alone for the backward pass: less memory, a third more time"""
-    share_prefix: bool = True
-    """compute what the samples of a task have in common once, where that is faster"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
     """tokens of a trajectory, the prompt included (tokens) [paper: 10752]"""
-    temperature: float = 1.0
-    """of the sampler, in training and evaluation [paper: 1.0]"""
     learning_rate: float = 4e-5
     """of the policy, AdamW [paper: 1e-6]"""
     critic_learning_rate: float = 1e-4
@@ -94,12 +107,6 @@ class Config:
     learning_rate_decay_steps: int = 60
     """of both: the rate falls on a line to 1/N of itself in N steps and stays there; 0: constant
     (steps) [paper: 0]"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this global norm [paper: 1.0]"""
-    clip_ratio: float = 0.2
-    """epsilon of the clipped objective [paper: 0.2]"""
-    value_clip: float = 0.5
-    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
     gamma: float = 1.0
     """discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]"""
     lam: float = 1.0
@@ -108,14 +115,6 @@ class Config:
     """weight of the KL to the start policy in the reward [paper: 0.0]"""
     kl_target: float | None = None
     """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
-    kl_loss_coef: float = 0.0
-    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus [paper: 1e-3]"""
-    sampler_is_cap: float = 2.0
-    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
     skip_zero_variance: bool = True
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
     shuffle_rewards: bool = False
@@ -131,7 +130,7 @@ class Config:
     eval_every: int = 20
     """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
     eval_tasks: str | None = None
-    """id list of held-out tasks (JSON file; none: the environment's test split)"""
+    """id list of held-out tasks (none: the environment's test split)"""
     eval_subtasks: tuple[str, ...] | None = None
     """evaluate these sub-tasks alone (none: those of --subtasks)"""
     eval_samples: int = 4
@@ -154,25 +153,12 @@ class Config:
     """keep what people look at (inventory, map) in the trajectory files"""
 
     @property
-    def objective(self) -> Objective:
-        return Objective(
-            clip_ratio=self.clip_ratio,
-            value_clip=self.value_clip,
-            entropy_coef=self.entropy_coef,
-            kl_loss_coef=self.kl_loss_coef,
-            kl_estimator=self.kl_estimator,
-            sampler_is_cap=self.sampler_is_cap,
-            temperature=self.temperature,
-            max_grad_norm=self.max_grad_norm,
-            mini_batch_size=self.mini_batch_size,
-            ppo_epochs=self.ppo_epochs,
-            max_tokens=self.max_tokens_per_micro_batch,
-            share_prefix=self.share_prefix,
-        )
-
-    @property
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
+
+    @property
+    def needs_critic(self) -> bool:
+        return ESTIMATORS[self.algorithm].needs_critic
 
 
 PAPER: dict[str, Any] = {
@@ -197,44 +183,12 @@ PAPER: dict[str, Any] = {
     "save_every": 25,
     "eval_every": 25,
 }
-# What the paper's scripts set otherwise for another environment.
-PAPER_OF: dict[str, dict[str, Any]] = {
-    "babyai": {
-        "rounds": (6, 13, 20),
-        "tasks_per_step": 32,
-        "group_size": 4,
-        "mini_batch_size": 32,
-        "max_trajectory_tokens": 9216,
-    },
-    "sciworld": {
-        "tasks_per_step": 16,
-        "max_tokens_per_turn": 200,
-        "max_trajectory_tokens": 9216,
-    },
-}
-# Without a GPU: short tasks of each environment (envs/ids/NAME_train.json and NAME_test.json), the
-# sub-tasks of them, and options that fit their length.
-LAPTOP_LISTS = {
-    "textcraft": ("textcraft_family", ("depth 1",)),
-    "babyai": ("babyai_simple", ()),
-    "sciworld": ("sciworld_short", ()),
-}
-LAPTOP_OF: dict[str, dict[str, Any]] = {
-    "babyai": {
-        "rounds": (5,),
-        "group_size": 4,
-        "mini_batch_size": 32,
-        "max_trajectory_tokens": 2048,
-        "eval_samples": 2,
-    },
-    "sciworld": {
-        "rounds": (8,),
-        "group_size": 4,
-        "mini_batch_size": 32,
-        "steps": 40,
-        "max_trajectory_tokens": 3072,
-        "eval_samples": 2,
-    },
+LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
+# How far, where and how much at a time: what a resumed run may change.
+CHANGEABLE = {
+    *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
+    *("engine_url", "engine_devices", "on_collapse"),
+    *("max_tokens_per_micro_batch", "gradient_checkpointing"),
 }
 
 
@@ -245,11 +199,22 @@ def named_env(argv: Sequence[str] | None) -> str:
     return parser.parse_known_args(argv)[0].env or Config.env
 
 
+def has_gpu() -> bool:
+    """Whether torch can use one; it is asked only where the system shows a card."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def hardware_defaults(gpu: bool, env: str = Config.env) -> Config:
     """The defaults of this machine for `env`: short tasks on a CPU, the paper's with a GPU."""
-    if gpu:
-        return replace(Config(env=env), **{**PAPER, **PAPER_OF.get(env, {})})
-    return replace(Config(env=env), **LAPTOP_OF.get(env, {}))
+    world = settings_of(env)
+    settings = {**PAPER, **world.paper} if gpu else world.laptop
+    return replace(Config(env=env), **{n: v for n, v in settings.items() if n not in LISTS})
 
 
 def complete(config: Config) -> Config:
@@ -257,58 +222,43 @@ def complete(config: Config) -> Config:
     if config.deterministic:
         config = replace(config, engine="transformers")
     if config.tasks is None and config.split is None:
-        if config.model in ("smollm2-135m", "tiny") and config.env in LAPTOP_LISTS:
-            name, subtasks = LAPTOP_LISTS[config.env]
-            config = replace(
-                config,
-                tasks=f"envs/{config.env}/ids/{name}_train.json",
-                eval_tasks=config.eval_tasks or f"envs/{config.env}/ids/{name}_test.json",
-                subtasks=config.subtasks or subtasks,
-            )
+        lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LISTS}
+        if config.model in SMALL_MODELS and lists:
+            given = {name: getattr(config, name) for name in LISTS if getattr(config, name)}
+            config = replace(config, **(lists | given))
         else:
             config = replace(config, split="train")
     return config
+
+
+POSITIVE = (
+    *("steps", "tasks_per_step", "group_size", "mini_batch_size", "ppo_epochs"),
+    *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
+    *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
+    *("clip_ratio", "value_clip", "max_sync_error", "eval_samples", "save_every", "keep_last"),
+)
+NOT_NEGATIVE = ("lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
 
 
 def check(config: Config) -> None:
     """Refuse what cannot work.
 
     Raises:
-        ValueError: one line, naming the flag, what it got and what to do.
+        Misuse: one line, naming the flag, what it got and what to do.
     """
-    make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
-    positive = [
-        "steps",
-        "tasks_per_step",
-        "group_size",
-        "mini_batch_size",
-        "ppo_epochs",
-        "max_tokens_per_micro_batch",
-        "max_tokens_per_turn",
-        "max_trajectory_tokens",
-        "temperature",
-        "learning_rate",
-        "critic_learning_rate",
-        "max_grad_norm",
-        "clip_ratio",
-        "value_clip",
-        "max_sync_error",
-        "eval_samples",
-        "save_every",
-        "keep_last",
-    ]
-    for name in positive:
+    with refusing():
+        make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+        _check_ranges(config)
+        _check_together(config)
+
+
+def _check_ranges(config: Config) -> None:
+    """Each number by itself."""
+    for name in POSITIVE:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0, and finite")
-    not_negative = [
-        "lora_rank",
-        "kl_coef",
-        "kl_loss_coef",
-        "entropy_coef",
-        "sampler_is_cap",
-        "eval_every",
-    ]
-    for name in [*not_negative, "learning_rate_decay_steps"]:
+    coefficients = [f.name for f in fields(config) if f.name.endswith("_coef")]
+    for name in [*NOT_NEGATIVE, *coefficients]:
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
     for name in ["gamma", "lam", "max_env_failures"]:
@@ -318,7 +268,11 @@ def check(config: Config) -> None:
         raise ValueError(f"--eval-rounds {config.eval_rounds} must be at least 1")
     if 0 < config.sampler_is_cap < 1:
         raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
-    if config.group_size < 2 and config.algorithm in GROUPED:
+
+
+def _check_together(config: Config) -> None:
+    """Options that contradict each other."""
+    if config.group_size < 2 and ESTIMATORS[config.algorithm].needs_group:
         raise ValueError(
             f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
             "compare with; "
@@ -356,3 +310,39 @@ def check(config: Config) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+# --------------------------------------------------------------------------------- a run's options
+
+
+def saved_config(run_dir: str | None) -> Config:
+    """The options that the run in `run_dir` was started with.
+
+    Raises:
+        Misuse: no --run-dir was given, or it holds no run.
+    """
+    if not run_dir:
+        raise Misuse("--resume needs --run-dir, the run to go on with")
+    path = Path(run_dir) / "config.json"
+    if not path.exists():
+        raise Misuse(f"--run-dir {run_dir} holds no run to resume")
+    saved = json.loads(path.read_text(encoding="utf-8"))["config"]
+    known = {f.name for f in fields(Config)}
+    options: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
+    }
+    return replace(Config(**options), run_dir=run_dir, resume=True)
+
+
+def check_unchanged(given: Config, saved: Config) -> None:
+    """Raise Misuse for an option given on resume that the run was not started with."""
+    changed = [
+        _flag(f.name)
+        for f in fields(Config)
+        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
+    ]
+    if changed:
+        raise Misuse(
+            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
+            "or start a new run"
+        )

@@ -8,28 +8,22 @@ policy as it was before the step, the gradient is taken at the policy as it is n
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
 N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
-Beside it stand the critic's loss, an entropy bonus, and a penalty for leaving the reference model.
+Beside it stand the critic's loss, an entropy bonus, and a penalty for leaving the reference model
+(kl.py). `policy_objective` at the end puts them together.
 
 One rule holds for every mean in this file: *token-level over a global denominator*. The caller
 counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
 that number as `denominator`; each micro-batch then yields its share of the sum, and gradients
 accumulate to the same update however the batch was split.
 
-Where the reference does it. AgentGym-RL uses verl's `core_algos.py` (policy and value loss, KL
-controllers, KL estimators). The formulas agree; these things differ, and why:
+Masks select, they do not multiply: NaN · 0 is NaN, so one bad logit on a padding token would end a
+run. `torch.where`, before any exp, keeps garbage on masked tokens out of the loss and of every
+gradient; NaN on a policy token does show, for the loop must see it.
 
-- The denominator. The reference averages within a micro-batch and then over micro-batches, so a
-  token weighs more the shorter its neighbours are, and the memory setting changes the result.
-  (GRPO's paper averages per trajectory first, which favours short failures: arXiv 2503.14476 and
-  2503.20783 discuss it. One mean over all tokens is the choice of DAPO and ours.)
-- Masking. The reference multiplies by the mask, and NaN · 0 is NaN: one bad logit on a padding
-  token ends the run. We select with `torch.where`, before any exp, so garbage on masked tokens
-  reaches neither the loss nor a gradient. NaN on a policy token does show: the loop must see it.
-- approx_kl is k3, never negative; the reference logs k1, which on a finite batch often is.
-- The sampler's own log-probs. vLLM and the trainer disagree by about 0.004 nats a token in bf16,
-  which makes "on-policy" RL off-policy. wₜ = min(π_old / π_sampler, C) is the truncated importance
-  sampling of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-  Training" (a technical report without an arXiv id). The reference has no sampler log-probs.
+The sampler's own log-probs. vLLM and the trainer disagree by about 0.004 nats a token in bf16,
+which makes "on-policy" RL off-policy. wₜ = min(π_old / π_sampler, C) is the truncated importance
+sampling of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training" (a technical report without an arXiv id).
 
 Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the ones before
 it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are scalars that
@@ -40,11 +34,52 @@ Run it: tutorials/03_advantages.md ends on policy_loss; tests/test_losses.py wor
 hand. Read next: envclient.py and rollout.py, where trajectories come from.
 """
 
-import math
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kl import check_shapes, kl_estimate
+from runtime.lazytorch import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update maximises and in which portions; each field is an option of train.py."""
+
+    clip_ratio: float = 0.2
+    """epsilon of the clipped objective [paper: 0.2]"""
+    value_clip: float = 0.5
+    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus [paper: 1e-3]"""
+    sampler_is_cap: float = 2.0
+    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
+    temperature: float = 1.0
+    """of the sampler, in training and evaluation [paper: 1.0]"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm [paper: 1.0]"""
+    mini_batch_size: int = 64
+    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
+    ppo_epochs: int = 1
+    """passes over each step's trajectories [paper: 1]"""
+    max_tokens_per_micro_batch: int = 4096
+    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
+    share_prefix: bool = True
+    """compute what the samples of a task have in common once, where that is faster"""
+
+    def num_optimizer_steps(self, num_rows: int) -> int:
+        """Optimizer steps that a batch of `num_rows` trajectories gets."""
+        return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
 
 
 class PolicyLoss(NamedTuple):
@@ -125,7 +160,7 @@ def policy_loss(
     Raises:
         ValueError: shapes differ, clip_ratio is not positive, or denominator is not.
     """
-    _check_shapes(
+    check_shapes(
         log_probs,
         old_log_probs=old_log_probs,
         advantages=advantages,
@@ -175,7 +210,7 @@ def value_loss(
     Raises:
         ValueError: shapes differ, value_clip is not positive, or denominator is not.
     """
-    _check_shapes(values, old_values=old_values, returns=returns, loss_mask=loss_mask)
+    check_shapes(values, old_values=old_values, returns=returns, loss_mask=loss_mask)
     if not value_clip > 0:
         raise ValueError(f"value_clip is {value_clip}; it must be positive (math.inf: no clip)")
     mask = loss_mask.bool()
@@ -187,43 +222,6 @@ def value_loss(
     loss = masked_mean(0.5 * torch.maximum(error, error_clipped), mask, denominator)
     clip_frac = masked_mean((error_clipped > error).to(values.dtype), mask, denominator)
     return ValueLoss(loss, clip_frac.detach())
-
-
-def kl_estimate(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: str, loss_mask: Tensor | None = None
-) -> Tensor:
-    """Per-token estimate of KL(π ‖ π_ref) from sampled tokens.
-
-    With r = π_ref / π, after Schulman's note "Approximating KL Divergence" (joschu.net, 2020):
-
-        k1 = − log r              unbiased, negative on half the tokens
-        k2 = ½ (log r)²           biased, never negative
-        k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
-
-    That is about *values*. As a loss on fresh samples, what counts is the gradient, token by token
-    (arXiv 2506.09477): E[∇k1] = 0, no penalty at all; E[∇k2] = ∇KL(π ‖ π_ref); E[∇k3] =
-    ∇KL(π_ref ‖ π). So k1 belongs into the reward, k2 or k3 into the loss.
-
-    Args:
-        log_probs, ref_log_probs: (B, T), nats; the gradient flows through log_probs.
-        estimator: "k1", "k2" or "k3".
-        loss_mask: (B, T); given, masked tokens are 0 in value and gradient whatever they hold.
-    Returns:
-        (B, T).
-    Raises:
-        ValueError: estimator is none of the three, or shapes differ.
-    """
-    _check_shapes(log_probs, ref_log_probs=ref_log_probs, loss_mask=loss_mask)
-    log_ratio = ref_log_probs.detach() - log_probs  # (B, T)  log r
-    if loss_mask is not None:
-        log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    if estimator == "k3":
-        return log_ratio.expm1() - log_ratio  # expm1: r − 1 without cancellation near r = 1
-    raise ValueError(f"KL estimator is {estimator!r}; it must be one of k1, k2, k3")
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -244,7 +242,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
 
 
-@torch.no_grad()
+@no_grad
 def sampler_is_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, cap: float
 ) -> Tensor:
@@ -265,97 +263,107 @@ def sampler_is_weights(
     Raises:
         ValueError: shapes differ, or cap is below 1.
     """
-    _check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
+    check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
     if not cap >= 1:
         raise ValueError(f"cap is {cap}; below 1 it would scale down tokens without any mismatch")
     weights = (old_log_probs - rollout_log_probs).exp().clamp(max=cap)  # (B, T)
     return torch.where(loss_mask.bool(), weights, 0.0)
 
 
-@torch.no_grad()
-def kl_penalized_rewards(
-    token_rewards: Tensor,
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    loss_mask: Tensor,
-    kl_coef: float,
-    estimator: str = "k1",
-) -> Tensor:
-    """KL in the reward: r′ₜ = rₜ − β · KLₜ on every policy token (arXiv 1909.08593, eq. 2).
+# ------------------------------------------------------------- what an optimizer step descends
 
-    The estimator then spreads the penalty as it does any reward. Rewards on masked tokens are
-    handed through untouched, so that a misplaced one still fails in advantages.py.
+
+@dataclass(frozen=True)
+class Scored:
+    """A micro-batch as the policy sees it now; (B, T) each."""
+
+    log_probs: Tensor  # with gradient
+    entropy: Tensor  # with gradient
+    old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    ref_log_probs: Tensor | None  # None: no reference is kept
+    advantages: Tensor
+    loss_mask: Tensor
+
+
+class LossTerm(NamedTuple):
+    """An addition to the clipped loss: coefficient · mean over policy tokens of function."""
+
+    metric: str  # the name it is logged under
+    coefficient: Callable[[Objective], float]
+    function: Callable[[Scored, Objective], Tensor]  # -> (B, T)
+    always_measured: bool = False  # logged also where its coefficient is 0
+
+
+def kl_to_reference(s: Scored, objective: Objective) -> Tensor:
+    """KL(π ‖ π_ref) by token, (B, T)."""
+    if s.ref_log_probs is None:
+        raise ValueError("kl_loss_coef needs the log-probs of the reference model")
+    return kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
+
+
+# A new term is a function, a line here, an option in Objective and a line in the glossary.
+LOSS_TERMS = [
+    LossTerm("policy/entropy", lambda o: -o.entropy_coef, lambda s, o: s.entropy, True),
+    LossTerm("policy/kl", lambda o: o.kl_loss_coef, kl_to_reference),
+]
+
+
+def policy_objective(
+    s: Scored, objective: Objective, denominator: float, signal_share: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of an RL step on one micro-batch, and what is logged of it.
+
+        L = share · L_clip + Σ_terms coefficient · mean term
 
     Args:
-        token_rewards, log_probs, ref_log_probs, loss_mask: (B, T).
-        kl_coef: β; a KL controller's `value`.
-        estimator: as in `kl_estimate`.
+        denominator: policy tokens of the whole mini-batch.
+        signal_share: policy tokens of the batch over those of the step. Groups whose samples all
+            did equally well are not in the batch, since their advantages are 0, but they count: a
+            step in which one group in eight says something is an eighth as sure of its direction.
+            The other terms are as strong on every token as on the ones that are here.
     Returns:
-        (B, T), detached.
+        The loss, a scalar with gradient; and metrics, shares of a mean over policy tokens (those
+        whose name begins with "max:" of a maximum).
     """
-    _check_shapes(token_rewards, log_probs=log_probs)
-    return token_rewards - kl_coef * kl_estimate(log_probs, ref_log_probs, estimator, loss_mask)
+    mask, cap = s.loss_mask, objective.sampler_is_cap
+    weights = None
+    if cap:
+        weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
+    clipped = policy_loss(
+        s.log_probs,
+        s.old_log_probs,
+        s.advantages,
+        mask,
+        objective.clip_ratio,
+        denominator,
+        is_weights=weights,
+    )
+    loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
+    for term in LOSS_TERMS:
+        coefficient = term.coefficient(objective)
+        if coefficient or term.always_measured:
+            value = masked_mean(term.function(s, objective), mask, denominator)
+            terms[term.metric] = value
+            if coefficient:
+                loss, unscaled = loss + coefficient * value, unscaled + coefficient * value
+    gap = torch.where(mask.bool(), (s.old_log_probs - s.rollout_log_probs).abs(), 0.0)
+    metrics = {
+        "policy/loss": unscaled,
+        **terms,
+        "policy/clip_frac": clipped.clip_frac,
+        "policy/approx_kl": clipped.approx_kl,
+        "sampler/log_prob_diff_mean": masked_mean(gap, mask, denominator),
+        "max:sampler/log_prob_diff_max": gap.max(),
+    }
+    if weights is not None:
+        metrics["sampler/is_weight_mean"] = masked_mean(weights, mask, denominator)
+    return loss, metrics
 
 
-class FixedKLController:
-    """β that never changes."""
+def imitation_loss(log_probs: Tensor, loss_mask: Tensor, denominator: float | None) -> Tensor:
+    """Negative log-likelihood of the demonstrated actions, mean over their tokens: a scalar.
 
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, observed_kl: float, num_steps: int) -> None:
-        """Nothing to adapt."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-class AdaptiveKLController(FixedKLController):
-    """β steered so that the observed KL stays near a target (arXiv 1909.08593, section 2.2).
-
-        e = clip( KL / target − 1, −0.2, 0.2 )
-        β ← β · (1 + e · num_steps / horizon)
-
-    Args:
-        kl_coef: β at the start, positive (a product never leaves 0).
-        target: KL in nats, in the unit of what `update` is given.
-        horizon: number of trajectories over which β may change by a factor of about 1.2.
-    Raises:
-        ValueError: an argument is not positive.
+    L = − 1/N Σₜ log π(aₜ | sₜ)
     """
-
-    def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
-        for name, number in (("kl_coef", kl_coef), ("target", target), ("horizon", horizon)):
-            if not number > 0:
-                raise ValueError(f"{name} is {number}; the adaptive controller needs it positive")
-        super().__init__(kl_coef)
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, observed_kl: float, num_steps: int) -> None:
-        """Adapt β to the KL observed over num_steps trajectories (all processes together)."""
-        if not math.isfinite(observed_kl):
-            raise ValueError(
-                f"observed KL is {observed_kl}; the coefficient would stay non-finite for good"
-            )
-        error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
-        factor = 1 + error * num_steps / self.horizon
-        if factor <= 0:
-            raise ValueError(
-                f"{num_steps} trajectories in one update are too many for horizon {self.horizon}: "
-                f"the KL coefficient would turn negative; make horizon at least {num_steps}"
-            )
-        self.value *= factor
-
-
-def _check_shapes(first: Tensor, **others: Tensor | None) -> None:
-    """NOTE: broadcasting turns (B, T) against (B,) or (T,) into a number that means nothing."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.shape != first.shape:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, expected {tuple(first.shape)} like the first "
-                "argument: all are (trajectories, tokens), aligned to the token"
-            )
+    return -masked_mean(log_probs, loss_mask, denominator)

@@ -10,9 +10,7 @@ that
 for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In
 a multi-turn trajectory most tokens are prompts and observations. Their logits are never needed, so
 the output head, the largest matrix of a small model (28M of SmolLM2's 135M parameters), runs on
-policy tokens alone: the logits of a whole trajectory, (T, 49152) numbers, never exist. The
-reference system, AgentGym-RL on verl, computes logits for every response token, observations
-included, and masks them afterwards.
+policy tokens alone: the logits of a whole trajectory, (T, 49152) numbers, never exist.
 
 The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token
 t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
@@ -26,20 +24,23 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
-from runtime.prefix import tree_attention
 
 # Logits that exist at a time, in bytes. On a CPU few enough for the C library to keep the buffer:
 # a larger one goes back to the kernel and is faulted in again, page by page, at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
+TREE = "tree"  # the name of tree_attention among a model's attention implementations
+NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
 
 
 class PolicyModel(nn.Module):
@@ -49,12 +50,14 @@ class PolicyModel(nn.Module):
     (FSDP) sees a single root whose parameters are gathered before any of them is used.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, share_prefix: bool = True) -> None:
+        """Args: share_prefix: packed rows will come; the model's own attention is replaced."""
         from transformers import AttentionInterface
 
         super().__init__()
-        AttentionInterface.register("tree", tree_attention)
-        lm.set_attn_implementation("tree")  # any other would ignore the parts of a packed row
+        if share_prefix:
+            AttentionInterface.register(TREE, tree_attention)
+            lm.set_attn_implementation(TREE)
         self.lm = lm
 
     def forward(
@@ -81,6 +84,8 @@ class PolicyModel(nn.Module):
             0.
         """
         packed = {} if parts is None else {"position_ids": position_ids, "parts": parts}
+        if packed and self.lm.config._attn_implementation != TREE:
+            raise ValueError("a packed row needs a PolicyModel made with share_prefix=True")
         out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
         hidden = out.last_hidden_state  # (B, T, H)
         chosen = loss_mask.bool()  # (B, T)
@@ -110,6 +115,57 @@ class PolicyModel(nn.Module):
         logits = self.lm.get_output_embeddings()(states).float() / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
         return log_probs, entropy_from_logits(logits)
+
+
+def tree_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    parts: tuple[int, ...] | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention, in a packed row along a tree: what a layer of the model calls, through
+    transformers' AttentionInterface.
+
+    A packed row (runtime/prefix.py) is an opening P and the samples that go on from it. One
+    attention for P and one for each sample over (P, itself) are each of a shape that
+    scaled_dot_product_attention has a fast kernel for; a mask over the whole row would cost L².
+
+    Args:
+        query: (1, A, L, D), A heads of D dimensions; key and value: (1, A_kv, L, D), A a
+            multiple of A_kv.
+        attention_mask: None; the trainer pads on the right, where a causal model never looks.
+        parts: (p, n_1, ..., n_B) of a packed row; None: ordinary rows (B, A, T, D).
+    Returns:
+        (1, L, A, D) and None in place of attention weights.
+    Raises:
+        ValueError: the model asks for attention that is not plain and causal.
+    """
+    unknown = [name for name in NOT_PLAIN if others.get(name) is not None]
+    if attention_mask is not None or unknown:
+        raise ValueError(
+            "sharing openings knows plain causal attention only; this model's layers want "
+            f"{' and '.join(unknown) or 'a mask'}: use --no-share-prefix"
+        )
+    # Under autocast the rotary embedding has promoted two of the three to float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if key.shape[1] != query.shape[1]:  # grouped-query attention: several heads read one key
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
+    if parts is None:
+        return attend(query, key, value, is_causal=True).transpose(1, 2), None
+    queries, keys, values = (x.split(parts, dim=2) for x in (query, key, value))
+    p = parts[0]
+    outputs = [attend(queries[0], keys[0], values[0], is_causal=True)]
+    for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
+        k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
+        n = q.shape[2]
+        outputs.append(attend(q, k, v, attn_mask=causal_lower_right(n, p + n)))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 class CriticModel(nn.Module):
@@ -143,9 +199,9 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
         raise ValueError(_no_model(path, error)) from error
 
 
-def load_policy(path: str) -> PolicyModel:
+def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
     """The policy in float32: master weights, autocast does the rest."""
-    return PolicyModel(load_causal_lm(path))
+    return PolicyModel(load_causal_lm(path), share_prefix)
 
 
 def load_critic(path: str) -> CriticModel:

@@ -1,8 +1,8 @@
 """Multi-turn rollouts: the event-driven loop that grows many trajectories at once.
 
-AgentGym-RL advances all trajectories in rounds: generate for all, step all environments, again;
-every round lasts as long as its slowest environment. Here an environment's answer goes back to the
-engine the moment it arrives, and the engine decodes whatever is there:
+Advancing all trajectories in rounds, generate for all, step all environments, again, makes every
+round last as long as its slowest environment. Here an environment's answer goes back to the engine
+the moment it arrives, and the engine decodes whatever is there:
 
         ┌── a generation ends ──> env.step in a thread ──> observation ids appended ──┐
         │                                                                             │
@@ -15,8 +15,6 @@ never sees.
 What the policy caused (an unparsable action, a wrong one, too long a text) is its reward 0 and its
 lesson. What it cannot have caused (a server that dies, a time-out) is retried, and then the
 trajectory is marked `env_error`: left out of the loss and of its group's statistics, and counted.
-AgentGym-RL scores both as 0 and trains on both; one user's report had 1172 of 1280 rollouts fail in
-reset that way.
 
 Read first: `trajectory.py`. Read next: `train.py`.
 """
@@ -81,6 +79,7 @@ class RolloutSettings:
     env_workers: int = 64  # environment calls in flight at a time
     max_env_failures: float = 0.2  # share of lost trajectories above which the run stops
     record_state: bool = False
+    weight_version: int = 0  # training steps behind the sampler's weights; noted in trajectories
 
 
 @dataclass
@@ -109,7 +108,6 @@ def collect(
     requests: Sequence[RolloutRequest],
     settings: RolloutSettings,
     progress: Callable[[RolloutHandler], None] | None = None,
-    weight_version: int = 0,
     stats: RolloutStats | None = None,
     finished: list[RolloutHandler] | None = None,
 ) -> list[RolloutHandler]:
@@ -127,7 +125,7 @@ def collect(
     stats = stats if stats is not None else RolloutStats()
     finished = finished if finished is not None else []
     stopping = threading.Event()  # set when the loop ends early: threads open no session any more
-    episodes = [_Episode(pool, chat, r, settings, weight_version, stopping) for r in requests]
+    episodes = [_Episode(pool, chat, r, settings, stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()  # their environment has answered
     # Two pools: resets wait when a server has no free session (429), and must not keep the calls
@@ -157,6 +155,9 @@ def collect(
             for episode in _drain(answers, block=not generating, stats=stats):
                 if episode.crash:
                     raise episode.crash
+                if episode.must_restart:
+                    call_env(resets, episode, episode.reset)
+                    continue
                 sampling = episode.next_request()
                 if sampling is None:
                     num_open -= 1
@@ -254,25 +255,24 @@ class _Episode:
         chat: ChatTemplate,
         request: RolloutRequest,
         settings: RolloutSettings,
-        weight_version: int,
         stopping: threading.Event,
     ) -> None:
         self.pool, self.chat, self.request, self.settings = pool, chat, request, settings
-        self.weight_version, self.stopping = weight_version, stopping
+        self.stopping = stopping
         self.client: EnvClient | None = None
         self.crash: BaseException | None = None
-        self.restarts_left = 1
+        self.restarts_left, self.must_restart = 1, False
         self.submitted_at = 0.0
         self.handler = self._new_handler()
 
     def _new_handler(self) -> RolloutHandler:
         heading = self.request.heading(self.pool.env, self.settings.max_rounds)
-        return RolloutHandler(**heading, weight_version=self.weight_version)
+        return RolloutHandler(**heading, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:
         """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried."""
         self.close()
-        self.handler = self._new_handler()
+        self.handler, self.must_restart = self._new_handler(), False
         for left in reversed(range(NUM_TRIES)):
             if self.stopping.is_set():
                 return
@@ -304,7 +304,7 @@ class _Episode:
         except EnvError as error:
             if self.restarts_left:
                 self.restarts_left -= 1
-                self.reset()
+                self.must_restart = True  # by the loop, in the pool where waiting is allowed
             else:
                 self.fail("env_error", error)
             return

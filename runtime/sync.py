@@ -15,7 +15,7 @@ sampled tokens are compared after every sync:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
-and a run stops at d > --max-sync-error. The reference system has no such check.
+and a run stops at d > --max-sync-error.
 
 Read next: `engines.py`, which receives the stream. `benchmarks/weight_sync.py` times it.
 """
@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines import Engine, Generation, SamplingSettings
+from models import save_policy
 from runtime import distributed
 from runtime.lora import merged_weights
 
@@ -61,6 +63,25 @@ def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
     engine.load_weights(counted())
     distributed.meet()  # samplers may be shared: nobody samples before all weights have arrived
     return num_bytes
+
+
+def export_policy(accelerator: Any, policy: Any, tokenizer: Any, folder: Path | None) -> None:
+    """The policy as Hugging Face files in bfloat16, put together on rank 0. Collective.
+
+    Args:
+        folder: None on the ranks that do not write.
+    """
+    weights = {}
+    for name, tensor in whole_weights(policy, torch.bfloat16):
+        if distributed.rank() == 0:
+            weights[name] = tensor.cpu()
+    model = accelerator.unwrap_model(policy)
+
+    def write() -> None:
+        assert folder is not None
+        save_policy(model, tokenizer, folder, weights)
+
+    distributed.first("saving", write)
 
 
 def compare(

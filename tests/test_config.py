@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 
 from config import (
-    LAPTOP_LISTS,
     PAPER,
-    PAPER_OF,
     Config,
     check,
     complete,
     hardware_defaults,
     named_env,
 )
-from envs import ENVS, get_env, load_tasks
+from envs import ENVS, get_env, load_tasks, settings_of
+from losses import Objective
 from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +45,8 @@ def test_help_names_every_flag_with_its_meaning(capsys):
     for field in fields(Config):
         assert "--" + field.name.replace("_", "-") in text, field.name
     assert "[paper:" in text
-    lines = (ROOT / "config.py").read_text().splitlines()
+    files = [(ROOT / name).read_text().splitlines() for name in ("config.py", "losses.py")]
+    lines = [line for file in files for line in file]
     for field in fields(Config):  # the docstring below a field is its help
         where = next(i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
         assert lines[where + 1].strip().startswith('"""'), field.name
@@ -63,7 +63,6 @@ def test_the_defaults_of_both_machines_pass_their_own_check(gpu, env):
 
 @pytest.mark.parametrize("env", ENVS)
 def test_the_short_tasks_of_an_environment_are_split_and_of_its_sub_tasks(env):
-    assert env in LAPTOP_LISTS
     config = complete(hardware_defaults(gpu=False, env=env))
     train = load_tasks(env, None, config.tasks, config.subtasks)
     held_out = load_tasks(env, None, config.eval_tasks, config.subtasks)
@@ -106,12 +105,12 @@ def test_with_a_gpu_an_environment_has_the_papers_schedule_and_batch():
         "babyai": ((6, 13, 20), 32, 4),
         "sciworld": ((10, 20, 30), 16, 8),
     }
-    assert set(PAPER_OF) < set(ENVS)
+    assert settings_of("textcraft").paper == {}  # PAPER is its own
 
 
 def test_no_default_names_a_sub_task_that_the_environment_lacks():
-    for env, (_, subtasks) in LAPTOP_LISTS.items():
-        world = get_env(env)
+    for env in ENVS:
+        world, subtasks = get_env(env), settings_of(env).laptop.get("subtasks", ())
         assert set(subtasks) <= {world.subtask(index) for index in range(world.num_tasks())}
 
 
@@ -169,9 +168,9 @@ def test_deterministic_runs_sample_with_transformers():
 
 def test_the_objective_takes_its_numbers_from_the_options():
     config = Config(clip_ratio=0.3, ppo_epochs=2, temperature=0.7, max_tokens_per_micro_batch=9)
-    objective = config.objective
-    assert (objective.clip_ratio, objective.ppo_epochs) == (0.3, 2)
-    assert (objective.temperature, objective.max_tokens) == (0.7, 9)
+    assert isinstance(config, Objective)
+    assert {f.name for f in fields(Objective)} < {f.name for f in fields(Config)}
+    assert config.num_optimizer_steps(65) == 4
 
 
 def test_evaluation_has_the_longest_horizon_of_training_unless_told():

@@ -335,5 +335,5 @@ def test_adapters_on_adapters_and_saving_none_are_refused(tiny, tmp_path):
 
 
 def test_importing_the_module_does_not_import_peft():
-    code = "import sys, lora; sys.exit('peft' in sys.modules)"
+    code = "import sys, runtime.lora; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -218,3 +218,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template; use an instruct model"):
         load_tokenizer(str(tmp_path))
+
+
+# --- Attention along a tree, and the models that have another ------------------------------------
+
+
+def sliding_lm():
+    """A model whose layers look back 4 tokens only."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+        heads = dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=4)
+        return MistralForCausalLM(MistralConfig(**sizes, **heads, initializer_range=0.5)).eval()
+
+
+def test_a_model_with_attention_of_its_own_is_trained_without_sharing_and_refused_with_it():
+    lm = sliding_lm()
+    input_ids = torch.arange(27).reshape(3, 9) % 40
+    with torch.no_grad():
+        expected = lm(input_ids).logits.log_softmax(-1)[:, :-1]
+        expected = expected.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        log_probs, _ = PolicyModel(lm, share_prefix=False)(input_ids, MASK)
+    chosen = MASK[:, 1:].bool()
+    torch.testing.assert_close(log_probs[:, 1:][chosen], expected[chosen], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="use --no-share-prefix"):
+        PolicyModel(lm)(input_ids, MASK)
+
+
+def test_a_packed_row_never_reaches_a_model_that_would_ignore_its_parts():
+    policy = PolicyModel(small_lm(), share_prefix=False)
+    ids, mask = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 0, 1, 1]])
+    with pytest.raises(ValueError, match="share_prefix=True"):
+        policy(ids, mask, 1.0, torch.arange(4)[None], (2, 1, 1), torch.zeros(1, 4).long())

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from batching import Batch
-from models import load_policy
+from models import load_policy, tree_attention
 from runtime.default_models import resolve_model
-from runtime.prefix import group_cuts, opening_length, pack, tree_attention
+from runtime.prefix import group_cuts, opening_length, pack
 from update import Objective, cut, forward_policy
 
 
@@ -130,7 +130,7 @@ def test_log_probs_and_gradients_equal_the_unshared_path(
     batch: Batch, max_tokens: int, temperature: float
 ) -> None:
     policy = load_policy(resolve_model("tiny"))
-    shared = Objective(max_tokens=max_tokens, temperature=temperature, share_prefix=True)
+    shared = Objective(max_tokens_per_micro_batch=max_tokens, temperature=temperature)
     a = outcome(policy, batch, shared)
     b = outcome(policy, batch, replace(shared, share_prefix=False))
     torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-4)

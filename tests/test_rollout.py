@@ -27,7 +27,13 @@ from fakes import (
 
 from chat import ChatTemplate
 from engines import EngineError
-from envclient import EnvPool, EnvServerError, EnvTimeout, NotSupported
+from envclient import (
+    EnvConnectionError,
+    EnvPool,
+    EnvServerError,
+    EnvTimeout,
+    NotSupported,
+)
 from envs import Task
 from envs.server import create_app
 from models import load_tokenizer
@@ -594,7 +600,11 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
     pool = FakePool(playing(observe("no", 0.25, parse_error="no"), observe("home", 0.75, True)))
     engine = ScriptedEngine(saying("wait<e>", "open door<e>"))
     (handler,) = collect(
-        engine, pool, chat, requests_of(1, step=3), settings_of(record_state=True), weight_version=2
+        engine,
+        pool,
+        chat,
+        requests_of(1, step=3),
+        settings_of(record_state=True, weight_version=2),
     )
     line = json.loads(json.dumps(handler.to_line(), allow_nan=False))
     assert set(line) >= {
@@ -635,3 +645,25 @@ def test_a_server_that_cannot_show_its_state_loses_no_trajectory(chat):
     engine = ScriptedEngine(saying("open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(record_state=True))
     assert handler.stop_reason == "success" and handler.turns[0].state is None
+
+
+def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat):
+    """Its new session may have to wait for another episode to end (429); with one thread for
+    steps, that other one could not end while the restart sat in it."""
+    other_ended, failed = threading.Event(), []
+
+    def play(task_index, turn, text):
+        if task_index == 0 and not failed:
+            failed.append(1)
+            raise EnvConnectionError("gone", "http://fake/step")
+        other_ended.set()
+        return observe("home", 1.0, True)
+
+    def on_open():
+        if failed:
+            assert other_ended.wait(10), "the restart holds the thread that steps run in"
+
+    pool = FakePool(play, on_open=on_open)
+    engine = ScriptedEngine(saying("open door<e>"))
+    handlers = collect(engine, pool, chat, requests_of(2), settings_of(env_workers=1))
+    assert [h.stop_reason for h in handlers] == ["success", "success"]

@@ -29,7 +29,8 @@ from toy_env import (
     write_ids,
 )
 
-import train
+import config
+import session
 import worker
 from config import Config
 from engines import EngineError, TransformersEngine
@@ -37,8 +38,9 @@ from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
 from models import load_policy
 from reporting import metrics
-from reporting.sentinels import Alarm
+from reporting.sentinels import Alarm, Sentinels
 from runtime import checkpoint, rundir
+from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
 from train import usable_trajectories
@@ -345,7 +347,7 @@ def test_misuse_as_a_process_prints_one_line_and_no_traceback(tmp_path):
 def held_run(tmp_path):
     """A directory that looks like a run with options of its own, and no checkpoint."""
     settings = options(tmp_path, NOWHERE, steps=1)
-    run = rundir.open_run(train.complete(train.Config(**settings)))
+    run = rundir.open_run(config.complete(Config(**settings)))
     run.close()
     return Path(settings["run_dir"])
 
@@ -381,6 +383,19 @@ def test_options_that_contradict_the_resumed_run_are_named(held_run, capsys, cha
         assert train_main(["--resume", "--run-dir", str(held_run), *flags(**changes)]) == 2
     assert_one_line(capsys.readouterr().err, "--resume keeps the run's own options", *named)
     assert (held_run / "config.json").read_text() == before
+
+
+def test_a_value_error_in_the_middle_of_a_step_is_a_bug_with_its_traceback(tmp_path, monkeypatch):
+    """Misuse is found by the checks of options; what breaks later must say where."""
+
+    def broken(self, *_):
+        raise ValueError("shapes (3,) and (4,)")
+
+    monkeypatch.setattr(worker.Worker, "update", broken)
+    with serve() as url, pytest.raises(ValueError, match="shapes") as error:
+        run_in_process(tmp_path, url, algorithm="reinforce_plus_plus", entropy_coef=0.01)
+    assert not isinstance(error.value, config.Misuse)
+    assert (tmp_path / "run/config.json").exists()
 
 
 # --- Servers and engines that fail: exit code 1, one line that names them ------------------------
@@ -680,23 +695,43 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stop
 
 def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrupted, monkeypatch):
     """Step 3 is logged and then the process dies: its line has no checkpoint and must go."""
-    show_step = train.show_step
+    show_step = session.show_step
 
-    def crash(logger, run, step, *rest):
+    def crash(logger, step, *rest):
         if step == 3:
             raise MemoryError("killed")
-        show_step(logger, run, step, *rest)
+        show_step(logger, step, *rest)
 
     with serve() as url:
         settings = resumable(tmp_path, url, steps=4, save_every=2)
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(train, "show_step", crash)
+            patch.setattr(session, "show_step", crash)
             train_main(flags(**settings))
         run_dir = Path(settings["run_dir"])
         assert len(read_metrics(run_dir)) == 3
         assert checkpoint.steps_saved(run_dir) == [2]
         assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
     assert_same(run_dir, uninterrupted)
+
+
+def test_a_resumed_sampler_has_a_stream_of_its_own_however_many_checkpoints_are_left(
+    tmp_path, monkeypatch
+):
+    """vLLM's seed. Counting the checkpoints that are left repeats a stream once old ones go."""
+    seeds, make = [], worker.make_engine
+
+    def seen(kind, *arguments, **options):
+        seeds.append(options.get("seed"))
+        return make("transformers", *arguments)
+
+    monkeypatch.setattr(worker, "make_engine", seen)
+    with serve() as url:
+        settings = resumable(tmp_path, url, deterministic=False, engine="vllm", keep_last=1)
+        assert train_main(flags(**settings | {"steps": 1, "save_every": 1})) == 0
+        for steps in (2, 3, 4):
+            argv = ["--resume", "--run-dir", settings["run_dir"], "--steps", str(steps)]
+            assert train_main(argv) == 0
+    assert len(set(seeds)) == len(seeds) == 4
 
 
 def test_another_seed_gives_another_run(tmp_path, uninterrupted):
@@ -707,10 +742,10 @@ def test_another_seed_gives_another_run(tmp_path, uninterrupted):
 
 
 def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held_run):
-    saved = rundir.saved_config(str(held_run))
+    saved = config.saved_config(str(held_run))
     assert saved.steps == 1
     argv = ["--resume", "--run-dir", str(held_run), "--steps", "60"]
-    assert train.parse_command_line(train.Config, argv, "train.py", saved).steps == 60
+    assert parse_command_line(Config, argv, "train.py", saved).steps == 60
 
 
 # --- Adapters, sentinels, memory -----------------------------------------------------------------
@@ -751,7 +786,7 @@ def alarmed(monkeypatch):
             return []
         return [Alarm("entropy_floor", 0.0, 0.1, "stop", f"step {step}: entropy is 0.0")]
 
-    monkeypatch.setattr(worker.Sentinels, "check", check)
+    monkeypatch.setattr(Sentinels, "check", check)
 
 
 def test_a_collapsing_run_stops_saved_and_names_its_best_checkpoint(tmp_path, capsys, alarmed):
@@ -792,7 +827,7 @@ def test_a_run_may_go_on_all_the_same(tmp_path, capsys, alarmed):
 def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, monkeypatch):
     """The warm start takes minutes; it is not something to wait for."""
 
-    def interrupted(config):
+    def interrupted(config, accelerator):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
         raise AssertionError("was not interrupted")
@@ -807,7 +842,7 @@ def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, mo
 
 def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(worker.Sentinels, "check", lambda self, *what: seen.append(what) or [])
+    monkeypatch.setattr(Sentinels, "check", lambda self, *what: seen.append(what) or [])
     with serve() as url:
         code, run_dir = run_in_process(tmp_path, url, steps=2, eval_every=2, eval_samples=1)
     assert code == 0

@@ -9,15 +9,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import update
 from batching import Batch
-from losses import kl_estimate, masked_mean
+from kl import kl_estimate
+from losses import masked_mean
 from models import CriticModel, PolicyModel
-from update import Objective, cut, score_critic, score_policy, update_critic, update_policy
+from update import Learner, Objective, cut, score_critic, score_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
 POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # of which the policy sampled the last ones
 WIDE = Objective(
     mini_batch_size=64,
-    max_tokens=10_000,
+    max_tokens_per_micro_batch=10_000,
     max_grad_norm=1e9,
     sampler_is_cap=0.0,
     share_prefix=False,
@@ -87,11 +88,39 @@ def log_probs_of(policy, batch):
     return score_policy(policy, batch, WIDE, "cpu")
 
 
+def values_of(critic, batch, max_tokens=10_000):
+    return score_critic(critic, batch, replace(WIDE, max_tokens_per_micro_batch=max_tokens), "cpu")
+
+
+def policy_step(
+    accelerator,
+    policy,
+    optimizer,
+    batch,
+    advantages,
+    objective,
+    old_log_probs=None,
+    ref_log_probs=None,
+    seed=0,
+    signal_share=1.0,
+):
+    """`update_policy` on the batch with these added."""
+    added = dict(advantages=advantages, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    learner = Learner(accelerator, policy, optimizer)
+    return update.update_policy(learner, replace(batch, **added), objective, seed, signal_share)
+
+
+def critic_step(accelerator, critic, optimizer, batch, values, returns, objective):
+    """`update_critic` on the batch with these added."""
+    learner = Learner(accelerator, critic, optimizer)
+    return update.update_critic(learner, replace(batch, values=values, returns=returns), objective)
+
+
 def moved(accelerator, batch, advantages, objective, lr=1.0, **options):
     """(how far one update with SGD moves the policy's parameters, its metrics)."""
     policy = make_policy()
     before = flat(policy)
-    metrics = update_policy(
+    metrics = policy_step(
         accelerator, policy, sgd(policy, lr), batch, advantages, objective, **options
     )
     return flat(policy) - before, metrics
@@ -105,7 +134,7 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-# --- Trap 3: the reference reads ppo_epochs and takes one pass whatever it says ------------------
+# --- Trap 3: ppo_epochs is read, and one pass is taken whatever it says ---------------------------
 
 
 @pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, 64, 1), (1, 4, 2), (3, 2, 9)])
@@ -118,7 +147,7 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
     policy.register_forward_hook(lambda module, args, out: seen.extend(args[0][:, 0].tolist()))
     objective = replace(WIDE, ppo_epochs=epochs, mini_batch_size=mini_batch)
     old = log_probs_of(make_policy(), batch)
-    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, objective, old)
+    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, objective, old)
     assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
     assert objective.num_optimizer_steps(len(batch)) == steps
     assert sorted(seen) == sorted(batch.input_ids[:, 0].tolist() * epochs)
@@ -132,7 +161,7 @@ def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(
         policy.register_forward_hook(lambda module, args, out: seen.append(args[0][0].tolist()))
         objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
         old = log_probs_of(make_policy(), batch)
-        update_policy(
+        policy_step(
             accelerator, policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed
         )
         return seen
@@ -147,7 +176,7 @@ def test_several_optimizer_steps_without_old_log_probs_are_refused(accelerator, 
     policy = make_policy()
     objective = replace(WIDE, ppo_epochs=2)
     with pytest.raises(ValueError, match="several optimizer steps need old_log_probs"):
-        update_policy(accelerator, policy, sgd(policy), batch, advantages, objective)
+        policy_step(accelerator, policy, sgd(policy), batch, advantages, objective)
 
 
 # --- Trap 14: a mean per micro-batch and then the mean of means depends on the split -------------
@@ -163,7 +192,7 @@ def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
         ref_log_probs=log_probs_of(make_policy(2), batch),
     )
     objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
-    split = replace(objective, max_tokens=max_tokens, share_prefix=share_prefix)
+    split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
     assert len(cut(batch, list(range(len(batch))), split)) > 1
     whole, whole_metrics = moved(accelerator, batch, advantages, objective, **options)
     parts, parts_metrics = moved(accelerator, batch, advantages, split, **options)
@@ -180,7 +209,9 @@ def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
     (-(log_probs * advantages).sum() / sum(POLICY_TOKENS)).backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for max_tokens in (1, 10_000):
-        step, _ = moved(accelerator, batch, advantages, replace(WIDE, max_tokens=max_tokens))
+        step, _ = moved(
+            accelerator, batch, advantages, replace(WIDE, max_tokens_per_micro_batch=max_tokens)
+        )
         torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
     policy.zero_grad()
     log_probs, _ = policy(batch.input_ids, batch.loss_mask)
@@ -194,9 +225,9 @@ def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, adv
     def step(max_tokens):
         critic = make_critic()
         before = flat(critic)
-        objective = replace(WIDE, max_tokens=max_tokens, value_clip=100.0)
-        old = score_critic(critic, batch, 10_000, "cpu")
-        metrics = update_critic(accelerator, critic, sgd(critic), batch, old, advantages, objective)
+        objective = replace(WIDE, max_tokens_per_micro_batch=max_tokens, value_clip=100.0)
+        old = values_of(critic, batch)
+        metrics = critic_step(accelerator, critic, sgd(critic), batch, old, advantages, objective)
         return flat(critic) - before, metrics
 
     whole, metrics = step(10_000)
@@ -211,7 +242,7 @@ def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(
     batch, max_tokens, share_prefix
 ):
     policy, objective = make_policy().eval(), replace(WIDE, share_prefix=share_prefix)
-    objective = replace(objective, max_tokens=max_tokens)
+    objective = replace(objective, max_tokens_per_micro_batch=max_tokens)
     expected = policy(batch.input_ids, batch.loss_mask)[0].detach()
     got = score_policy(policy, batch, objective, "cpu")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -224,10 +255,10 @@ def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(
 @pytest.mark.parametrize("max_tokens", [1, 24])
 def test_values_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(batch, max_tokens):
     critic = make_critic()
-    whole = score_critic(critic, batch, 10_000, "cpu")
+    whole = values_of(critic, batch)
     assert (whole[batch.loss_mask == 0] == 0).all()
     assert (whole[batch.loss_mask == 1] != 0).all()
-    parts = score_critic(critic, batch, max_tokens, "cpu")
+    parts = values_of(critic, batch, max_tokens)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
 
 
@@ -237,7 +268,9 @@ def test_values_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(b
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages, bad):
     advantages[0, LENGTHS[0] - 1] = bad
-    step, metrics = moved(accelerator, batch, advantages, replace(WIDE, max_tokens=14))
+    step, metrics = moved(
+        accelerator, batch, advantages, replace(WIDE, max_tokens_per_micro_batch=14)
+    )
     assert (step == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
@@ -248,7 +281,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(accelerator, 
     before = flat(policy)
     next(policy.parameters()).register_hook(lambda gradient: gradient * math.inf)
     optimizer = torch.optim.AdamW(policy.parameters())
-    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, WIDE)
+    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, WIDE)
     assert math.isfinite(metrics["policy/loss"])
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
     assert torch.equal(flat(policy), before)
@@ -264,9 +297,7 @@ def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, bat
     poisoned[1, LENGTHS[2] - 1] = math.nan
     old = log_probs_of(make_policy(), pair)
     for seed in range(4):  # whichever of the two comes first
-        step, metrics = moved(
-            accelerator, pair, poisoned, objective, old_log_probs=old, shuffle_seed=seed
-        )
+        step, metrics = moved(accelerator, pair, poisoned, objective, old_log_probs=old, seed=seed)
         alone, _ = moved(accelerator, batch.rows([0]), healthy[:1], objective)
         torch.testing.assert_close(step, alone, atol=1e-5, rtol=1e-5)
         assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (1, 1)
@@ -282,7 +313,7 @@ def test_a_skipped_gradient_is_not_added_to_the_next(accelerator, batch, advanta
     next(policy.parameters()).register_hook(first_is_infinite)
     objective = replace(WIDE, mini_batch_size=1)
     old = log_probs_of(make_policy(), batch)
-    metrics = update_policy(accelerator, policy, sgd(policy), batch, advantages, objective, old)
+    metrics = policy_step(accelerator, policy, sgd(policy), batch, advantages, objective, old)
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (5, 1)
     assert torch.isfinite(flat(policy)).all()
 
@@ -291,8 +322,8 @@ def test_the_critic_skips_what_is_not_finite_too(accelerator, batch, advantages)
     critic = make_critic()
     before = flat(critic)
     advantages[0, LENGTHS[0] - 1] = math.nan
-    old = score_critic(critic, batch, 10_000, "cpu")
-    update_critic(accelerator, critic, sgd(critic), batch, old, advantages, WIDE)
+    old = values_of(critic, batch)
+    critic_step(accelerator, critic, sgd(critic), batch, old, advantages, WIDE)
     assert torch.equal(flat(critic), before)
 
 
@@ -304,7 +335,7 @@ def test_the_first_update_has_the_stated_learning_rate(accelerator, batch, advan
     policy = make_policy()
     before = flat(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
-    metrics = update_policy(accelerator, policy, optimizer, batch, advantages, WIDE)
+    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, WIDE)
     assert (flat(policy) - before).abs().max().item() == pytest.approx(1e-3, rel=0.01)
     assert metrics["policy/learning_rate"] == 1e-3
 
@@ -370,7 +401,7 @@ def test_kl_in_the_loss_moves_the_policy_towards_the_reference(accelerator, batc
     for _ in range(5):
         kl = kl_estimate(log_probs_of(policy, batch), ref, estimator, batch.loss_mask)
         distances.append(float(masked_mean(kl, batch.loss_mask)))
-        metrics = update_policy(
+        metrics = policy_step(
             accelerator, policy, optimizer, batch, nothing, objective, ref_log_probs=ref
         )
         assert metrics["policy/kl"] == pytest.approx(distances[-1], rel=1e-4)
@@ -383,7 +414,7 @@ def test_the_entropy_bonus_raises_the_entropy(accelerator, batch):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
     entropies = []
     for _ in range(5):
-        metrics = update_policy(
+        metrics = policy_step(
             accelerator, policy, optimizer, batch, nothing, replace(WIDE, entropy_coef=1.0)
         )
         entropies.append(metrics["policy/entropy"])
@@ -397,8 +428,8 @@ def test_the_critic_moves_towards_the_returns(accelerator, batch):
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3, weight_decay=0.0)
     seen = []
     for _ in range(40):
-        old = score_critic(critic, batch, 10_000, "cpu")
-        seen.append(update_critic(accelerator, critic, optimizer, batch, old, returns, WIDE))
+        old = values_of(critic, batch)
+        seen.append(critic_step(accelerator, critic, optimizer, batch, old, returns, WIDE))
     assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
     assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
 
@@ -406,8 +437,8 @@ def test_the_critic_moves_towards_the_returns(accelerator, batch):
 def test_a_perfect_critic_explains_all_variance_and_does_not_move(accelerator, batch):
     critic = make_critic()
     before = flat(critic)
-    values = score_critic(critic, batch, 10_000, "cpu")
-    metrics = update_critic(accelerator, critic, sgd(critic), batch, values, values, WIDE)
+    values = values_of(critic, batch)
+    metrics = critic_step(accelerator, critic, sgd(critic), batch, values, values, WIDE)
     assert metrics["critic/explained_variance"] == pytest.approx(1.0)
     assert metrics["critic/loss"] == pytest.approx(0.0, abs=1e-9)
     torch.testing.assert_close(flat(critic), before, atol=1e-5, rtol=0)
@@ -428,6 +459,37 @@ def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
     too_far, other = moved(accelerator, kept, advantages[:4, :width], objective)
     assert too_far.norm() > 1.3 * whole.norm()
     assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
+
+
+def test_the_other_terms_are_not_scaled_with_the_share_of_signal(accelerator, batch, advantages):
+    """Leaving out what says nothing makes the surrogate an eighth as sure, and KL and entropy not
+    an eighth as strong: the gradient is share · surrogate + terms, each a mean over the batch."""
+    ref = log_probs_of(make_policy(1), batch)
+    terms = replace(WIDE, entropy_coef=0.3, kl_loss_coef=0.5)
+
+    def step(objective, share, given=advantages):
+        return moved(accelerator, batch, given, objective, ref_log_probs=ref, signal_share=share)
+
+    surrogate, _ = step(WIDE, 1.0)
+    others, _ = step(terms, 1.0, torch.zeros_like(advantages))
+    both, metrics = step(terms, 0.125)
+    torch.testing.assert_close(both, 0.125 * surrogate + others, atol=1e-5, rtol=1e-4)
+    assert others.norm() > 0.1 * surrogate.norm()
+    assert metrics["policy/loss"] == pytest.approx(step(terms, 1.0)[1]["policy/loss"])
+
+
+@pytest.mark.parametrize("max_tokens", [14, 24, 10_000])
+def test_the_padding_that_is_reported_is_that_of_the_passes(
+    accelerator, batch, advantages, max_tokens
+):
+    """Of the mini-batches' own cuts, not of a cut of the whole batch that nobody made."""
+    policy, cells = make_policy(), []
+    policy.register_forward_hook(lambda module, args, out: cells.append(args[0].numel()))
+    objective = replace(WIDE, mini_batch_size=2, max_tokens_per_micro_batch=max_tokens)
+    old = log_probs_of(make_policy(), batch)
+    policy_step(accelerator, policy, sgd(policy), batch, advantages, objective, old, seed=3)
+    assert update.padding_of(batch, objective, seed=3) == 1 - sum(LENGTHS) / sum(cells)
+    assert update.padding_of(batch, replace(objective, share_prefix=True)) == 0.0
 
 
 def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):

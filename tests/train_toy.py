@@ -24,29 +24,30 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
 from toy_env import registered  # noqa: E402
 
+import session  # noqa: E402
 import train  # noqa: E402
 import worker  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
 from reporting import metrics  # noqa: E402
 from reporting.metrics import MetricsLogger  # noqa: E402
-from runtime import checkpoint, distributed  # noqa: E402
-from runtime.rundir import Run  # noqa: E402
+from runtime import checkpoint, distributed, files  # noqa: E402
+from session import Session  # noqa: E402
 from worker import Worker  # noqa: E402
 
 # What a process can be doing -> the function it does it in; they nest, and the innermost counts.
 PHASES = {
-    "resuming": (Worker, "restore"),
+    "resuming": (Session, "restore"),
     "truncating": (metrics, "truncate_log"),
     "amending": (MetricsLogger, "amend"),
     "rollout": (Worker, "roll_out"),
     "log-probs": (Worker, "score"),
     "update": (Worker, "update"),
     "sync": (Worker, "sync"),
-    "evaluation": (Worker, "evaluate"),
+    "evaluation": (Session, "evaluate"),
     "logging": (MetricsLogger, "log"),
-    "saving": (Worker, "save"),
+    "saving": (Session, "save"),
     "pruning": (checkpoint, "prune"),
-    "showing": (train, "show_step"),
+    "showing": (session, "show_step"),
 }
 
 # Where to die -> the phase (None: any), and which call of which function in it is not reached.
@@ -56,9 +57,9 @@ PLACES = {
     "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
     "in the middle of the weight sync": ("sync", distributed, "whole", 5),
     "in the evaluation": ("evaluation", TransformersEngine, "poll", 2),
-    "between the evaluation's two files": ("evaluation", Run, "_write", 2),
+    "between the evaluation's two files": ("evaluation", files, "write_text", 2),
     "before the step is logged": (None, MetricsLogger, "log", 1),
-    "between logging and saving": (None, Worker, "watch", 1),
+    "between logging and saving": (None, Session, "watch", 1),
     "after the policy's files": ("saving", checkpoint, "_write", 1),
     "in the middle of the optimizer's file": ("saving", dcp_files, "_write_item", 40),
     "before the checkpoint gets its name": ("saving", checkpoint, "finish_folder", 1),
@@ -66,8 +67,8 @@ PLACES = {
     "while the best is marked": ("saving", os, "replace", 1),
     "before pruning": (None, checkpoint, "prune", 1),
     "in the middle of pruning": ("pruning", os, "unlink", 5),
-    "between saving and the timings": (None, train, "show_step", 1),
-    "before the picture is drawn": ("showing", train, "plot", 1),
+    "between saving and the timings": (None, session, "show_step", 1),
+    "before the picture is drawn": ("showing", session, "plot", 1),
     "while weights are restored": ("resuming", checkpoint, "load", 1),
     "while the log is truncated": ("truncating", os, "replace", 1),
     "while the log is amended": ("amending", builtins, "open", 1),  # again, to go on with it
@@ -86,7 +87,7 @@ class Watch:
         self.file = open(file if speaks else os.devnull, "a", buffering=1)  # noqa: SIM115
         self.step, self.phases = 0, ["between"]
         self.calls = 0
-        train.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
+        session.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
         self.wrap(train, "requests_of", self.on_step)
         for phase, (owner, name) in PHASES.items():
             self.wrap(owner, name, self.on_phase, phase)

@@ -22,13 +22,20 @@ from batching import Batch
 from models import CriticModel, PolicyModel
 from runtime import distributed
 from runtime.lora import add_lora
-from update import Objective, score_critic, score_policy, update_critic, update_policy
+from update import (
+    Learner,
+    Objective,
+    score_critic,
+    score_policy,
+    update_critic,
+    update_policy,
+)
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
 OBJECTIVE = Objective(
     mini_batch_size=64,
-    max_tokens=40,
+    max_tokens_per_micro_batch=40,
     max_grad_norm=1e9,
     share_prefix=False,
     entropy_coef=0.01,
@@ -40,12 +47,18 @@ CASES = {
     "grpo lora": ("grpo", 4, {}, "sgd", None),
     "ppo": ("ppo", 0, {"share_prefix": True}, "sgd", None),
     "ppo lora": ("ppo", 4, {}, "sgd", None),
-    "shared": ("grpo", 0, {"share_prefix": True, "max_tokens": 10_000}, "sgd", None),
+    "shared": (
+        "grpo",
+        0,
+        {"share_prefix": True, "max_tokens_per_micro_batch": 10_000},
+        "sgd",
+        None,
+    ),
     "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd", None),
     "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw", None),
     "checkpointing": ("grpo", 0, {}, "sgd", None),
     "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
-    "not finite": ("grpo", 0, {"max_tokens": 14}, "sgd", None),
+    "not finite": ("grpo", 0, {"max_tokens_per_micro_batch": 14}, "sgd", None),
 }
 
 
@@ -90,18 +103,19 @@ def run(case: str) -> dict:
     if rows is not None:
         batch = batch.rows(rows)
 
-    def prepared(model: torch.nn.Module) -> tuple:
+    def prepared(model: torch.nn.Module) -> Learner:
         if case == "checkpointing":
             distributed.checkpoint_activations(model)
         model = distributed.shard(accelerator, model.train())
         learning = [p for p in model.parameters() if p.requires_grad]
         make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
-        return model, make(learning, lr=1.0 if kind == "sgd" else 0.01)
+        return Learner(accelerator, model, make(learning, lr=1.0 if kind == "sgd" else 0.01))
 
-    policy, optimizer = prepared(make_policy(lora_rank))
+    learner = prepared(make_policy(lora_rank))
+    policy, optimizer = learner.model, learner.optimizer
     reference = distributed.shard(accelerator, make_policy().eval().requires_grad_(False))
-    old = score_policy(policy, batch, objective, device)
-    ref = score_policy(reference, batch, objective, device)
+    batch.old_log_probs = score_policy(policy, batch, objective, device)
+    batch.ref_log_probs = score_policy(reference, batch, objective, device)
     metrics = {}
     critic = None
     if algorithm == "ppo":
@@ -109,19 +123,16 @@ def run(case: str) -> dict:
         torch.nn.init.normal_(
             critic.value_head.weight, generator=torch.Generator().manual_seed(1), std=0.1
         )
-        critic, critic_optimizer = prepared(critic)
-        values = score_critic(critic, batch, objective.max_tokens, device)
-        advantages, returns = gae(batch.token_rewards, values, batch.loss_mask)
-        metrics |= update_critic(
-            accelerator, critic, critic_optimizer, batch, values, returns, objective
-        )
+        critic_learner = prepared(critic)
+        critic = critic_learner.model
+        batch.values = score_critic(critic, batch, objective, device)
+        batch.advantages, batch.returns = gae(batch.token_rewards, batch.values, batch.loss_mask)
+        metrics |= update_critic(critic_learner, batch, objective)
     else:
-        advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
+        batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     if case == "not finite":
-        advantages[3] = torch.nan
-    metrics |= update_policy(
-        accelerator, policy, optimizer, batch, advantages, objective, old, ref, signal_share=0.5
-    )
+        batch.advantages[3] = torch.nan
+    metrics |= update_policy(learner, batch, objective, signal_share=0.5)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     weights = {
         f"{name}.{n}": distributed.whole(p.detach()).clone()
@@ -138,7 +149,7 @@ def run(case: str) -> dict:
     return {
         "metrics": metrics,
         "weights": weights,
-        "scores": {"old": old, "ref": ref},
+        "scores": {"old": batch.old_log_probs, "ref": batch.ref_log_probs},
         "held": distributed.gather(held),
         "kinds": sorted(kinds),
         "ranks": distributed.world_size(),

@@ -1,0 +1,241 @@
+"""A run from its opening to its end: resumed, logged, evaluated, saved, stopped without loss.
+
+`train.py` is what happens in a step; this file is what makes a run out of steps:
+
+    open       the directory, locked; Ctrl-C and SIGTERM heard; a `Worker`
+    restore    with --resume, the newest checkpoint, and the logs cut back to it
+    each step  log, look for collapse, evaluate and save where that is due
+    end        close; after Ctrl-C save first, and say which command goes on
+
+Read next: `runtime/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from reporting.progress import Progress
+
+from config import Config, Misuse
+from reporting.metrics import MetricsLogger
+from reporting.plots import plot
+from rollout import RolloutStats
+from runtime import checkpoint, distributed, rundir
+from runtime.clock import Clock
+from runtime.interrupt import StopRequests
+from worker import Worker
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; one line says why."""
+
+
+@contextlib.contextmanager
+def at_work(config: Config) -> Iterator[Session]:
+    """A session of the run that the options name, new or resumed.
+
+    Raises:
+        Misuse: an option, or what it names, cannot work; no run is left behind.
+        KeyboardInterrupt: after Ctrl-C, once all is saved.
+    """
+    distributed.join()
+    run = rundir.open_run(config)
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.close)
+        stop = stack.enter_context(StopRequests())
+        try:
+            worker = Worker(config, run, stack, stop)
+        except Misuse:
+            run.discard()
+            raise
+        except KeyboardInterrupt:
+            run.discard()
+            distributed.say("\nstopped before training began; the same command starts it again")
+            raise
+        session = Session(config, run, worker, stop)
+        session.restore()
+        stack.callback(session.logger.close)
+        try:
+            yield session
+        except KeyboardInterrupt:
+            session.save_what_is_done()
+            distributed.say(
+                f"\nstopped after step {session.completed_step}, saved. Go on with:\n"
+                f"  {run.resume_command()}"
+            )
+            distributed.meet()
+            raise
+        distributed.meet()
+
+
+class Session:
+    """A run that is open: what it has done, how it is doing, what of it is on disk."""
+
+    logger: MetricsLogger
+
+    def __init__(self, config: Config, run: rundir.Run, worker: Worker, stop: StopRequests) -> None:
+        self.config, self.run, self.worker, self.stop = config, run, worker, stop
+        self.completed_step = self.saved_step = 0
+        self.progress = Progress(
+            run_path=run.path, start=worker.start, kl_controller=worker.kl_controller
+        )
+
+    def restore(self) -> None:
+        """Open the logs; with --resume, go back to the newest checkpoint."""
+        path, worker = self.run.path, self.worker
+        steps = checkpoint.steps_saved(path) if self.config.resume else []
+        if steps:
+            step = steps[-1]
+            state = checkpoint.read_state(path, step, self.identity())
+            checkpoint.load(path, step, worker.parts())
+            self.progress.load_state_dict(state)
+            self.completed_step = self.saved_step = step
+            worker.load_into_engine()
+            self.tidy_up(step)
+            distributed.say(f"resumed after step {step}")
+        resume_step = self.completed_step if self.config.resume else None
+        self.logger = MetricsLogger(path, resume_step, writes=self.run.writes)
+
+    def steps_left(self) -> range:
+        """Numbers of the steps to do, counted from 1."""
+        return range(self.completed_step + 1, self.config.steps + 1)
+
+    # Evaluation
+
+    def evaluate_start(self) -> None:
+        """The evaluation that a new run begins with, or that a resumed one lacks: it was cut short
+        by Ctrl-C, or no checkpoint knows of it."""
+        step, c = self.completed_step, self.config
+        if is_due(step, c.eval_every, c.steps) and self.progress.evaluated_step != step:
+            metrics = self.evaluate(step)
+            self.watch(step, metrics)
+            if step:
+                self.logger.amend(step, metrics)
+                self.mark_if_best(step)
+
+    def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
+        """`evaluate`; one that Ctrl-C cuts short is made up for when the run is resumed."""
+        if is_due(step, self.config.eval_every, self.config.steps) and not self.stop.agreed():
+            with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
+                return self.evaluate(step)
+        return {}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out success of the policy as it is now; details go to eval/ and trajectories/."""
+        if not self.worker.eval_tasks:
+            return {}
+        summary, trajectories = self.worker.evaluate(step)
+        self.run.write_json(f"eval/step_{step:06d}.json", summary)
+        self.run.write_trajectories(f"eval_{step:06d}", trajectories)
+        row = summary["overall"]
+        avg = row["avg"]
+        if avg["value"] is None:
+            raise TrainingError(
+                f"step {step}: every held-out trajectory was lost: {summary['lost']['last_error']}"
+            )
+        distributed.say(
+            f"step {step}: held-out success {avg['value']:.1%} "
+            f"[{avg['low']:.1%}, {avg['high']:.1%}], "
+            f"{row['items']} tasks x {self.config.eval_samples} samples"
+        )
+        self.progress.note_evaluation(step, avg["value"])
+        return {
+            "eval/avg": avg["value"],
+            "eval/pass": row["pass"]["value"],
+            "eval/return_mean": row["return_mean"],
+        }
+
+    # The end of a step
+
+    def finish_step(
+        self, step: int, metrics: dict[str, Any], clock: Clock, stats: RolloutStats
+    ) -> None:
+        """Log, save where that is due, show; and end the run where it must not go on.
+
+        Raises:
+            TrainingError: the run is collapsing, and --on-collapse stop.
+            KeyboardInterrupt: Ctrl-C came during the step.
+        """
+        # Logged before saving: a resume drops lines that it has no checkpoint for.
+        self.logger.log(step, metrics)
+        self.completed_step = step
+        collapse = self.watch(step, metrics)
+        is_best = self.progress.best_step == step
+        if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse:
+            with clock("time/save_s"):
+                self.save(step)
+        seconds = max(stats.seconds, 1e-9)
+        timings = clock.values | {
+            "time/step_s": clock.total(),
+            "rollout/generated_tokens_per_s": stats.generated_tokens / seconds,
+            "rollout/engine_idle_share": stats.engine_idle_s / seconds,
+            "memory/peak_bytes": clock.peak_bytes(),
+        }
+        show_step(self.logger, step, metrics, timings)
+        if collapse:
+            raise TrainingError(collapse)
+        if self.stop.agreed():
+            raise KeyboardInterrupt
+
+    def watch(self, step: int, metrics: dict[str, Any]) -> str | None:
+        """Say what the sentinels see in a step; why the run must stop, if it must."""
+        lines, collapse = self.progress.watch(step, metrics, self.config.on_collapse)
+        for line in lines:
+            distributed.say(line)
+        return collapse
+
+    # Checkpoints
+
+    def save(self, step: int) -> None:
+        """A checkpoint of the state after `step`. Collective."""
+        state = self.identity() | self.progress.state_dict()
+        worker = self.worker
+        checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
+        self.saved_step = step
+        self.tidy_up(step)
+
+    def save_what_is_done(self) -> None:
+        """A checkpoint unless there is one of the last completed step."""
+        done = self.completed_step
+        if done > self.saved_step or not checkpoint.steps_saved(self.run.path):
+            self.save(done)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes it must have in common."""
+        c = self.config
+        return {"algorithm": c.algorithm, "model": c.model, "lora_rank": c.lora_rank}
+
+    def tidy_up(self, step: int) -> None:
+        """What follows a checkpoint's rename, and what a kill in between has left to do."""
+
+        def prune() -> None:
+            checkpoint.prune(self.run.path, self.config.keep_last)
+
+        self.mark_if_best(step)
+        distributed.first("pruning", prune)
+
+    def mark_if_best(self, step: int) -> None:
+        """Point checkpoints/best at `step` if its evaluation is the best and it was saved."""
+
+        def mark() -> None:
+            is_saved = step in checkpoint.steps_saved(self.run.path)
+            if self.progress.best_step == step and is_saved:
+                checkpoint.mark_best(self.run.path, step)
+
+        distributed.first("saving", mark)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    return bool(every) and (step % every == 0 or step == last)
+
+
+def show_step(
+    logger: MetricsLogger, step: int, metrics: dict[str, Any], timings: dict[str, Any]
+) -> None:
+    """The step's timings, its row at the terminal, the picture."""
+    logger.timings(step, timings)
+    logger.print_row(step, metrics, timings)
+    if logger.writes:
+        plot(logger.run_dir)
