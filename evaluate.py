@@ -31,7 +31,8 @@ How to run:
 
     .venv/bin/python evaluate.py --env textcraft --model runs/NAME/checkpoints/best --samples 4
     .venv/bin/python evaluate.py --env textcraft --max-rounds 5 10 20 30
-    .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 --api-model NAME
+    .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 \\
+        --api-model NAME --api-key-env OPENAI_API_KEY
     .venv/bin/python evaluate.py --env all --model runs/NAME/checkpoints/best --out results/NAME
     .venv/bin/python evaluate.py --env all --limit 2
     .venv/bin/python evaluate.py --compare before/eval.json after/eval.json
@@ -54,12 +55,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, load_tasks
 from reporting.evalconfig import ALL, EvalConfig
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
-from rollout import EngineError, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
+from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.cli import complain, parse_command_line
 from runtime.files import write_json, write_text
 from trajectory import Trajectory

@@ -26,9 +26,7 @@ What can go wrong, and what becomes of it:
     the environment server fails                  as in rollout.py: a reset is tried 3 times, an
                                                   episode once more from its reset; then `env_error`
 
-Run:        .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 \\
-                --api-model NAME --api-key-env OPENAI_API_KEY
-Read next:  evaluate.py, which turns trajectories into numbers
+Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 """
 
 import contextlib
@@ -55,6 +53,7 @@ from rollout import (
 from trajectory import Trajectory, Turn
 
 MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again
+LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
 
 class ApiError(EngineError):
@@ -129,7 +128,8 @@ class ChatApi:
         except openai.APIStatusError as error:
             status, body = error.status_code, error.response.text
             problem = f"HTTP {status}: {' '.join(body[:300].split())}"
-            if status in (400, 413) and _is_about_length(body):
+            is_about_length = any(words in body.lower() for words in LENGTH_WORDS)
+            if status in (400, 413) and is_about_length:
                 raise ContextFull(f"{self.url} answered {problem}") from None
             if 400 <= status < 500 and status not in MAY_PASS:
                 raise ApiRefused(f"{self.url} answered {problem}") from None
@@ -185,10 +185,6 @@ def _message_text(response: httpx2.Response) -> str | None:
         return None
     # Half a surrogate pair, of a character cut by max_tokens, can be neither sent nor written.
     return content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
-
-
-def _is_about_length(body: str) -> bool:
-    return any(word in body.lower() for word in ("context", "too long", "maximum length"))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -302,23 +298,18 @@ def _play_with_retries(
     trajectory: Trajectory,
 ) -> None:
     """Play; what the servers lose is tried again, then marked with its stop_reason and error."""
-    tries_left = {"reset": NUM_TRIES, "step": 2}
+    tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
     while True:
         trajectory.turns, trajectory.messages = [], []
         try:
             with contextlib.closing(pool.client()) as client:
                 return run_api_episode(api, client, request, settings, trajectory)
-        except EnvError as error:
-            failed = "step" if trajectory.messages else "reset"
-            tries_left[failed] -= 1
-            if not tries_left[failed]:
-                return _lose(trajectory, "env_error", error)
         except ApiRefused:
             raise
-        except ApiError as error:
-            return _lose(trajectory, "engine_error", error)
-
-
-def _lose(trajectory: Trajectory, reason: str, error: Exception) -> None:
-    trajectory.stop(reason)
-    trajectory.error = " ".join(str(error).split())
+        except (EnvError, ApiError) as error:
+            failed = "step" if trajectory.messages else "reset"
+            failed = "ask" if isinstance(error, ApiError) else failed
+            tries_left[failed] -= 1
+            if not tries_left[failed]:
+                trajectory.error = " ".join(str(error).split())
+                return trajectory.stop("engine_error" if failed == "ask" else "env_error")

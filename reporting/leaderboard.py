@@ -32,6 +32,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from reporting.scoring import percent
+
 MODELS = ("base 3B", "base 7B", "AG-3B", "AG-7B", "SI-7B")
 PAPER_TEMPERATURE = 1.0
 REASON = "not measured: "
@@ -186,7 +188,7 @@ def _rows(benchmark: Benchmark) -> list[list[str]]:
         for name, row in _ours(env, summary):
             is_other = env in PAPER and _items(row) != PAPER[env].row(name)[0]
             items = f"{_items(row)} !" if is_other else str(_items(row))
-            cells = [_percent(row[key]) if row else "-" for key in scores]
+            cells = [percent(row[key]) if row else "-" for key in scores]
             rows.append([env, name, items, *cells, *_published(env, name)])
     return rows
 
@@ -221,13 +223,6 @@ def _published(env: str, name: str) -> list[str]:
         return [""] * (1 + len(MODELS))
     items, success = PAPER[env].row(name)
     return [str(items), *("" if number is None else f"{number:.1f}" for number in success)]
-
-
-def _percent(estimate: Mapping[str, Any]) -> str:
-    if estimate["value"] is None:
-        return "-"
-    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
-    return f"{value:.1f} [{low:.1f}, {high:.1f}]"
 
 
 def _short(reason: str, limit: int = 200) -> str:

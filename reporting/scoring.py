@@ -257,12 +257,12 @@ def format_table(summary: Mapping[str, Any]) -> str:
     lines = [f"{'sub-task':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}{'turns':>8}"]
     for name, row in [*summary["subtasks"].items(), ("all", summary["overall"])]:
         turns = "-" if row["turns_mean"] is None else f"{row['turns_mean']:.1f}"
-        avg, passed = _percent(row["avg"]), _percent(row["pass"])
+        avg, passed = _aligned(row["avg"]), _aligned(row["pass"])
         lines.append(f"{name:<{width}}{row['items']:>6}{avg:>24}{passed:>24}{turns:>8}")
     if len(summary["max_rounds"]) > 1:
         lines += ["", f"{'max_rounds':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"]
         for row in summary["rounds_curve"]:
-            avg, passed = _percent(row["avg"]), _percent(row["pass"])
+            avg, passed = _aligned(row["avg"]), _aligned(row["pass"])
             lines.append(f"{row['max_rounds']:<{width}}{row['items']:>6}{avg:>24}{passed:>24}")
     lost = summary["lost"]
     if lost["trajectories"]:
@@ -276,11 +276,25 @@ def format_table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _percent(estimate: Estimate) -> str:
+def _aligned(estimate: Estimate) -> str:
     if estimate["value"] is None:
         return "-"
     value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
     return f"{value:5.1f} % [{low:4.1f}, {high:5.1f}]"
+
+
+def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
+    """
+    In percent, or with a sign in points.
+
+    >>> percent({"value": 0.541, "low": 0.48, "high": 0.601})
+    '54.1 [48.0, 60.1]'
+    """
+    if estimate["value"] is None:
+        return "-"
+    sign = "+" if signed else ""
+    value, low, high = (f"{100 * estimate[key]:{sign}.1f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def plot_curves(summary: Mapping[str, Any], path: Path) -> None:

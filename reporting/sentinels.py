@@ -21,7 +21,7 @@ is as good as the evaluation: on a handful of samples, a fall to half is luck.
 
 A `Sentinels` is pure: numbers in, alarms out, no file, no clock, no randomness. Its state is a few
 dozen numbers that belong in the checkpoint; a run resumed with it raises exactly the alarms of an
-uninterrupted one. Shapes: none; metrics are the floats of one step, named in reporting/metrics.py.
+uninterrupted one.
 
     >>> sentinels = Sentinels()
     >>> sentinels.check(40, {"eval/avg": 0.55})
@@ -31,14 +31,13 @@ uninterrupted one. Shapes: none; metrics are the floats of one step, named in re
     >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
     'stop'
 
-Run it: python -m doctest reporting/sentinels.py. Read next: reporting/progress.py (who asks, and
-what a run does then).
+Read next: reporting/progress.py (who asks, and what a run does then).
 """
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -54,6 +53,16 @@ class Rule:
     todo: str
     falls: bool = False  # small values are the bad ones
     least_fall: float = 0.0  # below the best; less is no alarm
+
+    def limits(self, times: float = 1.0, plus: float = 0.0) -> tuple[float, float]:
+        """Both levels in the unit of what is measured."""
+        return self.warn * times + plus, self.stop * times + plus
+
+    def limits_below(self, best: float) -> tuple[float, float]:
+        """Shares of the best. Below 0, and so out of reach, while the best is less than the least
+        fall: who starts near 0 has not collapsed."""
+        least = best - self.least_fall
+        return min(self.warn * best, least), min(self.stop * best, least)
 
 
 # Recorded: the runs in recipes/results, 60 steps each, three healthy RL seeds, imitation, and a
@@ -127,9 +136,15 @@ class Alarm:
     message: str  # one line: what was seen, against what, and what to do
 
 
+Reading = tuple[str, float, tuple[float, float], str]  # rule, value, its two limits, in words
+
+
 @dataclass
-class State:
-    """All that a `Sentinels` remembers, as JSON has it."""
+class Sentinels:
+    """Feed `check` every training step's metrics, in order, and obey or print what it returns.
+
+    Its fields are all that it remembers.
+    """
 
     warn_streaks: dict[str, int] = field(default_factory=dict)
     stop_streaks: dict[str, int] = field(default_factory=dict)
@@ -141,27 +156,18 @@ class State:
     best_success: float = 0.0
     best_held_out: float = 0.0
 
-
-class Sentinels:
-    """Feed `check` every training step's metrics, in order, and obey or print what it returns."""
-
-    def __init__(self) -> None:
-        self._state = State()
-        self._step, self._alarms = 0, list[Alarm]()  # of the current `check`
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep; a copy, and JSON gives it back unchanged."""
-        return asdict(self._state)
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`. Raises ValueError when its fields are not ours."""
-        expected = sorted(f.name for f in fields(State))
-        if sorted(state) != expected:
+        if state.keys() != vars(self).keys():
             raise ValueError(
-                f"sentinel state has fields {sorted(state)}, expected {expected}; "
+                f"sentinel state has fields {sorted(state)}, expected {sorted(vars(self))}; "
                 "resume with the version that wrote the checkpoint, or start a new run"
             )
-        self._state = State(**copy.deepcopy(dict(state)))
+        vars(self).update(copy.deepcopy(dict(state)))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """
@@ -174,96 +180,89 @@ class Sentinels:
                 finite was measured, and is broken.
         Returns: alarms in the order of RULES; empty for a healthy step.
         """
-        self._step, self._alarms = step, []
-        s, skipped = self._state, _skipped(metrics)
-        norm = _finite(metrics.get("policy/grad_norm"))
-        if norm:  # 0 is logged when every mini-batch was skipped
-            if len(s.grad_norms) >= FEWEST_GRAD_NORMS:
-                usual = max(median(s.grad_norms), LEAST_GRAD_NORM)
+        alarms = [self._judge(step, reading) for reading in self._readings(metrics)]
+        return [alarm for alarm in alarms if alarm]
+
+    def _readings(self, metrics: Mapping[str, Any]) -> Iterator[Reading]:
+        """What was measured, each against the past that is then moved on by it."""
+        if norm := _finite(metrics.get("policy/grad_norm")):  # 0: every mini-batch was skipped
+            if len(self.grad_norms) >= FEWEST_GRAD_NORMS:
+                usual = max(median(self.grad_norms), LEAST_GRAD_NORM)
                 text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
-                self._watch("grad_norm", norm, text, lambda level: level * usual)
-            s.grad_norms = [*s.grad_norms, norm][-RECENT_GRAD_NORMS:]
-        text = "mini-batches skipped: their loss or gradient was not finite"
-        self._watch("non_finite", skipped, f"{skipped or 0:g} {text}")
+                yield "grad_norm", norm, RULES["grad_norm"].limits(times=usual), text
+            self.grad_norms = [*self.grad_norms, norm][-RECENT_GRAD_NORMS:]
+
+        skipped = _skipped(metrics)
+        if skipped is not None:
+            text = f"{skipped:g} mini-batches skipped: their loss or gradient was not finite"
+            yield "non_finite", skipped, RULES["non_finite"].limits(), text
         # NOTE: a mini-batch skipped half-way leaves its other half in the sums, so these means are
         # too small on such a step: an entropy of 0 there is no collapse of entropy.
         means = {} if skipped else metrics
         entropy = _finite(means.get("policy/entropy"))
-        if entropy is not None and len(s.entropies) < FIRST_ENTROPIES:
-            s.entropies.append(entropy)
+        if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
+            self.entropies.append(entropy)
         elif entropy is not None:
-            start = median(s.entropies)
+            start = median(self.entropies)
             text = f"entropy {entropy:.3g} nats, at the start {start:.3g}"
-            self._watch("entropy_floor", entropy, text, lambda level: level * start)
-            self._watch("entropy_explosion", entropy, text, lambda level: level + start)
+            low, high = RULES["entropy_floor"], RULES["entropy_explosion"]
+            yield "entropy_floor", entropy, low.limits(times=start), text
+            yield "entropy_explosion", entropy, high.limits(plus=start), text
+
+        repeated = metrics.get("train/repeated_token_rate")
         for name, logged, text in (
             ("approx_kl", means.get("policy/approx_kl"), "nats/token moved by one update"),
             ("kl", means.get("policy/kl"), "nats/token away from the reference"),
-            (
-                *("repeated_tokens", metrics.get("train/repeated_token_rate")),
-                "of the sampled tokens repeat their own action",
-            ),
+            ("repeated_tokens", repeated, "of the sampled tokens repeat their own action"),
         ):
-            value = _finite(logged)
-            self._watch(name, value, f"{value or 0:.3g} {text}")
+            if (value := _finite(logged)) is not None:
+                yield name, value, RULES[name].limits(), f"{value:.3g} {text}"
+
         errors = _finite(metrics.get("train/parse_error_rate"))
         if errors is not None:
-            self._watch_fall("valid_actions", 1 - errors, s.best_valid, "of the actions parse")
-            s.valid_rates, s.best_valid = _with(1 - errors, s.valid_rates, s.best_valid)
+            limits = RULES["valid_actions"].limits_below(self.best_valid)
+            text = f"{1 - errors:.1%} of the actions parse, at best it was {self.best_valid:.1%}"
+            yield "valid_actions", 1 - errors, limits, text
+            recent = self.valid_rates = [*self.valid_rates, 1 - errors][-RECENT_RATES:]
+            self.best_valid = max(self.best_valid, _standard(recent))
+
         held_out = _finite(metrics.get("eval/avg"))
         if held_out is not None:
-            self._watch_fall("held_out", held_out, s.best_held_out, "held-out success")
-            s.best_held_out = max(s.best_held_out, held_out)
-        self._check_signal(metrics)
-        return self._alarms
+            limits = RULES["held_out"].limits_below(self.best_held_out)
+            text = f"{held_out:.1%} held-out success, at best it was {self.best_held_out:.1%}"
+            yield "held_out", held_out, limits, text
+            self.best_held_out = max(self.best_held_out, held_out)
 
-    def _check_signal(self, metrics: Mapping[str, Any]) -> None:
-        s = self._state
         groups, flat, success = (
             _finite(metrics.get(f"train/{name}"))
             for name in ("groups", "groups_zero_variance", "success_rate")
         )
-        if not groups or flat is None or success is None:  # the environment lost them all
-            return
-        value = success if flat >= groups else math.inf  # with signal healthy, whatever succeeds
-        text = f"{success:.1%} success and no group with signal, at best it was "
-        can_lose = s.best_success > RULES["no_signal"].stop
-        self._watch("no_signal", value, f"{text}{s.best_success:.1%}", can_stop=can_lose)
-        s.success_rates, s.best_success = _with(success, s.success_rates, s.best_success)
+        if groups and flat is not None and success is not None:  # else all were lost
+            value = success if flat >= groups else math.inf  # with signal healthy whatever succeeds
+            warn_at, stop_at = RULES["no_signal"].limits()
+            limits = (warn_at, stop_at if self.best_success > stop_at else -math.inf)
+            text = f"{success:.1%} success and no group with signal, at best it was "
+            yield "no_signal", value, limits, f"{text}{self.best_success:.1%}"
+            recent = self.success_rates = [*self.success_rates, success][-RECENT_RATES:]
+            self.best_success = max(self.best_success, _standard(recent))
 
-    def _watch_fall(self, name: str, rate: float, best: float, text: str) -> None:
-        """Against a share of the best. Both limits are below 0, and so out of reach, while the best
-        is less than the least fall: who starts near 0 has not collapsed."""
-        text = f"{rate:.1%} {text}, at best it was {best:.1%}"
-        least = best - RULES[name].least_fall
-        self._watch(name, rate, text, lambda level: min(level * best, least))
-
-    def _watch(
-        self,
-        name: str,
-        value: float | None,
-        text: str,
-        limit: Callable[[float], float] = lambda level: level,
-        can_stop: bool = True,
-    ) -> None:
-        """Count the streaks of one sentinel; `limit` turns its levels into the unit of value."""
-        if value is None:
-            return
-        rule, warns, stops = RULES[name], self._state.warn_streaks, self._state.stop_streaks
-        warn_at = limit(rule.warn)
-        stop_at = limit(rule.stop) if can_stop else -math.inf
-        for streaks, at in ((warns, warn_at), (stops, stop_at)):
-            is_bad = value <= at if rule.falls else value >= at
+    def _judge(self, step: int, reading: Reading) -> Alarm | None:
+        """Count the streaks of one rule."""
+        name, value, (warn_at, stop_at), text = reading
+        rule, warns, stops = RULES[name], self.warn_streaks, self.stop_streaks
+        for streaks, limit in ((warns, warn_at), (stops, stop_at)):
+            is_bad = value <= limit if rule.falls else value >= limit
             streaks[name] = streaks.get(name, 0) + 1 if is_bad else 0
-        text = f"step {self._step}: {name}: {text} "
+        text = f"step {step}: {name}: {text} "
         if stops[name] >= rule.stop_after:
             text += f"(stops at {stop_at:.3g}, {stops[name]} in a row); {rule.todo}; "
             text += "go on in a new run from --model RUN/checkpoints/best"
-            self._alarms.append(Alarm(name, value, stop_at, "stop", text))
-        elif warns[name] == rule.warn_after:
+            return Alarm(name, value, stop_at, "stop", text)
+        if warns[name] == rule.warn_after:
             stop = f"stops at {stop_at:.3g} if {rule.stop_after} in a row"
-            text += f"(warns at {warn_at:.3g}, {stop if can_stop else 'never stops'})"
-            self._alarms.append(Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}"))
+            text += f"(warns at {warn_at:.3g}, {stop if math.isfinite(stop_at) else 'never stops'})"
+            return Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}")
+        return None
 
 
 def _skipped(metrics: Mapping[str, Any]) -> float | None:
@@ -282,7 +281,6 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _with(rate: float, recent: list[float], best: float) -> tuple[list[float], float]:
-    """The last rates with this one, and the best median that 5 of them ever had."""
-    recent = [*recent, rate][-RECENT_RATES:]
-    return recent, max(best, median(recent)) if len(recent) == RECENT_RATES else best
+def _standard(recent: list[float]) -> float:
+    """What the last rates say can be done: their median, once there are 5."""
+    return median(recent) if len(recent) == RECENT_RATES else 0.0
