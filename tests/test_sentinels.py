@@ -402,6 +402,24 @@ def test_the_state_stays_small_however_long_the_run():
     assert len(json.dumps(after_healthy_steps(2000).state_dict())) < 2000
 
 
+def test_the_state_in_the_checkpoints_of_earlier_versions_is_taken():
+    state = {
+        "warn_streaks": {"kl": 2},
+        "stop_streaks": {"kl": 0},
+        "grad_norms": [0.3] * 20,
+        "entropies": [0.1] * 10,
+        "valid_rates": [0.95] * 5,
+        "success_rates": [0.6] * 5,
+        "best_valid": 0.95,
+        "best_success": 0.6,
+        "best_held_out": 0.5,
+    }
+    watch = Sentinels()
+    watch.load_state_dict(state)
+    assert watch.state_dict() == state
+    assert [a.name for a in watch.check(26, HEALTHY | {"policy/kl": 2.0})] == ["kl"]
+
+
 def test_a_state_of_other_fields_is_refused_by_name():
     state = Sentinels().state_dict()
     state["best_reward"] = state.pop("best_success")
