@@ -4,8 +4,7 @@ demonstrations.
 A chat template turns messages into one string. Rendering the conversation again each turn looks
 natural and is wrong for training: decoding sampled ids to text and encoding the text again yields
 other ids than were sampled, and some templates rewrite history (Qwen3 strips thinking), so that the
-prompt drifts away from what the policy saw. Training on such sequences reached NaN within 70 steps
-in published runs.
+prompt drifts away from what the policy saw.
 
 `ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then
 on a trajectory only grows by concatenation:
@@ -21,8 +20,7 @@ For ChatML (Qwen, SmolLM2) the pieces are
     ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
 
 They are found by rendering a conversation whose contents are markers and cutting the string at the
-markers. The reference system, AgentGym-RL, generates with the template and trains on strings
-hand-written for Qwen, two paths that agree for one model family only.
+markers.
 
 Observation text is untrusted: `<|im_end|>` written by a web page is encoded as plain characters,
 never as the control token.

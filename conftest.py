@@ -16,15 +16,14 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
+from envs import settings_of
+
 # A shell that starts us in the background ignores Ctrl-C for us and for all we start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent
-# Page -> the package of the environment that it plays in.
-NEEDS = {
-    "08_a_grid_world": ("minigrid", "babyai"),
-    "09_a_science_lab": ("scienceworld", "sciworld"),
-}
+# Page -> the world that it plays in, where that needs packages of its own.
+PLAYS_IN = {"08_a_grid_world": "babyai", "09_a_science_lab": "sciworld"}
 
 
 def _enter_root(namespace: dict) -> None:
@@ -49,8 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".md" and item.path.stem.endswith("slow"):
             item.add_marker("slow")
-        package, env = NEEDS.get(item.path.stem, ("pytest", ""))
-        missing = item.path.suffix == ".md" and importlib.util.find_spec(package) is None
+        env = PLAYS_IN.get(item.path.stem) if item.path.suffix == ".md" else None
+        package = settings_of(env).package if env else None
+        missing = package and importlib.util.find_spec(package) is None
         if missing and os.environ.get("CI") != "true":
             reason = f"{package} is not installed: make setup ENV={env}"
             item.add_marker(pytest.mark.skip(reason=reason))

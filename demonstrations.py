@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
-from envs import Task, get_env
+from envs import Task, env_name, get_env
 from runtime.default_models import cache_dir
 from runtime.files import build_folder
 from trajectory import NAMES, Conversation, read_agenttraj
@@ -50,7 +50,7 @@ def demonstrate(
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    observation = client.reset(task.task_index, seed)
+    observation, say = client.reset(task.task_index, seed), get_env(client.env).say
     turns: list[dict[str, Any]] = [
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in client.prompt
     ]
@@ -59,7 +59,7 @@ def demonstrate(
             thought, action = client.oracle()
         except StepOutsideEpisode:  # it knows no move
             return None
-        text = f"Thought: {thought}\nAction: {action}"
+        text = say(thought, action)
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": True, "value": text})
         observation, _, terminated, truncated, info = client.step(text)
@@ -136,7 +136,7 @@ def demonstrations(
     ids = [task.task_id for task in tasks]
     asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    file = cache_dir() / "demonstrations" / f"{env}-{key}" / "agenttraj.json"
+    file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
         records = play_demonstrations(env, tasks, count, seed, urls)
@@ -152,8 +152,14 @@ def demonstrations(
 
 
 def source_of(env: str) -> str:
-    """Hash of the Python files beside the world's own: all that it is made of here."""
-    paths = sorted(Path(inspect.getfile(get_env(env))).parent.glob("*.py"))
+    """Hash of the Python files that a world's texts are made in: its package, or the file that
+    holds its class alone, and what all worlds share."""
+    file = Path(inspect.getfile(get_env(env)))
+    shared = Path(inspect.getfile(Task)).parent
+    own = [file]
+    if (file.parent / "__init__.py").exists():
+        own = sorted(file.parent.rglob("*.py"))
+    paths = [*own, shared / "__init__.py", shared / "common.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 

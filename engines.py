@@ -8,22 +8,17 @@ or rewards. Token ids go in; token ids and the log-probability each had when it 
     load_weights((name, tensor), ...)          replace the weights, drop what was cached of the old
     sleep() / wake()                           give the memory back for the update / take it again
 
-Requests are added while others run: nothing here has rounds, so a fast environment never waits for
-a slow one.
+Requests are added while others run: nothing here has rounds.
 
 The log-probs are those of the distribution the token was drawn from, after the temperature τ:
     log μ(y_t) = log softmax(logits / τ)[y_t]
-vLLM's default reports the raw ones, before temperature; for any τ other than 1 the importance ratio
-π/μ of the first update would then not be near 1, without an error.
-(`logprobs_mode="processed_logprobs"` below.)
+vLLM's default reports the raw ones, before temperature (hence `logprobs_mode` below); for any τ
+other than 1 the importance ratio π/μ of the first update would not be near 1, without an error.
 
 `VLLMEngine` runs vLLM inside this process, its `step()` called by our loop. `TransformersEngine` is
 the plain reference: one forward a token, readable from top to bottom. Its deterministic mode draws
 every sequence alone from its own seeded generator, so that a trajectory depends on nothing but
 (weights, prompt, seed): tests and exact resume stand on it.
-
-The reference system, AgentGym-RL, calls vLLM's `generate` once per round for all trajectories and
-so waits, each round, for the slowest environment.
 
 Read next: `rollout.py`, the loop that feeds an engine.
 """
@@ -42,6 +37,7 @@ from typing import Any, Protocol
 import torch
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+Ids = Sequence[int]  # of tokens
 
 
 class EngineError(RuntimeError):
@@ -74,11 +70,8 @@ class Engine(Protocol):
     @property
     def num_running(self) -> int:
         """Requests submitted and not yet returned by `poll`."""
-        ...
 
-    def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
-    ) -> None: ...
+    def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None: ...
     def poll(self) -> list[Generation]: ...
     def abort(self) -> None: ...
     def load_weights(self, weights: Weights) -> None: ...
@@ -91,9 +84,8 @@ class VLLMEngine:
     """vLLM in this process: continuous batching and a prefix cache: a turn pays for new tokens.
 
     `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it
-    the last bits of the logits, so that no seed makes a vLLM run repeatable (and on a CPU vLLM 0.32
-    refuses one). The engine's own `seed` makes runs differ from each other; `--deterministic` is
-    the mode that repeats.
+    the last bits of the logits, so that no seed makes a vLLM run repeatable. The engine's own
+    `seed` makes runs differ from each other; `--deterministic` is the mode that repeats.
 
     Args:
         model_path: Hugging Face checkpoint; its weights are the first ones served.
@@ -163,9 +155,7 @@ class VLLMEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None:
         params = self._params(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -268,9 +258,7 @@ class TransformersEngine:
     def num_running(self) -> int:
         return len(self._waiting)
 
-    def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None:
         self._waiting.append((request_id, list(prompt_ids), sampling))
 
     def poll(self) -> list[Generation]:

@@ -14,9 +14,7 @@ What the policy got wrong comes back as a StepResult that says so; everything el
 of EnvError (the table is in runtime/envhttp.py), and after one in the middle of an episode only
 reset() goes on. Two rules make the rewards of different worlds one thing: `reward` is the increment
 of this turn, an episode's increments sum to a return in 0..1; and `terminated` (the task is over)
-is kept apart from `truncated` (the world's own limit cut it). AgentGym's servers know only `done`,
-which is read as terminated; its trainer keeps the score of the last turn alone and calls every end
-`done`.
+is kept apart from `truncated` (the world's own limit cut it); AgentGym's `done` is the first.
 
 Threads: a client belongs to one thread at a time; an EnvPool is shared by all of them.
 Read next: rollout.py, which plays many clients at once.
@@ -27,12 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from envs import ParseError, get_env
-from runtime.envhttp import (
+from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     BACK_OFF_S,
     ActionRejected,
     AllServersDown,
@@ -49,26 +48,7 @@ from runtime.envhttp import (
     UnknownTask,
     checked_url,
 )
-from runtime.envserver import local_server
-
-__all__ = [
-    "AllServersDown",
-    "EnvClient",
-    "EnvConnectionError",
-    "EnvError",
-    "EnvPool",
-    "EnvProtocolError",
-    "EnvServerError",
-    "EnvTimeout",
-    "NotSupported",
-    "SessionLost",
-    "StepOutsideEpisode",
-    "StepResult",
-    "TooManySessions",
-    "UnknownTask",
-    "connect",
-    "local_server",
-]
+from runtime.envserver import local_server  # noqa: F401
 
 
 class StepResult(NamedTuple):
@@ -86,11 +66,11 @@ def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
     return EnvClient(env, base_url, **options)
 
 
-class EnvClient:
+class EnvClient(AbstractContextManager["EnvClient"]):
     """One session of one server; nothing is sent before open() or the first reset().
 
     Arguments:
-        env: name in envs.ENVS; says how text is parsed and what the fields on the wire are called.
+        env: as for envs.get_env; says how text is parsed and what is called what on the wire.
         base_url: http://HOST:PORT of the server.
         timeout_s: the longest silence of the server that is waited for, in seconds.
         num_retries: repetitions of a request that is safe to repeat.
@@ -98,8 +78,7 @@ class EnvClient:
         parse: another action format than the environment's own: text -> action, or ParseError.
         on_failure, on_close: called with each error raised, and once by close(); for EnvPool.
 
-    Raises:
-        ValueError: unknown environment, or an address that is no URL.
+    Raises ValueError for an unknown environment, or an address that is no URL.
     """
 
     def __init__(
@@ -143,17 +122,17 @@ class EnvClient:
 
         Raises:
             UnknownTask: the environment has no task `task_index`.
-            EnvError: whatever else the table in runtime/envhttp.py names.
+            EnvError: see runtime/envhttp.py.
         """
         self._is_running = False
         self.open()
         body = {self._wire.index_field: task_index, "seed": seed}
         try:
-            answer = self._request("POST", "/reset", self._addressed(body))
+            answer = self._call("POST", "/reset", **body)
         except SessionLost:
             self._session_id = None
             self.open()
-            answer = self._request("POST", "/reset", self._addressed(body))
+            answer = self._call("POST", "/reset", **body)
         if isinstance(answer, dict):
             answer = self._wire.first_observation(answer)
         observation = self._field(answer, "/reset", "observation", str)
@@ -165,8 +144,7 @@ class EnvClient:
 
         Raises:
             StepOutsideEpisode: there is no running episode; call reset() first.
-            EnvError: whatever else the table in runtime/envhttp.py names. The episode is lost then:
-                its state at the server is unknown, and only reset() goes on from there.
+            EnvError: see runtime/envhttp.py. The episode is lost: only reset() goes on from there.
         """
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
@@ -175,7 +153,7 @@ class EnvClient:
         except ParseError as error:
             return self._unheard(str(error), "parse_error")
         try:
-            answer = self._request("POST", "/step", self._addressed({"action": action}))
+            answer = self._call("POST", "/step", action=action)
             observation = self._field(answer, "/step", "observation", str)
             points = float(self._field(answer, "/step", "reward", (int, float)))
             if not math.isfinite(points):
@@ -208,28 +186,24 @@ class EnvClient:
 
     def observation(self) -> str:
         """The latest observation of the world, as the server keeps it."""
-        answer = self._request("GET", "/observation", self._addressed({}))
-        return self._field(answer, "/observation", "observation", str)
+        return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
 
     def available_actions(self) -> list[str]:
         """The actions that the current state accepts. NotSupported by AgentGym's servers."""
-        answer = self._request("GET", "/available_actions", self._addressed({}))
+        answer = self._call("GET", "/available_actions")
         return self._field(answer, "/available_actions", "actions", list)
 
     def state(self) -> dict[str, Any]:
         """What a person wants to see of the current state. NotSupported by AgentGym's servers."""
-        answer = self._request("GET", "/state", self._addressed({}))
+        answer = self._call("GET", "/state")
         if not isinstance(answer, dict):
             raise self._unexpected(answer, "/state", "an object")
         return answer
 
     def oracle(self) -> tuple[str, str]:
         """(thought, action): a good move now. NotSupported by AgentGym's servers."""
-        answer = self._request("GET", "/oracle", self._addressed({}))
-        return (
-            self._field(answer, "/oracle", "thought", str),
-            self._field(answer, "/oracle", "action", str),
-        )
+        answer, path = self._call("GET", "/oracle"), "/oracle"
+        return tuple(self._field(answer, path, name, str) for name in ("thought", "action"))
 
     def close(self) -> bool:
         """Free the session; True if the server says it did. Never raises EnvError: a server that
@@ -239,7 +213,7 @@ class EnvClient:
         was_open = False
         try:
             if self._session_id is not None:
-                was_open = self._request("POST", "/close", self._addressed({})) is True
+                was_open = self._call("POST", "/close") is True
         except EnvError:
             pass  # told to on_failure; nothing is left to be done with this session
         finally:
@@ -247,9 +221,6 @@ class EnvClient:
             self._transport.close()
             self._on_close(self)
         return was_open
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -259,10 +230,11 @@ class EnvClient:
         info = {"success": False, "score": self._score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
-    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, method: str, path: str, **fields: Any) -> Any:
+        """A request about this session."""
         if self._session_id is None:
             raise StepOutsideEpisode("there is no session yet; call reset()", self.base_url)
-        return {self._wire.session_field: self._session_id, **body}
+        return self._request(method, path, {self._wire.session_field: self._session_id, **fields})
 
     def _field(self, answer: Any, path: str, name: str, kind: Any) -> Any:
         """answer[name]; a bare value is taken as it is (AgentGym's /observation is a string)."""
@@ -295,7 +267,7 @@ class _Address:
     last_error: EnvError | None = None
 
 
-class EnvPool:
+class EnvPool(AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
     A new client goes to the address with the fewest. An address that cannot be reached is left
@@ -303,14 +275,11 @@ class EnvPool:
     client tries it while the others go elsewhere. A full one (429) is left alone for a moment.
 
     Arguments:
-        env: name in envs.ENVS.
-        urls: addresses of servers, each http://HOST:PORT.
         dead_wait_s: how long client() waits, in seconds, when no address can be used; long enough
             for a server to be restarted.
         options: of every EnvClient: timeout_s, num_retries, busy_wait_s, parse.
 
-    Raises:
-        ValueError: no address, one that is no URL, or the same twice.
+    Raises ValueError for no address, one that is no URL, or the same twice.
     """
 
     def __init__(
@@ -374,9 +343,6 @@ class EnvPool:
             clients = list(self._clients)
         with ThreadPoolExecutor(max_workers=16) as threads:
             list(threads.map(EnvClient.close, clients))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

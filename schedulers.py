@@ -35,10 +35,8 @@ Against the fixed horizon the paper reports, at 7B, 89 -> 91 % on TextCraft, 92.
 50.5 -> 57.0 on SciWorld. The right half of the table says that the exact numbers matter little: one
 run each, 400 questions, so differences of two points are within noise.
 
-Where the reference does it, and how ours differs: AgentGym-RL's released scheduler, resumed at step
-100 of 10 20 30 @ 100, uses 30 rounds for 99 of the next 100 steps, where the uninterrupted run uses
-20. Here the horizon is a pure function of the step (`rounds_at`); the only state is how many steps
-are done, and a resumed run cannot differ from an uninterrupted one.
+Here the horizon is a pure function of the step (`rounds_at`); the only state is how many steps are
+done, and a resumed run cannot differ from an uninterrupted one.
 
 Shapes: none; steps and rounds are plain ints, both counted from 1. A *turn* is one exchange of
 action and observation, *max_rounds* the cap on turns, a *step* one batch of trajectories and its
@@ -61,7 +59,7 @@ from typing import Any
 class RoundsScheduler(ABC):
     """Counts finished steps; a subclass says how many rounds a given step has.
 
-    The loop that `train.py` runs:
+    Step by step, as a loop of one's own would ask (train.py asks `rounds_at`):
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=2, rounds=[10, 20, 30])
     >>> horizons = []

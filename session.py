@@ -16,11 +16,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from reporting.progress import Progress
-
 from config import Config, Misuse
 from reporting.metrics import MetricsLogger
-from reporting.plots import plot
+from reporting.progress import Progress
 from rollout import RolloutStats
 from runtime import checkpoint, distributed, rundir
 from runtime.clock import Clock
@@ -173,7 +171,7 @@ class Session:
             "rollout/engine_idle_share": stats.engine_idle_s / seconds,
             "memory/peak_bytes": clock.peak_bytes(),
         }
-        show_step(self.logger, step, metrics, timings)
+        self.logger.show_step(step, metrics, timings)
         if collapse:
             raise TrainingError(collapse)
         if self.stop.agreed():
@@ -229,13 +227,3 @@ class Session:
 
 def is_due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
-
-
-def show_step(
-    logger: MetricsLogger, step: int, metrics: dict[str, Any], timings: dict[str, Any]
-) -> None:
-    """The step's timings, its row at the terminal, the picture."""
-    logger.timings(step, timings)
-    logger.print_row(step, metrics, timings)
-    if logger.writes:
-        plot(logger.run_dir)

@@ -22,7 +22,6 @@ whole model never exists. What only the trainer needs, A and B, is small: `is_ad
 of a state dict, `save_adapter` writes it in the format of peft.
 
 The output head is not adapted: it is often the embedding again, from which merging would part it.
-AgentGym-RL's trainer has no LoRA; it trains every weight and keeps a second model as the reference.
 
 Only `add_lora` imports peft, which takes seconds. It changes the model in place: layer `q_proj`
 becomes a layer of peft around the old one, in a state dict

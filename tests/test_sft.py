@@ -16,8 +16,11 @@ from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
+from runtime import distributed
 from runtime.default_models import resolve_model
+from runtime.lora import add_lora
 from trajectory import to_agenttraj
+from update import Learner
 
 TASKS = load_tasks("textcraft", split="train")
 SETTINGS = sft.SftSettings(num_demonstrations=8, batch_size=4)
@@ -190,11 +193,58 @@ def test_the_loss_falls_and_its_first_value_is_the_mean_over_action_tokens(tiny,
     with fresh_process_state(), torch.no_grad():
         log_probs, _ = policy(batch.input_ids, batch.loss_mask)
         expected = -float(log_probs.sum() / batch.loss_mask.sum())
+    seen = []
     with fresh_process_state():
-        losses = sft.finetune(policy, batch, settings, progress=False, steps=8)
+        losses = sft.imitate(learner_of(policy), batch, settings, steps=8, on_step=seen.append)
+    assert seen == losses
     assert len(losses) == 8
     assert losses[0] == pytest.approx(expected, rel=0.01)  # bfloat16, and cut into micro-batches
     assert losses[-1] < losses[0] - 1.5  # from ln 1024 = 6.9 nats
+
+
+def learner_of(policy):
+    accelerator = distributed.make_accelerator("bf16")
+    learning = [p for p in policy.parameters() if p.requires_grad]
+    return Learner(accelerator, policy, torch.optim.AdamW(learning, lr=1.0, weight_decay=0.0))
+
+
+def test_the_loop_is_that_of_plain_gradient_descent_written_out(tiny, chat, records):
+    """Two steps against the literal loop: one forward over the rows, a mean over action tokens,
+    clip, a rate that falls to a tenth."""
+    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    settings = replace(SETTINGS, batch_size=3, learning_rate=1e-2)
+    ours, plain = load_policy(tiny), load_policy(tiny)
+    start = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    with fresh_process_state():
+        losses = sft.imitate(learner_of(ours), batch, settings, steps=2)
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(settings.seed))
+    for step, loss_of_step in enumerate(losses):
+        part = batch.rows(order[3 * step : 3 * step + 3].tolist())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            log_probs, _ = plain(part.input_ids, part.loss_mask)
+        loss = -(log_probs * part.loss_mask).sum() / part.loss_mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - 0.9 * step / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss_of_step == pytest.approx(float(loss.detach()), rel=0.02)
+    # Adam turns a gradient near 0 into a whole step, one way or the other by rounding.
+    ours, plain = (torch.cat([p.flatten() for p in m.parameters()]) - start for m in (ours, plain))
+    assert torch.cosine_similarity(ours, plain, dim=0) > 0.98
+
+
+def test_imitation_trains_adapters_and_leaves_the_base_alone(tiny, chat, records):
+    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    policy = load_policy(tiny)
+    add_lora(policy.lm, rank=4, seed=0)
+    base = {n: p.clone() for n, p in policy.named_parameters() if not p.requires_grad}
+    settings = replace(SETTINGS, learning_rate=2e-2)
+    with fresh_process_state():
+        losses = sft.imitate(learner_of(policy), batch, settings, steps=6)
+    assert losses[-1] < losses[0] - 0.3
+    assert all(torch.equal(p, base[n]) for n, p in policy.named_parameters() if n in base)
 
 
 @pytest.fixture
@@ -202,7 +252,7 @@ def trained(monkeypatch, tmp_path):
     """A cache of its own, and a list of what was trained instead of training."""
     calls = []
 
-    def train_to(folder, model, records, settings):
+    def train_to(folder, model, records, settings, accelerator):
         calls.append((model, settings))
         (folder / "config.json").write_text("{}")
 
@@ -211,28 +261,32 @@ def trained(monkeypatch, tmp_path):
     return calls
 
 
+def warm(model, tasks, **changes):
+    return sft.warm_start(model, "textcraft", tasks, replace(SETTINGS, **changes), accelerator=None)
+
+
 def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(trained):
     tasks = TASKS[:4]
-    first = sft.warm_start("tiny", "textcraft", tasks, SETTINGS)
-    assert sft.warm_start("tiny", "textcraft", tasks, SETTINGS) == first
+    first = warm("tiny", tasks)
+    assert warm("tiny", tasks) == first
     assert len(trained) == 1
     others = {
-        sft.warm_start("smollm2-135m", "textcraft", tasks, SETTINGS),
-        sft.warm_start("tiny", "textcraft", TASKS[4:8], SETTINGS),
-        sft.warm_start("tiny", "textcraft", tasks, replace(SETTINGS, epochs=1)),
-        sft.warm_start("tiny", "textcraft", tasks, replace(SETTINGS, seed=1)),
+        warm("smollm2-135m", tasks),
+        warm("tiny", TASKS[4:8]),
+        warm("tiny", tasks, epochs=1),
+        warm("tiny", tasks, seed=1),
     }
     assert len(others | {first}) == len(trained) == 5
 
 
 def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatch, tmp_path):
-    def fail(folder, *_):
+    def fail(folder, **_):
         (folder / "half").write_text("")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sft, "train_to", fail)
     with pytest.raises(OSError, match="No space"):
-        sft.warm_start("tiny", "textcraft", TASKS[:4], SETTINGS)
+        warm("tiny", TASKS[:4])
     assert [p for p in (tmp_path / "cache/warm_starts").rglob("*") if p.is_file()] == []
 
 

@@ -30,7 +30,6 @@ from toy_env import (
 )
 
 import config
-import session
 import worker
 from config import Config
 from engines import EngineError, TransformersEngine
@@ -38,6 +37,7 @@ from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
 from models import load_policy
 from reporting import metrics
+from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
 from runtime import checkpoint, rundir
 from runtime.cli import parse_command_line
@@ -695,7 +695,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stop
 
 def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrupted, monkeypatch):
     """Step 3 is logged and then the process dies: its line has no checkpoint and must go."""
-    show_step = session.show_step
+    show_step = MetricsLogger.show_step
 
     def crash(logger, step, *rest):
         if step == 3:
@@ -705,7 +705,7 @@ def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrup
     with serve() as url:
         settings = resumable(tmp_path, url, steps=4, save_every=2)
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(session, "show_step", crash)
+            patch.setattr(MetricsLogger, "show_step", crash)
             train_main(flags(**settings))
         run_dir = Path(settings["run_dir"])
         assert len(read_metrics(run_dir)) == 3

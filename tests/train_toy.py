@@ -24,7 +24,6 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
 from toy_env import registered  # noqa: E402
 
-import session  # noqa: E402
 import train  # noqa: E402
 import worker  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
@@ -47,7 +46,7 @@ PHASES = {
     "logging": (MetricsLogger, "log"),
     "saving": (Session, "save"),
     "pruning": (checkpoint, "prune"),
-    "showing": (session, "show_step"),
+    "showing": (MetricsLogger, "show_step"),
 }
 
 # Where to die -> the phase (None: any), and which call of which function in it is not reached.
@@ -67,8 +66,8 @@ PLACES = {
     "while the best is marked": ("saving", os, "replace", 1),
     "before pruning": (None, checkpoint, "prune", 1),
     "in the middle of pruning": ("pruning", os, "unlink", 5),
-    "between saving and the timings": (None, session, "show_step", 1),
-    "before the picture is drawn": ("showing", session, "plot", 1),
+    "between saving and the timings": (None, MetricsLogger, "show_step", 1),
+    "before the picture is drawn": ("showing", metrics, "plot", 1),
     "while weights are restored": ("resuming", checkpoint, "load", 1),
     "while the log is truncated": ("truncating", os, "replace", 1),
     "while the log is amended": ("amending", builtins, "open", 1),  # again, to go on with it
@@ -87,7 +86,7 @@ class Watch:
         self.file = open(file if speaks else os.devnull, "a", buffering=1)  # noqa: SIM115
         self.step, self.phases = 0, ["between"]
         self.calls = 0
-        session.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
+        metrics.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
         self.wrap(train, "requests_of", self.on_step)
         for phase, (owner, name) in PHASES.items():
             self.wrap(owner, name, self.on_phase, phase)
