@@ -1,15 +1,15 @@
 """What benchmarks share: arguments, a served world, timing, medians, results that say where they
-come from, and for those of the update a batch and the step itself."""
+come from, and the step of those that measure the update."""
 
 import argparse
 import contextlib
 import datetime
-import random
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +18,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from batching import Batch, make_batch  # noqa: E402
-from chat import ChatTemplate  # noqa: E402
+from batching import Batch  # noqa: E402
 from config import Config  # noqa: E402
-from envs import Task, get_env, load_tasks  # noqa: E402
+from models import load_policy  # noqa: E402
+from runtime import distributed  # noqa: E402
 from runtime.files import write_json  # noqa: E402
 from runtime.processes import NotReady, child  # noqa: E402
 from runtime.rundir import circumstances  # noqa: E402
-from trajectory import RolloutHandler  # noqa: E402
 from update import Learner, Objective, update_policy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,8 +46,8 @@ def arguments(about: str | None, repeats: int | None, out: str) -> argparse.Argu
 class Results:
     """A results file: date, versions, commit, hardware, command, then what was measured."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.about = path, circumstances()
+    def __init__(self, out: Path | None, name: str) -> None:
+        self.path, self.about = out or RESULTS / name, circumstances()
 
     def write(self, content: dict[str, Any]) -> None:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -111,50 +110,27 @@ def serving(module: str, *words: str) -> Iterator[tuple[int, int]]:
 # ------------------------------------------------------------------------------------- the update
 
 
-def play(
-    chat: ChatTemplate, task: Task, group_id: int, sample: int, max_rounds: int
-) -> RolloutHandler:
-    """One episode in this process: the oracle, which asks for the wrong thing now and then."""
-    rng = random.Random(f"{task.task_id}/{sample}")
-    error_rate = rng.random()
-    world = get_env("textcraft")()
-    handler = RolloutHandler(
-        trajectory_id=f"{task.task_id}-{sample}",
-        step=1,
-        env="textcraft",
-        task_id=task.task_id,
-        subtask=task.subtask,
-        group_id=group_id,
-        seed=0,
-        max_rounds=max_rounds,
-    )
-    handler.start(chat, world.PROMPT, world.reset(task.task_index, 0))
-    while not handler.stop_reason:
-        thought, action = world.oracle()
-        if rng.random() < error_rate:
-            thought, action = "I look at what I have.", "inventory"
-        ids = chat.action(world.say(thought, action))
-        turn = handler.add_action(chat, ids, [-0.5] * len(ids))
-        observation, turn.reward, terminated, _, info = world.step(action)
-        if terminated:
-            handler.stop("success" if info["success"] else "failure", info["success"])
-        elif len(handler.turns) == max_rounds:
-            handler.stop("max_rounds")
-        else:
-            handler.add_observation(chat, observation)
-    return handler
+class NoStep:
+    """An optimizer that leaves the weights alone: what is measured is how the gradient is made."""
+
+    param_groups = [{"lr": 0.0}]
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def step(self) -> None:
+        """The weights stay."""
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
 
 
-def played_batch(tokenizer: Any, num_tasks: int, samples: int, max_rounds: int) -> Batch:
-    """`samples` episodes of each of TextCraft's first goals of depth 1."""
-    chat = ChatTemplate(tokenizer)
-    tasks = load_tasks("textcraft", "train", subtasks=("depth 1",))[:num_tasks]
-    episodes = [
-        play(chat, task, group, sample, max_rounds)
-        for group, task in enumerate(tasks)
-        for sample in range(samples)
-    ]
-    return make_batch(episodes, tokenizer.pad_token_id or 0)
+def make_learner(path: str, moves: bool = True) -> Learner:
+    """The policy of a checkpoint as training has it, with AdamW or with an optimizer that rests."""
+    accelerator = distributed.make_accelerator("bf16")
+    model = distributed.shard(accelerator, load_policy(path).train())
+    adamw = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True)
+    return Learner(accelerator, model, adamw(model.parameters()) if moves else NoStep(model))
 
 
 def one_step(batch_size: int, max_tokens: int) -> Objective:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import sessions  # noqa: E402
-from benchmarks.common import RESULTS, Results, arguments, serving, show  # noqa: E402
+from benchmarks.common import Results, arguments, serving, show  # noqa: E402
 from envclient import connect, local_server  # noqa: E402
 
 NUM_SESSIONS = 16
@@ -126,7 +126,8 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=2000)
     options = parser.parse_args()
     for env in options.env:
-        results = Results((options.out or RESULTS) / f"environments-{env}.json")
+        name = f"environments-{env}.json"
+        results = Results(options.out and options.out / name, name)
         results.about["hardware"] = sessions.hardware()
         found = measure(env, options)
         results.write(found)

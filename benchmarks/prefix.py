@@ -1,7 +1,7 @@
 """Where prefix sharing stops paying: the update's speed with it over that without it.
 
 A group of G = 8 samples has an opening of p tokens in common and own parts of n tokens each. Packed
-into one row (`runtime/prefix.py` at the root) it saves the share s of its tokens:
+into one row (`runtime/prefix.py`) it saves the share s of its tokens:
 
     s = 1 - (p + G n) / (G (p + n))        at most 1 - 1/G, when there is nothing but an opening
 
@@ -27,34 +27,35 @@ is left out: it costs the same on both sides, and the less it has to share with,
 Run it:  python benchmarks/prefix.py --model tiny              a minute
          python benchmarks/prefix.py --model smollm2-135m      about a quarter of an hour, two cores
 It prints a table and writes benchmarks/results/prefix-<model>.json, anew after every measurement,
-so that a run that is stopped has not been for nothing. Read next: ../prefix.py.
+so that a run that is stopped has not been for nothing. Read next: runtime/prefix.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # before this folder, whose runtime/prefix.py is this file
+sys.path.insert(0, str(ROOT))
 
-if TYPE_CHECKING:
-    from batching import Batch
+import torch  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
-GROUP = 8  # samples of a task (G)
+import update  # noqa: E402
+from batching import Batch, padding_share  # noqa: E402
+from benchmarks import common, groups  # noqa: E402
+from config import Config  # noqa: E402
+from losses import Objective  # noqa: E402
+from models import load_tokenizer, num_parameters  # noqa: E402
+from runtime.default_models import resolve_model  # noqa: E402
+from runtime.prefix import opening_length, pack  # noqa: E402
+
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)  # of the tokens, that sharing is to save
 UNEQUAL = (0.05, 0.3, 0.7)
 QUICK = (0.05, 0.5)
-POLICY_RUN, OBSERVATION_RUN = 24, 16  # tokens of an own part
 
 
 @dataclass
@@ -66,87 +67,10 @@ class Case:
     facts: dict[str, Any]
 
 
-# --------------------------------------------------------------------------------------- the groups
-
-
-def shape(share: float, length: int, spread: float = 0.0) -> tuple[int, list[int]]:
-    """Opening p and the 8 own parts of rows of `length` tokens on average, so that s is `share`.
-
-    Args:
-        spread: own parts go from (1 - spread) to (1 + spread) times their mean.
-
-    >>> shape(0.5, 256)
-    (146, [110, 110, 110, 110, 110, 110, 110, 110])
-    >>> shape(0.5, 256, spread=0.5)
-    (146, [55, 71, 86, 102, 118, 134, 149, 165])
-    """
-    p = max(1, round(share * length * GROUP / (GROUP - 1)))  # a row's first token is nobody's
-    n = length - p
-    if n < 1:
-        raise ValueError(f"8 samples can save at most {1 - 1 / GROUP} of their tokens, not {share}")
-    factors = [1 + spread * (2 * i / (GROUP - 1) - 1) for i in range(GROUP)]
-    return p, [max(1, round(n * factor)) for factor in factors]
-
-
-def construct(p: int, owns: Sequence[int], groups: int, vocabulary: int, seed: int = 0) -> Batch:
-    """`groups` groups of random ids: an opening of p tokens and own parts of the given lengths."""
-    import torch
-
-    from batching import Batch
-
-    generator = torch.Generator().manual_seed(seed)
-    width, rows = p + max(owns), groups * len(owns)
-    ids = torch.zeros(rows, width, dtype=torch.long)
-    mask = torch.zeros(rows, width)
-    period = POLICY_RUN + OBSERVATION_RUN
-    policy_speaks = (torch.arange(max(owns)) % period < POLICY_RUN).float()
-    for group in range(groups):
-        opening = torch.randint(3, vocabulary, (p,), generator=generator)
-        for i, n in enumerate(owns):
-            row = group * len(owns) + i
-            ids[row, :p] = opening
-            ids[row, p : p + n] = torch.randint(3, vocabulary, (n,), generator=generator)
-            mask[row, p : p + n] = policy_speaks[:n]
-    return Batch(
-        input_ids=ids,
-        loss_mask=mask,
-        rollout_log_probs=-0.5 * mask,
-        token_rewards=torch.zeros_like(mask),
-        lengths=torch.tensor([p + n for n in owns] * groups),
-        group_ids=torch.arange(groups).repeat_interleave(len(owns)),
-    )
-
-
-def real_batches(tokenizer: Any, num_tasks: int, max_rounds: int) -> dict[str, Batch]:
-    """The same TextCraft goals played for one turn and to the end."""
-    from batching import make_batch
-    from benchmarks.update import play
-    from chat import ChatTemplate
-    from envs import load_tasks
-
-    chat = ChatTemplate(tokenizer)
-    tasks = load_tasks("textcraft", "train", subtasks=("depth 1",))[:num_tasks]
-    return {
-        name: make_batch(
-            [
-                play(chat, task, group, sample, rounds)
-                for group, task in enumerate(tasks)
-                for sample in range(GROUP)
-            ],
-            tokenizer.pad_token_id or 0,
-        )
-        for name, rounds in (("first turn", 1), ("whole", max_rounds))
-    }
-
-
-def facts_of(batch: Batch, shared: Any, unshared: Any) -> dict[str, Any]:
+def facts_of(batch: Batch, shared: Objective, unshared: Objective) -> dict[str, Any]:
     """What each side computes of a batch, as `update.cut` cuts it."""
-    from batching import padding_share
-    from runtime.prefix import opening_length, pack
-    from update import cut
-
     rows = list(range(len(batch)))
-    cuts, padded_cuts = (cut(batch, rows, each) for each in (shared, unshared))
+    cuts, padded_cuts = (update.cut(batch, rows, each) for each in (shared, unshared))
     lengths = batch.lengths.tolist()
     openings = [opening_length(batch.rows(part)) for part in cuts]
     packed = sum(pack(batch.rows(part)).input_ids.numel() for part in cuts)
@@ -165,113 +89,83 @@ def facts_of(batch: Batch, shared: Any, unshared: Any) -> dict[str, Any]:
     }
 
 
+def cases_of(options: argparse.Namespace, path: str, sides: dict[str, Objective]) -> list[Case]:
+    """The sweeps on constructed groups, and real goals played for a turn and to the end."""
+    tokenizer = load_tokenizer(path)
+    batches: list[tuple[str, Batch]] = []
+    for name, shares, spread in (("equal", SHARES, 0.0), ("unequal", UNEQUAL, 0.5)):
+        for share in QUICK[: 1 if spread else None] if options.quick else shares:
+            p, owns = groups.shape(share, options.length, spread)
+            batches.append((name, groups.construct(p, owns, options.groups, len(tokenizer))))
+    for name, rounds in (("first turn", 1), ("whole", max(Config().rounds))):
+        batches.append(
+            (name, groups.played_batch(tokenizer, num_real(options), groups.GROUP, rounds))
+        )
+    for _, batch in batches:
+        per_row = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0))
+        batch.advantages = per_row * batch.loss_mask  # (B, T)
+    return [Case(name, batch, facts_of(batch, *sides.values())) for name, batch in batches]
+
+
+def num_real(options: argparse.Namespace) -> int:
+    """TextCraft goals that are played."""
+    return 1 if options.quick else 4
+
+
 # ---------------------------------------------------------------------------------------- measuring
 
 
-class NoStep:
-    """An optimizer that leaves the weights alone: what is measured is how the gradient is made."""
+def time_both(
+    learner: update.Learner, batch: Batch, sides: dict[str, Objective], turn: int
+) -> dict[str, float]:
+    """Seconds and gradient norm of one gradient of each side; neither is always the second."""
+    timed: dict[str, float] = {}
+    for side in list(sides)[:: -1 if turn % 2 else 1]:
 
-    param_groups = [{"lr": 0.0}]
+        def gradient(side: str = side) -> None:
+            metrics = common.take_step(learner, batch, sides[side])
+            timed[f"{side}_grad_norm"] = metrics["policy/grad_norm"]
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def step(self) -> None:
-        """The weights stay."""
-
-    def zero_grad(self) -> None:
-        self._module.zero_grad()
+        timed[f"{side}_s"] = common.seconds_of(gradient)
+    return dict(sorted(timed.items()))
 
 
 def measure(
     options: argparse.Namespace, note: Callable[[dict[str, Any]], None] = lambda measured: None
 ) -> dict[str, Any]:
     """All cases in every repeat; `note` is given what there is after each measurement."""
-    import torch
-    from accelerate import Accelerator
-
-    import update
-    from config import Config
-    from models import load_policy, load_tokenizer, num_parameters
-    from runtime.default_models import resolve_model
-    from update import Objective, update_policy
-
     update.SHARING_PAYS = 0.0  # what is to be found here: share wherever there is an opening
-    default, path = Config(), resolve_model(options.model)
-    shared = Objective(
-        mini_batch_size=1 << 30,  # one gradient of the whole batch
-        max_tokens=default.max_tokens_per_micro_batch,
-        sampler_is_cap=default.sampler_is_cap,
-        clip_ratio=default.clip_ratio,
-    )
-    unshared = replace(shared, share_prefix=False)
-    accelerator = Accelerator(mixed_precision="bf16")
-    device = accelerator.device
-    policy = accelerator.prepare(load_policy(path).train())
-    optimizer = NoStep(policy)
-    vocabulary = accelerator.unwrap_model(policy).lm.config.vocab_size
-
-    batches: list[tuple[str, Batch]] = []
-    for share in QUICK if options.quick else SHARES:
-        p, owns = shape(share, options.length)
-        batches.append(("equal", construct(p, owns, options.groups, vocabulary)))
-    for share in QUICK[:1] if options.quick else UNEQUAL:
-        p, owns = shape(share, options.length, spread=0.5)
-        batches.append(("unequal", construct(p, owns, options.groups, vocabulary)))
-    num_tasks = 1 if options.quick else 4
-    batches += real_batches(load_tokenizer(path), num_tasks, max(default.rounds)).items()
-    cases = [Case(name, batch, facts_of(batch, shared, unshared)) for name, batch in batches]
-
-    def seconds_of(batch: Batch, advantages: Any, how: Objective) -> tuple[float, float]:
-        """(seconds, gradient norm) of one gradient."""
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        metrics = update_policy(accelerator, policy, optimizer, batch, advantages, how)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if metrics["policy/skipped_steps"]:
-            raise SystemExit("the update was skipped: its loss or gradient is not finite")
-        return time.perf_counter() - began, metrics["policy/grad_norm"]
-
-    def both(case: Case, repeat: int) -> dict[str, float]:
-        batch = case.batch
-        generator = torch.Generator().manual_seed(0)
-        per_row = torch.randn(len(batch), 1, generator=generator)
-        advantages = per_row * batch.loss_mask  # (B, T)
-        sides = [("shared", shared), ("unshared", unshared)]
-        timed = {}
-        for side, how in sides if repeat % 2 == 0 else sides[::-1]:
-            timed[f"{side}_s"], timed[f"{side}_grad_norm"] = seconds_of(batch, advantages, how)
-        return dict(sorted(timed.items()))
-
+    path = resolve_model(options.model)
+    # One gradient of the whole batch.
+    shared = common.one_step(1 << 30, Config().max_tokens_per_micro_batch)
+    sides = {"shared": shared, "unshared": replace(shared, share_prefix=False)}
+    learner = common.make_learner(path, moves=False)
+    cases = cases_of(options, path, sides)
     measured: dict[str, Any] = {
         "settings": {
             "model": options.model,
-            "parameters": num_parameters(policy),
-            "device": str(device),
-            "group": GROUP,
+            "parameters": num_parameters(learner.model),
+            "device": str(learner.accelerator.device),
+            "group": groups.GROUP,
             "groups_constructed": options.groups,
-            "groups_real": num_tasks,
+            "groups_real": num_real(options),
             "length_constructed": options.length,
-            "policy_run": POLICY_RUN,
-            "observation_run": OBSERVATION_RUN,
-            "max_tokens": shared.max_tokens,
+            "policy_run": groups.POLICY_RUN,
+            "observation_run": groups.OBSERVATION_RUN,
+            "max_tokens": shared.max_tokens_per_micro_batch,
             "repeats": options.repeats,
         },
         "cases": [{"name": case.name} | case.facts | {"repeats": []} for case in cases],
     }
     print("warming up", flush=True)
-    both(cases[0], 0)  # kernels, allocator
+    time_both(learner, cases[0].batch, sides, 0)  # kernels, allocator
     for repeat in range(options.repeats):
         for number, (case, row) in enumerate(zip(cases, measured["cases"], strict=True)):
-            timed = both(case, repeat + number)  # neither side is always the second
+            timed = time_both(learner, case.batch, sides, repeat + number)
             row["repeats"].append(timed)
-            ratio = timed["unshared_s"] / timed["shared_s"]
             print(
-                f"repeat {repeat + 1} of {options.repeats}: {case.name}, "
-                f"{row['saved']:.3f} of the tokens saved: shared {timed['shared_s']:.2f} s, "
-                f"unshared {timed['unshared_s']:.2f} s, ratio {ratio:.2f}",
+                f"repeat {repeat + 1} of {options.repeats}: {case.name}, {row['saved']:.3f} of the "
+                f"tokens saved: ratio {timed['unshared_s'] / timed['shared_s']:.2f}",
                 flush=True,
             )
             note(measured)
@@ -300,25 +194,16 @@ def summarize(measured: dict[str, Any]) -> dict[str, Any]:
             continue
         tokens = case["tokens"]
         norms = [(r["shared_grad_norm"], r["unshared_grad_norm"]) for r in repeats]
-        speed = {
-            side: round(statistics.median(tokens / r[f"{side}_s"] for r in repeats), 1)
-            for side in ("shared", "unshared")
-        }
-        ratio = statistics.median(r["unshared_s"] / r["shared_s"] for r in repeats)
-        rows.append(
-            {
-                "name": case["name"],
-                "saved": case["saved"],
-                "tokens": tokens,
-                "shared_tokens_per_s": speed["shared"],
-                "unshared_tokens_per_s": speed["unshared"],
-                "ratio": round(ratio, 3),
-                "if_tokens_were_all": round(1 / (1 - case["saved"]), 3),
-                "unshared_padding": case["unshared_padding"],
-                # The same gradient in another order of bfloat16 sums, or the ratio means nothing.
-                "grad_norm_differs": round(max(abs(a - b) / b if b else 0.0 for a, b in norms), 4),
-            }
-        )
+        row = {"name": case["name"], "saved": case["saved"], "tokens": tokens}
+        for side in ("shared", "unshared"):
+            speeds = (tokens / r[f"{side}_s"] for r in repeats)
+            row[f"{side}_tokens_per_s"] = common.median(speeds, 1)
+        row["ratio"] = common.median((r["unshared_s"] / r["shared_s"] for r in repeats), 3)
+        row["if_tokens_were_all"] = round(1 / (1 - case["saved"]), 3)
+        row["unshared_padding"] = case["unshared_padding"]
+        # The same gradient in another order of bfloat16 sums, or the ratio means nothing.
+        row["grad_norm_differs"] = round(max(abs(a - b) / b if b else 0.0 for a, b in norms), 4)
+        rows.append(row)
     found = {
         name: crossover([(row["saved"], row["ratio"]) for row in rows if row["name"] == name])
         for name in ("equal", "unequal")
@@ -376,29 +261,20 @@ def format_table(summary: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.arguments(__doc__, 3, "prefix-<model>.json")
     parser.add_argument("--model", choices=("tiny", "smollm2-135m"), default="tiny")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--length", type=int, default=224, help="tokens of a constructed row")
     parser.add_argument("--groups", type=int, default=2, help="groups of a constructed batch")
     parser.add_argument(
         "--quick", action="store_true", help="few points and one real group: does it run?"
     )
-    parser.add_argument("--out", type=Path, help="default: results/prefix-<model>.json")
     options = parser.parse_args()
-    from runtime.rundir import circumstances
-
-    about = circumstances()
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    out = options.out or RESULTS / f"prefix-{options.model}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    results = common.Results(options.out, f"prefix-{options.model}.json")
 
     def write(measured: dict[str, Any]) -> None:
-        document = {"date": date} | about | {"summary": summarize(measured)} | measured
-        out.write_text(json.dumps(document, indent=2) + "\n")
+        results.write({"summary": summarize(measured)} | measured)
 
-    measured = measure(options, write)
-    print(format_table(summarize(measured)))
+    print(format_table(summarize(measure(options, write))))
     return 0
 
 

@@ -42,20 +42,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # before this folder, whose rollout.py is this file
 
-from benchmarks.common import RESULTS, Results, arguments, median  # noqa: E402
+from benchmarks.common import Results, arguments, median  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from engines import SamplingSettings, VLLMEngine  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
 from envs import Task, Wire  # noqa: E402
 from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
-from rollout import (  # noqa: E402
-    RolloutRequest,
-    RolloutSettings,
-    RolloutStats,
-    _Episode,
-    collect,
-)
+from rollout import RolloutRequest, RolloutSettings, RolloutStats, _Episode, collect  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
 
 NUM_TURNS, TOKENS_PER_TURN = 8, 30
@@ -210,9 +204,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def compare(pool: EnvPool, repeat: int, index: int) -> dict[str, dict[str, float]]:
         task = Task(f"delay_{index}", index, Delay.subtask(index))
-        requests = [
-            RolloutRequest(task, 0, k, seed=1000 * repeat + k, step=repeat) for k in range(n)
-        ]
+        seeds = range(1000 * repeat, 1000 * repeat + n)
+        requests = [RolloutRequest(task, 0, k, seed, repeat) for k, seed in enumerate(seeds)]
         playing = (engine, pool, chat, requests, settings)
         loops = {
             "engine": functools.partial(play_engine, engine, [opening] * n, between),
@@ -277,7 +270,7 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="the engine decodes at a time")
     options = parser.parse_args()
-    results = Results(options.out or RESULTS / "rollout.json")
+    results = Results(options.out, "rollout.json")
     measured = measure(options)
     table = summarize(measured["repeats"])
     goals = {

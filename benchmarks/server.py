@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import sessions  # noqa: E402
-from benchmarks.common import RESULTS, Results, arguments, serving, show  # noqa: E402
+from benchmarks.common import Results, arguments, serving, show  # noqa: E402
 from envs import get_env  # noqa: E402
 
 NUM_SESSIONS = 64
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--live", type=int, default=1000, help="sessions open at once")
     parser.add_argument("--cycles", type=int, default=10_000)
     options = parser.parse_args()
-    results = Results(options.out or RESULTS / "server.json")
+    results = Results(options.out, "server.json")
     results.about["hardware"] = sessions.hardware()
     words = ["--env", "textcraft", "--port", "0", "--max-sessions"]
     words += [str(max(options.live, NUM_SESSIONS))]

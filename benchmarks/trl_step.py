@@ -28,24 +28,23 @@ It prints a table and writes benchmarks/results/trl_step.json.
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import Results, arguments, median  # noqa: E402
 from config import Config, check, complete  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "trl_step.json"
 TRL_VERSION = "1.16"
 
 
@@ -82,33 +81,31 @@ def report(figures: dict[str, float]) -> None:
 
 def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
+    from advantages import estimate
     from batching import make_batch
-    from plan import requests_of
-    from rollout import RolloutStats
-    from runtime import rundir
-    from train import estimate, usable_trajectories
-    from worker import Worker
+    from session import at_work
+    from train import requests_of, usable_trajectories
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        config = replace(config, run_dir=folder)
-        run = rundir.open_run(config)
-        stack.callback(run.close)
-        worker = Worker(config, run, stack)
-        for step in range(1, config.steps + 1):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        at_work(replace(config, run_dir=folder)) as session,
+    ):
+        w = session.worker
+        for step in session.steps_left():
             wait_for_turn()
-            began, stats = time.perf_counter(), RolloutStats()
-            requests = requests_of(step, worker.tasks, config)
-            trajectories = worker.roll_out(requests, max(config.rounds), stats)
+            began = time.perf_counter()
+            requests = requests_of(step, w.tasks, config)
+            trajectories, stats = w.roll_out(requests, max(config.rounds))
             rolled = time.perf_counter()
-            usable, groups = usable_trajectories(trajectories, config)
+            usable, signal = usable_trajectories(trajectories, config)
             if usable:
-                batch = make_batch(usable, worker.pad_id)
-                old, ref, values = worker.score(batch)
-                rewards, _ = worker.penalized_rewards(batch, old, ref)
-                advantages, returns = estimate(config, rewards, batch, values)
-                share = groups["data/signal_share"]
-                worker.update(step, batch, advantages, returns, old, ref, values, share)
-                worker.sync(step, usable[: worker.num_probes])
+                batch = make_batch(usable, w.pad_id)
+                w.score(batch)
+                w.penalize_kl(batch)
+                given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
+                batch.advantages, batch.returns = estimate(config.algorithm, given)
+                w.update(step, batch, signal["data/signal_share"])
+                w.sync(step, usable)
             ended = time.perf_counter()
             report(
                 {
@@ -129,8 +126,8 @@ def run_ours(config: Config) -> None:
 class Side:
     """One of the two processes: started once, then one step each time it is asked."""
 
-    def __init__(self, name: str, arguments: list[str], start: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    def __init__(self, name: str, words: list[str], start: str) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), *words]
         self.name = name
         self.process = subprocess.Popen(
             [*command, "--side", name, "--start", start],
@@ -161,10 +158,9 @@ class Side:
     def close(self) -> None:
         if self.process.stdin:
             self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        self.process.kill()
 
 
 def trl_version() -> str:
@@ -196,14 +192,14 @@ def summarize(repeats: list[dict[str, dict[str, float]]]) -> dict[str, dict[str,
     """
     names = list(repeats[0]["ours"])
     table = {
-        side: {name: round(statistics.median(r[side][name] for r in repeats), 3) for name in names}
+        side: {name: median((r[side][name] for r in repeats), 3) for name in names}
         for side in ("ours", "trl")
     }
     trained = all(r["ours"].get("trained_tokens", 1) for r in repeats)
     compared = ["rollout_s", "generated_per_s"]
     compared += ["update_s", "step_s", "trained_per_s"] if trained else []
     table["trl_over_ours"] = {
-        name: round(statistics.median(r["trl"][name] / r["ours"][name] for r in repeats), 2)
+        name: median((r["trl"][name] / r["ours"][name] for r in repeats), 2)
         for name in names
         if name in compared
     }
@@ -218,14 +214,14 @@ def with_speeds(figures: dict[str, float]) -> dict[str, float]:
     }
 
 
-def compare(options: argparse.Namespace, arguments: list[str], start: str) -> list[dict]:
+def compare(options: argparse.Namespace, words: list[str], start: str) -> list[dict[str, Any]]:
     """A warm-up step of each side, then the repeats, the sides in turn."""
     sides: list[Side] = []
-    repeats = []
+    repeats: list[dict[str, Any]] = []
     try:
         for name in ("ours", "trl"):
             print(f"starting {name} ...", flush=True)
-            sides.append(Side(name, arguments, start))
+            sides.append(Side(name, words, start))
         for n in range(options.repeats + 1):
             row = {}
             for side in sides:
@@ -248,49 +244,49 @@ def compare(options: argparse.Namespace, arguments: list[str], start: str) -> li
     return repeats
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, 3, "trl_step.json")
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
     parser.add_argument(
         "--warm-start", default="auto", help="as train.py: auto, never, or a folder"
     )
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument("--samples", type=int, default=8, help="trajectories per task")
-    parser.add_argument("--repeats", type=int, default=3, help="steps, after one to warm up")
     parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--start", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        config = replace(step_config(options), warm_start=options.start)
-        if options.side == "ours":
-            run_ours(config)
-        else:
-            from trl_trainer import run_trl
+    return parser.parse_args()
 
-            run_trl(config, options.start, wait_for_turn, report)
+
+def run_side(options: argparse.Namespace) -> None:
+    """This process is one of the two sides."""
+    config = replace(step_config(options), warm_start=options.start)
+    if options.side == "ours":
+        run_ours(config)
+    else:
+        from benchmarks.trl_trainer import run_trl
+
+        run_trl(config, options.start, wait_for_turn, report)
+
+
+def main() -> int:
+    options = parse()
+    if options.side:
+        run_side(options)
         return 0
     version = trl_version()
-    from plan import start_model
-    from runtime.rundir import circumstances
+    from runtime.distributed import make_accelerator
+    from sft import start_model
 
-    config = step_config(options)
-    start = start_model(config)  # trained here if it is not in the cache yet
-    about = circumstances()
-    about["versions"]["trl"] = version
+    start = start_model(step_config(options), make_accelerator("bf16"))  # trained if it is not yet
+    results = Results(options.out, "trl_step.json")
+    results.about["versions"]["trl"] = version
     repeats = compare(options, sys.argv[1:], start)
     table = summarize(repeats)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    settings = {
-        "model": options.model,
-        "start": start.removeprefix(f"{ROOT}/"),
-        "tasks": options.tasks,
-    }
-    settings |= {"samples": options.samples, "train_on_all": options.train_on_all}
-    document = {"date": date} | about | {"settings": settings, "summary": table, "repeats": repeats}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=2) + "\n")
+    settings = {"model": options.model, "start": start.removeprefix(f"{ROOT}/")}
+    settings |= {"tasks": options.tasks, "samples": options.samples}
+    settings |= {"train_on_all": options.train_on_all}
+    results.write({"settings": settings, "summary": table, "repeats": repeats})
     print(f"\n{'median of ' + str(len(repeats)):<24}{'ours':>12}{'TRL':>12}{'TRL / ours':>12}")
     for name in table["ours"]:
         ratio = table["trl_over_ours"].get(name, "")

@@ -7,6 +7,9 @@ stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
 One side of trl_step.py, which runs it in a process of its own.
 """
 
+# mypy: disable-error-code="import-not-found, import-untyped"
+# TRL and datasets are not among the requirements.
+
 import os
 import tempfile
 import time
@@ -28,6 +31,7 @@ def multi_turn_rollout(
 
     import torch
 
+    from rollout import take_result
     from trajectory import RolloutHandler
 
     clients = [pool.client() for _ in requests]
@@ -42,13 +46,7 @@ def multi_turn_rollout(
         def step(i: int) -> None:
             handler, turn = handlers[i], handlers[i].turns[-1]
             result = clients[i].step(turn.action_text)
-            turn.reward = float(result.reward)
-            if result.terminated or result.truncated:
-                solved = bool(result.info["success"])
-                handler.stop("success" if solved else "failure", solved)
-            elif len(handler.turns) == horizon:
-                handler.stop("max_rounds")
-            else:
+            if take_result(handler, turn, result):
                 ids = chat.observation(result.observation)
                 room = config.max_trajectory_tokens - len(handler.input_ids) - len(ids)
                 if room <= config.max_tokens_per_turn:
@@ -119,52 +117,21 @@ def trainer_settings(config: Config, folder: str) -> Any:
     )
 
 
-def run_trl(
-    config: Config,
-    start: str,
-    wait_for_turn: Callable[[], None],
-    report: Callable[[dict[str, float]], None],
-) -> None:
-    """GRPOTrainer on the same requests; a callback times its steps, the rollout itself.
+Rollout = Callable[[list[str], Any], dict[str, Any]]
+
+
+def make_rollout(
+    config: Config, chat: Any, pool: Any, plan: dict[int, list[Any]], figures: dict[str, float]
+) -> Rollout:
+    """TRL's `rollout_func`, which plays what our trainer would play in that step.
 
     Args:
-        start: folder of the warm-started checkpoint.
-        wait_for_turn: called before each step.
-        report: takes the figures of each step.
+        plan: step -> its requests.
+        figures: gets what was played, and the seconds that took.
     """
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-    from transformers import TrainerCallback
-    from trl import GRPOTrainer
     from trl.models import unwrap_model_for_generation
 
-    from chat import ChatTemplate
-    from envclient import EnvPool, local_server
-    from envs import load_tasks
-    from models import load_tokenizer
-    from plan import requests_of
-
-    tokenizer = load_tokenizer(start)
-    chat = ChatTemplate(tokenizer)
-    tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
-    plan = {step: requests_of(step, tasks, config) for step in range(1, config.steps + 1)}
-    figures: dict[str, float] = {}
-
-    class Turns(TrainerCallback):
-        """Waits for its turn before each step and reports after it."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            wait_for_turn()
-            figures["began"] = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            step_s = time.perf_counter() - figures.pop("began")
-            update_s = step_s - figures["rollout_s"]
-            report(figures | {"step_s": step_s, "update_s": update_s})
-
-    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         began = time.perf_counter()
         step = trainer.state.global_step + 1
         by_id: dict[str, list[Any]] = {}
@@ -187,6 +154,60 @@ def run_trl(
             "episode_return": [h.total_return for h in handlers],
         }
 
+    return rollout
+
+
+def make_turns(
+    figures: dict[str, float],
+    wait_for_turn: Callable[[], None],
+    report: Callable[[dict[str, float]], None],
+) -> Any:
+    """A callback that waits for its turn before each step and reports after it."""
+    from transformers import TrainerCallback
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            wait_for_turn()
+            figures["began"] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step_s = time.perf_counter() - figures.pop("began")
+            update_s = step_s - figures["rollout_s"]
+            report(figures | {"step_s": step_s, "update_s": update_s})
+
+    return Turns()
+
+
+def run_trl(
+    config: Config,
+    start: str,
+    wait_for_turn: Callable[[], None],
+    report: Callable[[dict[str, float]], None],
+) -> None:
+    """GRPOTrainer on the same requests; a callback times its steps, the rollout itself.
+
+    Args:
+        start: folder of the warm-started checkpoint.
+        wait_for_turn: called before each step.
+        report: takes the figures of each step.
+    """
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import GRPOTrainer
+
+    from chat import ChatTemplate
+    from envclient import EnvPool, local_server
+    from envs import load_tasks
+    from models import load_tokenizer
+    from train import requests_of
+
+    tokenizer = load_tokenizer(start)
+    tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
+    plan = {step: requests_of(step, tasks, config) for step in range(1, config.steps + 1)}
+    figures: dict[str, float] = {}
+
     def returned(episode_return: list[float], **_: Any) -> list[float]:
         return episode_return
 
@@ -204,7 +225,7 @@ def run_trl(
             args=trainer_settings(config, folder),
             train_dataset=dataset,
             processing_class=tokenizer,
-            rollout_func=rollout_func,
-            callbacks=[Turns()],
+            rollout_func=make_rollout(config, ChatTemplate(tokenizer), pool, plan, figures),
+            callbacks=[make_turns(figures, wait_for_turn, report)],
         )
         trainer.train()

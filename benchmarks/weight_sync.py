@@ -29,31 +29,36 @@ included, memory that it had free before not.
 
 Run it:  python benchmarks/weight_sync.py                  two minutes
          python benchmarks/weight_sync.py --model tiny     half a minute, most of it vLLM's start
-It prints a table and writes benchmarks/results/weight_sync-<model>.json. Read next: ../sync.py.
+It prints a table and writes benchmarks/results/weight_sync-<model>.json.
+Read next: runtime/sync.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-if TYPE_CHECKING:
-    import torch
+import torch  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
-LOOPS = ("stream", "checkpoint", "copy")
+from benchmarks import common  # noqa: E402
+from chat import ChatTemplate  # noqa: E402
+from engines import VLLMEngine  # noqa: E402
+from envs import get_env, load_tasks  # noqa: E402
+from models import load_policy, load_tokenizer, num_parameters, save_policy  # noqa: E402
+from runtime import clock, sync  # noqa: E402
+from runtime.default_models import resolve_model  # noqa: E402
+
+DTYPE = torch.bfloat16  # the sampler's
 
 
 class Held:
@@ -68,8 +73,6 @@ class Held:
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Any]:
         """The same stream, watched."""
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         for name, tensor in weights:
             storage = tensor.untyped_storage()
             num_bytes = storage.nbytes()
@@ -85,8 +88,6 @@ class Held:
 
 def disturb(policy: Any, size: float, seed: int) -> None:
     """Add noise of `size` times a tensor's root mean square to every tensor of the policy."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.parameters():
@@ -95,9 +96,6 @@ def disturb(policy: Any, size: float, seed: int) -> None:
 
 
 def textcraft_openings(tokenizer: Any, count: int) -> list[list[int]]:
-    from chat import ChatTemplate
-    from envs import get_env, load_tasks
-
     chat, openings = ChatTemplate(tokenizer), []
     for task in load_tasks("textcraft", "train")[:count]:
         world = get_env("textcraft")()
@@ -105,126 +103,132 @@ def textcraft_openings(tokenizer: Any, count: int) -> list[list[int]]:
     return openings
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
+class Pair:
+    """The trainer's policy in float32, and a sampler in bfloat16 of the same checkpoint."""
 
-    from engines import VLLMEngine
-    from models import load_policy, load_tokenizer, num_parameters, save_policy
-    from runtime import clock, sync
-    from runtime.default_models import resolve_model
-
-    path, dtype = resolve_model(options.model), torch.bfloat16
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(path)
-    openings = textcraft_openings(tokenizer, options.openings)
-    with contextlib.ExitStack() as stack:
+    def __init__(self, model: str, num_openings: int, folder: Path) -> None:
+        path = resolve_model(model)
+        self.folder = folder
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = load_tokenizer(path)
+        self.openings = textcraft_openings(self.tokenizer, num_openings)
         print("starting vLLM", flush=True)
-        engine = VLLMEngine(path, max_model_len=1024, dtype="bfloat16")
-        stack.callback(engine.close)
-        engine._llm.llm_engine.vllm_config.load_config.use_tqdm_on_load = False
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        policy = load_policy(path).to(device).eval()
-        difference: dict[str, float] = {}
+        self.engine = VLLMEngine(path, max_model_len=1024, dtype="bfloat16")
+        self.engine._llm.llm_engine.vllm_config.load_config.use_tqdm_on_load = False
+        self.policy = load_policy(path).to(self.device).eval()
 
-        def compare(name: str) -> None:
-            (difference[name],) = sync.compare(policy, engine, openings, 1.0, device)
-            print(f"{name}: sampler and trainer differ by {difference[name]:.4f} nats", flush=True)
+    def compare(self) -> float:
+        """d, of the openings' tokens."""
+        (d,) = sync.compare(self.policy, self.engine, self.openings, 1.0, self.device)
+        return d
 
-        def stream() -> dict[str, float]:
-            return {"stream_s": seconds_of(lambda: sync.send_weights(policy, engine, dtype))}
+    def send(self) -> int:
+        return sync.send_weights(self.policy, self.engine, DTYPE)
 
-        def reload(where: Path) -> None:
-            engine._llm.llm_engine.collective_rpc(
-                "reload_weights", kwargs={"weights_path": str(where)}
-            )
-            engine._llm.reset_prefix_cache()
+    def reload(self, name: str) -> None:
+        """The sampler reads a checkpoint."""
+        where = {"weights_path": str(self.folder / name)}
+        self.engine._llm.llm_engine.collective_rpc("reload_weights", kwargs=where)
+        self.engine._llm.reset_prefix_cache()
 
-        def checkpoint() -> dict[str, float]:
-            where = folder / "ours"
-            return {
-                "save_s": seconds_of(lambda: save_policy(policy, tokenizer, where)),
-                "reload_s": seconds_of(lambda: reload(where)),
-            }
+    def save(self) -> None:
+        save_policy(self.policy, self.tokenizer, self.folder / "ours")
 
-        def copy() -> dict[str, float]:
-            seconds = 0.0
-            for _, weight in sync.whole_weights(policy, dtype):
-                there = torch.empty_like(weight).fill_(1)  # its pages are there too
-                seconds += seconds_of(lambda to=there, w=weight: to.copy_(w))
-            return {"copy_s": seconds}
+    # What is timed
 
-        compare("as_loaded")
-        disturb(policy, options.noise, seed=1)
-        compare("stale")
-        held, plain = Held(), sync.whole_weights
-        try:
-            sync.whole_weights = lambda policy, dtype: held.watch(plain(policy, dtype))
-            stream()
-        finally:
-            sync.whole_weights = plain
-        compare("synced")
-        disturb(policy, options.noise, seed=2)
-        checkpoint()
-        compare("reloaded")
-        disturb(policy, options.noise, seed=3)
-        policy.lm.save_pretrained(folder / "tied_once")
-        reload(folder / "tied_once")
-        compare("tied_once")
-        clock.reset_peak()
-        before = clock.peak()
-        stream()
-        process_bytes = clock.peak() - before
-        compare("repaired")
+    def stream(self) -> dict[str, float]:
+        return {"stream_s": common.seconds_of(self.send)}
 
-        loops: dict[str, Callable[[], dict[str, float]]] = {
-            "stream": stream,
-            "checkpoint": checkpoint,
-            "copy": copy,
+    def checkpoint(self) -> dict[str, float]:
+        return {
+            "save_s": common.seconds_of(self.save),
+            "reload_s": common.seconds_of(lambda: self.reload("ours")),
         }
-        repeats = []
-        for repeat in range(options.repeats):
-            first = repeat % len(LOOPS)  # nobody is always the one after somebody else
-            timed: dict[str, float] = {}
-            for name in LOOPS[first:] + LOOPS[:first]:
-                timed |= loops[name]()
-            repeats.append(dict(sorted(timed.items())))
-            figures = ", ".join(f"{name[:-2]} {seconds:.3f} s" for name, seconds in timed.items())
-            print(f"repeat {repeat + 1} of {options.repeats}: {figures}", flush=True)
-        num_bytes = sync.send_weights(policy, engine, dtype)
+
+    def copy(self) -> dict[str, float]:
+        seconds = 0.0
+        for _, weight in sync.whole_weights(self.policy, DTYPE):
+            there = torch.empty_like(weight).fill_(1)  # its pages are there too
+            seconds += common.seconds_of(partial(there.copy_, weight))
+        return {"copy_s": seconds}
+
+
+def differences(pair: Pair, noise: float) -> tuple[dict[str, float], Held, int]:
+    """d at each point of the story above; what the first stream held, what the last one grew."""
+    d: dict[str, float] = {}
+
+    def note(name: str) -> None:
+        d[name] = pair.compare()
+        print(f"{name}: sampler and trainer differ by {d[name]:.4f} nats", flush=True)
+
+    note("as_loaded")
+    disturb(pair.policy, noise, seed=1)
+    note("stale")
+    held, plain = Held(), sync.whole_weights
+    try:
+        sync.whole_weights = lambda policy, dtype: held.watch(plain(policy, dtype))
+        pair.send()
+    finally:
+        sync.whole_weights = plain
+    note("synced")
+    disturb(pair.policy, noise, seed=2)
+    pair.checkpoint()
+    note("reloaded")
+    disturb(pair.policy, noise, seed=3)
+    pair.policy.lm.save_pretrained(pair.folder / "tied_once")
+    pair.reload("tied_once")
+    note("tied_once")
+    clock.reset_peak()
+    before = clock.peak()
+    pair.send()
+    growth = clock.peak() - before
+    note("repaired")
+    return d, held, growth
+
+
+def times(pair: Pair, num_repeats: int) -> list[dict[str, float]]:
+    """Seconds of each way, in turn."""
+    repeats = []
+    for repeat in range(num_repeats):
+        timed: dict[str, float] = {}
+        for way in common.in_turn(repeat, (pair.stream, pair.checkpoint, pair.copy)):
+            timed |= way()
+        repeats.append(dict(sorted(timed.items())))
+        figures = ", ".join(f"{name[:-2]} {seconds:.3f} s" for name, seconds in timed.items())
+        print(f"repeat {repeat + 1} of {num_repeats}: {figures}", flush=True)
+    return repeats
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pair = Pair(options.model, options.openings, folder)
+        stack.callback(pair.engine.close)
+        d, held, growth = differences(pair, options.noise)
+        repeats = times(pair, options.repeats)
+        num_bytes = pair.send()
         files = sum(file.stat().st_size for file in (folder / "ours").iterdir())
     return {
         "settings": {
             "model": options.model,
-            "parameters": num_parameters(policy),
-            "device": str(device),
+            "parameters": num_parameters(pair.policy),
+            "device": str(pair.device),
             "sampler": "bfloat16",
             "trainer": "float32",
             "openings": options.openings,
             "noise": options.noise,
             "repeats": options.repeats,
         },
-        "log_prob_difference": {name: round(d, 5) for name, d in difference.items()},
+        "log_prob_difference": {name: round(value, 5) for name, value in d.items()},
         "bytes": {
             "sent": num_bytes,
             "checkpoint_folder": files,
             "largest_tensor": held.largest,
             "held_at_once": held.peak,
-            "process_peak_growth": process_bytes,
+            "process_peak_growth": growth,
         },
         "repeats": repeats,
     }
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def summarize(measured: dict[str, Any]) -> dict[str, Any]:
@@ -248,47 +252,38 @@ def summarize(measured: dict[str, Any]) -> dict[str, Any]:
     largest_tensor_share 0.1
     """
     repeats, sizes = measured["repeats"], measured["bytes"]
+    gigabytes = sizes["sent"] / 1e9
 
-    def median(figure: Callable[[dict[str, float]], float], digits: int) -> float:
-        return round(statistics.median(figure(r) for r in repeats), digits)
+    def of(figure: Callable[[dict[str, float]], float], digits: int) -> float:
+        return common.median((figure(r) for r in repeats), digits)
 
     def whole(r: dict[str, float]) -> float:
         return r["save_s"] + r["reload_s"]
 
-    gigabytes = sizes["sent"] / 1e9
     names = ("stream_s", "save_s", "reload_s", "copy_s")
-    return {name: median(lambda r, name=name: r[name], 4) for name in names} | {
-        "checkpoint_s": median(whole, 4),
+    return {name: common.median((r[name] for r in repeats), 4) for name in names} | {
+        "checkpoint_s": of(whole, 4),
         "gigabytes": round(gigabytes, 4),
-        "stream_gigabytes_per_s": median(lambda r: gigabytes / r["stream_s"], 3),
-        "copy_gigabytes_per_s": median(lambda r: gigabytes / r["copy_s"], 3),
-        "checkpoint_over_stream": median(lambda r: whole(r) / r["stream_s"], 2),
-        "stream_over_copy": median(lambda r: r["stream_s"] / r["copy_s"], 2),
+        "stream_gigabytes_per_s": of(lambda r: gigabytes / r["stream_s"], 3),
+        "copy_gigabytes_per_s": of(lambda r: gigabytes / r["copy_s"], 3),
+        "checkpoint_over_stream": of(lambda r: whole(r) / r["stream_s"], 2),
+        "stream_over_copy": of(lambda r: r["stream_s"] / r["copy_s"], 2),
         "held_share": round(sizes["held_at_once"] / sizes["sent"], 4),  # of the whole model
         "largest_tensor_share": round(sizes["largest_tensor"] / sizes["sent"], 4),
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.arguments(__doc__, 5, "weight_sync-<model>.json")
     parser.add_argument("--model", default="smollm2-135m", help="tiny, smollm2-135m or a path")
     parser.add_argument("--openings", type=int, default=8, help="prompts that are compared on")
     parser.add_argument("--noise", type=float, default=0.1, help="of a tensor's root mean square")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="default: results/weight_sync-<model>.json")
     options = parser.parse_args()
-    from runtime.rundir import circumstances
-
-    about = circumstances()
+    results = common.Results(options.out, f"weight_sync-{Path(options.model).name}.json")
     measured = measure(options)
     summary = summarize(measured)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    out = options.out or RESULTS / f"weight_sync-{Path(options.model).name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"date": date} | about | {"summary": summary} | measured
-    out.write_text(json.dumps(document, indent=2) + "\n")
-    for name, value in (measured["log_prob_difference"] | summary | measured["bytes"]).items():
-        print(f"{name:<28}{value!s:>14}")
+    results.write({"summary": summary} | measured)
+    common.show((measured["log_prob_difference"] | summary | measured["bytes"]).items())
     return 0
 
 

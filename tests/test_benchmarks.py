@@ -5,12 +5,12 @@ import doctest
 import pytest
 import torch
 
-from benchmarks import prefix, weight_sync
+from benchmarks import common, groups, prefix, rollout, trl_step, update, weight_sync
+from losses import Objective
 from runtime.prefix import opening_length
-from update import Objective
 
 
-@pytest.mark.parametrize("module", [prefix, weight_sync])
+@pytest.mark.parametrize("module", [common, groups, prefix, rollout, trl_step, update, weight_sync])
 def test_examples_in_docstrings_print_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -20,12 +20,14 @@ def test_examples_in_docstrings_print_what_they_show(module):
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 @pytest.mark.parametrize("share", prefix.SHARES)
 def test_a_constructed_group_saves_the_share_it_was_asked_for(share, spread):
-    p, owns = prefix.shape(share, 256, spread)
-    batch = prefix.construct(p, owns, groups=2, vocabulary=1024)
+    p, owns = groups.shape(share, 256, spread)
+    batch = groups.construct(p, owns, groups=2, vocabulary=1024)
     assert opening_length(batch.rows(range(8))) == p
     assert abs(int(batch.lengths.sum()) - 16 * 256) <= 16
-    on = Objective(max_tokens=4096)
-    facts = prefix.facts_of(batch, on, Objective(max_tokens=4096, share_prefix=False))
+    on = Objective(max_tokens_per_micro_batch=4096)
+    facts = prefix.facts_of(
+        batch, on, Objective(max_tokens_per_micro_batch=4096, share_prefix=False)
+    )
     assert facts["saved"] == pytest.approx(share, abs=0.005)
     if not spread:
         assert facts["unshared_padding"] == 0
@@ -33,7 +35,7 @@ def test_a_constructed_group_saves_the_share_it_was_asked_for(share, spread):
 
 def test_a_share_that_no_opening_can_save_is_refused():
     with pytest.raises(ValueError, match=r"at most 0\.875"):
-        prefix.shape(0.9, 256)
+        groups.shape(0.9, 256)
 
 
 def test_the_last_crossing_counts_and_cases_without_a_time_are_left_out():
