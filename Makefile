@@ -38,10 +38,11 @@ test: lint  ## lint, types and the fast tests: what CI runs
 test-slow: setup  ## the tests that take long: real training runs, real servers under load
 	$(RUN) -m pytest -q -m slow $(ARGS)
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy, and the arrows between modules
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m tach check
 
 format: setup  ## let ruff rewrite the files to the project's format
 	$(RUN) -m ruff check --fix .

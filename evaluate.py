@@ -61,7 +61,7 @@ from envs import ENVS, Task, load_tasks
 from reporting.evalconfig import ALL, EvalConfig
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
-from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
+from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.cli import complain, parse_command_line
 from runtime.files import write_json, write_text
 from trajectory import Trajectory
@@ -206,7 +206,7 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     kind = "transformers" if config.deterministic else config.engine
     engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
     stack.callback(engine.close)
-    return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, progress)
+    return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
 
 
 def _nothing(*_: Any) -> list[Trajectory]:

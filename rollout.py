@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chat import ChatTemplate
@@ -83,12 +83,18 @@ class RolloutSettings:
 
 
 @dataclass
-class RolloutStats:
-    """Where the time of one `collect` went."""
+class RolloutLog:
+    """What happened in one `collect`, also when it ended early."""
 
+    on_end: Callable[[RolloutHandler], None] = lambda handler: None  # called in collect's thread
+    ended: list[RolloutHandler] = field(default_factory=list)  # in the order in which they ended
     seconds: float = 0.0
     engine_idle_s: float = 0.0  # the engine had no request while episodes were open
     generated_tokens: int = 0
+
+    def end(self, handler: RolloutHandler) -> None:
+        self.ended.append(handler)
+        self.on_end(handler)
 
 
 class TooManyEnvFailures(RuntimeError):
@@ -107,63 +113,38 @@ def collect(
     chat: ChatTemplate,
     requests: Sequence[RolloutRequest],
     settings: RolloutSettings,
-    progress: Callable[[RolloutHandler], None] | None = None,
-    stats: RolloutStats | None = None,
-    finished: list[RolloutHandler] | None = None,
+    log: RolloutLog | None = None,
 ) -> list[RolloutHandler]:
     """Roll all requests to their end; one trajectory per request, in the order of the requests.
 
     Args:
-        progress: called with each trajectory as it ends, from this thread.
-        stats: filled in with where the time went.
-        finished: receives each trajectory as it ends: what there is after an exception or Ctrl-C.
-            After an EngineError also those it was sampling for, as `engine_error`.
+        log: filled in; after an exception or Ctrl-C it holds what had ended, after an EngineError
+            also the trajectories that were being sampled, as `engine_error`.
     Raises:
         EngineError: the sampler failed; running requests were dropped.
         TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
     """
-    stats = stats if stats is not None else RolloutStats()
-    finished = finished if finished is not None else []
-    stopping = threading.Event()  # set when the loop ends early: threads open no session any more
-    episodes = [_Episode(pool, chat, r, settings, stopping) for r in requests]
+    log = log if log is not None else RolloutLog()
+    calls = _EnvCalls(min(settings.env_workers, len(requests) or 1))
+    episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
-    answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()  # their environment has answered
-    # Two pools: resets wait when a server has no free session (429), and must not keep the calls
-    # waiting that will free one.
-    num_threads = min(settings.env_workers, len(episodes) or 1)
-    resets, threads = (ThreadPoolExecutor(num_threads, THREAD_NAME) for _ in range(2))
     num_open = len(episodes)
     began = time.perf_counter()
-
-    def call_env(pool: ThreadPoolExecutor, episode: _Episode, call: Callable[[], None]) -> None:
-        def work() -> None:
-            try:
-                call()
-            except BaseException as error:  # a bug in a thread must surface in the loop
-                episode.crash = error
-            if stopping.is_set():  # the loop has closed all sessions; this call may have opened one
-                episode.close()
-            answers.put(episode)
-
-        pool.submit(work)
-
     try:
         for episode in episodes:
-            call_env(resets, episode, episode.reset)
+            calls.reset(episode)
         while num_open:
             # 1. Environments that have answered: submit the next prompt, or close the episode.
-            for episode in _drain(answers, block=not generating, stats=stats):
+            for episode in calls.answered(log, wait=not generating):
                 if episode.crash:
                     raise episode.crash
                 if episode.must_restart:
-                    call_env(resets, episode, episode.reset)
+                    calls.reset(episode)
                     continue
                 sampling = episode.next_request()
                 if sampling is None:
                     num_open -= 1
-                    finished.append(episode.handler)
-                    if progress:
-                        progress(episode.handler)
+                    log.end(episode.handler)
                     continue
                 name = episode.handler.trajectory_id
                 generating[name] = episode
@@ -171,22 +152,21 @@ def collect(
             # 2. A piece of decoding; every finished turn goes to its environment at once.
             for generation in engine.poll():
                 episode = generating.pop(generation.request_id)
-                stats.generated_tokens += len(generation.token_ids)
+                log.generated_tokens += len(generation.token_ids)
                 episode.take(generation)
-                call_env(threads, episode, episode.act)
+                calls.act(episode)
     except BaseException as error:
         engine.abort()
         if isinstance(error, EngineError):
             for episode in generating.values():  # in nobody's hands but the engine's
                 episode.fail("engine_error", error)
-                finished.append(episode.handler)
+                log.ended.append(episode.handler)
         raise
     finally:
-        stats.seconds += time.perf_counter() - began
-        resets.shutdown(wait=False, cancel_futures=True)
-        threads.shutdown(wait=False, cancel_futures=True)
+        log.seconds += time.perf_counter() - began
+        calls.shutdown()
         if num_open:
-            stopping.set()
+            calls.stopping.set()
             for episode in episodes:
                 episode.close()
     handlers = [episode.handler for episode in episodes]
@@ -194,20 +174,54 @@ def collect(
     return handlers
 
 
-def _drain(answers: queue.SimpleQueue, block: bool, stats: RolloutStats) -> list[_Episode]:
-    """All episodes whose environment has answered; with `block`, wait until there is one."""
-    ready: list[_Episode] = []
-    if block:
-        began = time.perf_counter()
-        while not ready:  # short waits, so that Ctrl-C is noticed
-            try:
-                ready.append(answers.get(timeout=IDLE_WAIT_S))
-            except queue.Empty:
-                continue
-        stats.engine_idle_s += time.perf_counter() - began
-    while not answers.empty():
-        ready.append(answers.get())
-    return ready
+class _EnvCalls:
+    """Calls to environments, in threads; `answered` gives back the episodes whose call is done.
+
+    Two pools: resets wait when a server has no free session (429), and must not keep the steps
+    waiting that will free one.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.stopping = threading.Event()  # the loop has ended early: open no session any more
+        self._resets = ThreadPoolExecutor(num_threads, THREAD_NAME)
+        self._steps = ThreadPoolExecutor(num_threads, THREAD_NAME)
+        self._answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()
+
+    def reset(self, episode: _Episode) -> None:
+        self._resets.submit(self._work, episode, episode.reset)
+
+    def act(self, episode: _Episode) -> None:
+        self._steps.submit(self._work, episode, episode.act)
+
+    def _work(self, episode: _Episode, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # a bug in a thread must surface in the loop
+            episode.crash = error
+        if (
+            self.stopping.is_set()
+        ):  # the loop has closed all sessions; this call may have opened one
+            episode.close()
+        self._answers.put(episode)
+
+    def answered(self, log: RolloutLog, wait: bool) -> list[_Episode]:
+        """All episodes whose call is done; with `wait`, as soon as there is one."""
+        ready: list[_Episode] = []
+        if wait:
+            began = time.perf_counter()
+            while not ready:  # short waits, so that Ctrl-C is noticed
+                try:
+                    ready.append(self._answers.get(timeout=IDLE_WAIT_S))
+                except queue.Empty:
+                    continue
+            log.engine_idle_s += time.perf_counter() - began
+        while not self._answers.empty():
+            ready.append(self._answers.get())
+        return ready
+
+    def shutdown(self) -> None:
+        for threads in (self._resets, self._steps):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
@@ -361,9 +375,9 @@ class _Episode:
 __all__ = [
     "EngineError",
     "RolloutHandler",
+    "RolloutLog",
     "RolloutRequest",
     "RolloutSettings",
-    "RolloutStats",
     "TooManyEnvFailures",
     "check_failures",
     "collect",

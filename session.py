@@ -19,7 +19,7 @@ from typing import Any
 from config import Config, Misuse
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
-from rollout import RolloutStats
+from rollout import RolloutLog
 from runtime import checkpoint, distributed, rundir
 from runtime.clock import Clock
 from runtime.interrupt import StopRequests
@@ -148,7 +148,7 @@ class Session:
     # The end of a step
 
     def finish_step(
-        self, step: int, metrics: dict[str, Any], clock: Clock, stats: RolloutStats
+        self, step: int, metrics: dict[str, Any], clock: Clock, log: RolloutLog
     ) -> None:
         """Log, save where that is due, show; and end the run where it must not go on.
 
@@ -164,11 +164,11 @@ class Session:
         if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse:
             with clock("time/save_s"):
                 self.save(step)
-        seconds = max(stats.seconds, 1e-9)
+        seconds = max(log.seconds, 1e-9)
         timings = clock.values | {
             "time/step_s": clock.total(),
-            "rollout/generated_tokens_per_s": stats.generated_tokens / seconds,
-            "rollout/engine_idle_share": stats.engine_idle_s / seconds,
+            "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
+            "rollout/engine_idle_share": log.engine_idle_s / seconds,
             "memory/peak_bytes": clock.peak_bytes(),
         }
         self.logger.show_step(step, metrics, timings)

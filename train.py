@@ -41,11 +41,11 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import complain, training_options
+from runtime.cli import complain, refuse_misuse, training_options
 
 PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # refuse what cannot work before the imports below take their seconds
-    training_options(None, PROG, SUMMARY)
+if __name__ == "__main__":  # before the imports below take their seconds
+    refuse_misuse(PROG, SUMMARY)
 
 import os
 import random
@@ -106,7 +106,7 @@ def train(config: Config) -> Run:
             # --------------------------------------------------------------------------- 2 roll out
             requests = requests_of(step, w.tasks, config)
             with clock("time/rollout_s"):
-                trajectories, stats = w.roll_out(requests, max_rounds)
+                trajectories, log = w.roll_out(requests, max_rounds)
             if config.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=config.seed + step)
             usable, signal = usable_trajectories(trajectories, config)
@@ -147,7 +147,7 @@ def train(config: Config) -> Run:
             metrics |= summarize_trajectories(trajectories) | signal
             session.run.write_trajectories(f"step_{step:06d}", trajectories)
             metrics |= session.evaluate_if_due(step, clock)
-            session.finish_step(step, metrics, clock, stats)
+            session.finish_step(step, metrics, clock, log)
     return session.run
 
 

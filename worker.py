@@ -36,9 +36,9 @@ from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalize
 from losses import masked_mean
 from models import describe, load_critic, load_policy, load_tokenizer, num_parameters, num_trained
 from rollout import (
+    RolloutLog,
     RolloutRequest,
     RolloutSettings,
-    RolloutStats,
     check_failures,
     collect,
     sampling_seed,
@@ -203,25 +203,22 @@ class Worker:
 
     def roll_out(
         self, requests: list[RolloutRequest], max_rounds: int
-    ) -> tuple[list[RolloutHandler], RolloutStats]:
+    ) -> tuple[list[RolloutHandler], RolloutLog]:
         """Banner 2, with a progress bar; on an engine error what has finished is kept."""
-        step, stats = requests[0].step, RolloutStats()
-        finished: list[RolloutHandler] = []
+        step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(max_rounds), weight_version=step - 1)
         try:
-            trajectories = self.play(requests, settings, f"step {step} rollout", stats, finished)
+            return self.play(requests, settings, f"step {step} rollout", log), log
         except (EngineError, distributed.RankError):
-            self.run.write_trajectories(f"step_{step:06d}", finished)
+            self.run.write_trajectories(f"step_{step:06d}", log.ended)
             raise
-        return trajectories, stats
 
     def play(
         self,
         requests: Sequence[RolloutRequest],
         settings: RolloutSettings,
         label: str,
-        stats: RolloutStats,
-        finished: list[RolloutHandler] | None = None,
+        log: RolloutLog,
     ) -> list[RolloutHandler]:
         """`rollout.collect`, shared out: each rank plays all samples of every W-th task, and all
         get all results, in the order of the requests."""
@@ -229,25 +226,15 @@ class Worker:
         share = [r for r in requests if r.group_id % ranks == rank]
         own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
 
-        def work() -> tuple[list[RolloutHandler], RolloutStats]:
-            with self.stop.allowed(), rundir.progress_bar(len(share), label) as tick:
-                handlers = collect(
-                    self.engine,
-                    self.pool,
-                    self.chat,
-                    share,
-                    own,
-                    progress=tick,
-                    stats=stats,
-                    finished=finished,
-                )
-                return handlers, stats
+        def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:
+            with self.stop.allowed(), rundir.progress_bar(len(share), label) as log.on_end:
+                handlers = collect(self.engine, self.pool, self.chat, share, own, log)
+                return handlers, (log.seconds, log.engine_idle_s, log.generated_tokens)
 
         parts = distributed.apart("rolling out", work)
-        if ranks > 1:
-            stats.seconds = max(s.seconds for _, s in parts)
-            stats.engine_idle_s = sum(s.engine_idle_s for _, s in parts) / ranks
-            stats.generated_tokens = sum(s.generated_tokens for _, s in parts)
+        seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
+        log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
+        log.generated_tokens = sum(generated)
         place = {r.heading("", 0)["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: place[handler.trajectory_id])
@@ -332,7 +319,7 @@ class Worker:
         def play(
             requests: Sequence[RolloutRequest], settings: RolloutSettings
         ) -> list[RolloutHandler]:
-            return self.play(requests, settings, f"step {step} evaluation", RolloutStats())
+            return self.play(requests, settings, f"step {step} evaluation", RolloutLog())
 
         settings = self.settings(c.evaluation_rounds)
         return evaluate_policy(play, self.eval_tasks, c.eval_samples, settings, step)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from config import (
     Config,
+    Misuse,
     check,
     check_unchanged,
     complete,
@@ -85,3 +87,14 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
         config = complete(config)
     check(config)
     return config
+
+
+def refuse_misuse(prog: str, description: str) -> None:
+    """End this process with code 2 and one line if its command line cannot work; of the processes
+    that a launcher started, the first one speaks."""
+    try:
+        training_options(None, prog, description)
+    except Misuse as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            complain(prog, error)
+        raise SystemExit(2) from None

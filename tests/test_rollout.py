@@ -39,8 +39,8 @@ from envs.server import create_app
 from models import load_tokenizer
 from rollout import (
     THREAD_NAME,
+    RolloutLog,
     RolloutRequest,
-    RolloutStats,
     TooManyEnvFailures,
     collect,
     sampling_seed,
@@ -256,7 +256,9 @@ def test_a_slow_environment_delays_only_itself(chat):
             others_ended.set()
 
     engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
-    handlers = collect(engine, FakePool(play), chat, requests_of(4), settings_of(), progress)
+    handlers = collect(
+        engine, FakePool(play), chat, requests_of(4), settings_of(), RolloutLog(progress)
+    )
     assert waited == [True]
     assert ended[-1] == "fake_0"
     assert [h.task_id for h in handlers] == ["fake_0", "fake_1", "fake_2", "fake_3"]
@@ -280,8 +282,7 @@ def test_a_slow_reset_delays_only_itself(chat):
         chat,
         requests_of(3),
         settings_of(),
-        lambda handler: len(finished) == 2 and others_ended.set(),
-        finished=finished,
+        RolloutLog(lambda handler: len(finished) == 2 and others_ended.set(), finished),
     )
     assert waited == [True] and finished[-1].task_id == "fake_0"
 
@@ -294,15 +295,22 @@ def test_a_long_answer_delays_only_itself(chat):
         saying("wait<e>", "wait<e>", "wait<e>"),
         is_ready=lambda request_id: "t0000" not in request_id or bool(ended),
     )
-    collect(engine, pool, chat, requests_of(2), settings_of(), lambda h: ended.append(h.task_id))
+    collect(
+        engine,
+        pool,
+        chat,
+        requests_of(2),
+        settings_of(),
+        RolloutLog(lambda h: ended.append(h.task_id)),
+    )
     assert ended == ["fake_1", "fake_0"]
 
 
 def test_the_time_the_engine_has_nothing_to_do_is_measured(chat):
-    stats = RolloutStats()
+    stats = RolloutLog()
     pool = FakePool(lambda *_: time.sleep(0.05) or observe("no"))
     engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
-    collect(engine, pool, chat, requests_of(1), settings_of(), stats=stats)
+    collect(engine, pool, chat, requests_of(1), settings_of(), stats)
     assert stats.generated_tokens == 6
     assert 0.15 <= stats.engine_idle_s <= stats.seconds
 
@@ -396,7 +404,7 @@ def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat
     finished = []
     with pytest.raises(TooManyEnvFailures, match="2 of 8") as failure:
         settings = settings_of(max_env_failures=0.2)
-        collect(engine, FakePool(play), chat, requests_of(8), settings, finished=finished)
+        collect(engine, FakePool(play), chat, requests_of(8), settings, RolloutLog(ended=finished))
     assert "--max-env-failures 20%" in str(failure.value)
     assert "http://10.0.0.7:36005/step: no browser [HTTP 500: chrome died]" in str(failure.value)
     assert len(str(failure.value).splitlines()) == 1
@@ -449,7 +457,7 @@ def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(
         on_poll=stop_when(lambda: len(finished) == 1 and pool.num_opened == 3, error),
     )
     with pytest.raises(type(error)):
-        collect(engine, pool, chat, requests_of(3), settings_of(), finished=finished)
+        collect(engine, pool, chat, requests_of(3), settings_of(), RolloutLog(ended=finished))
     reasons = {"fake_0": "success"}
     if isinstance(error, EngineError):
         reasons |= {"fake_1": "engine_error", "fake_2": "engine_error"}

@@ -80,6 +80,10 @@ def below(folder):
 # --- What a run leaves ---------------------------------------------------------------------------
 
 
+# Moves the weights whatever the returns are.
+ENTROPY = dict(algorithm="reinforce_plus_plus", entropy_coef=0.01)
+
+
 class Later(Letters):
     """Success is granted from the third episode on, so that step 1 beats step 0."""
 
@@ -347,8 +351,8 @@ def test_misuse_as_a_process_prints_one_line_and_no_traceback(tmp_path):
 def held_run(tmp_path):
     """A directory that looks like a run with options of its own, and no checkpoint."""
     settings = options(tmp_path, NOWHERE, steps=1)
-    run = rundir.open_run(config.complete(Config(**settings)))
-    run.close()
+    with registered():
+        rundir.open_run(config.complete(Config(**settings))).close()
     return Path(settings["run_dir"])
 
 
@@ -393,7 +397,7 @@ def test_a_value_error_in_the_middle_of_a_step_is_a_bug_with_its_traceback(tmp_p
 
     monkeypatch.setattr(worker.Worker, "update", broken)
     with serve() as url, pytest.raises(ValueError, match="shapes") as error:
-        run_in_process(tmp_path, url, algorithm="reinforce_plus_plus", entropy_coef=0.01)
+        run_in_process(tmp_path, url, **ENTROPY)
     assert not isinstance(error.value, config.Misuse)
     assert (tmp_path / "run/config.json").exists()
 
@@ -726,8 +730,8 @@ def test_a_resumed_sampler_has_a_stream_of_its_own_however_many_checkpoints_are_
 
     monkeypatch.setattr(worker, "make_engine", seen)
     with serve() as url:
-        settings = resumable(tmp_path, url, deterministic=False, engine="vllm", keep_last=1)
-        assert train_main(flags(**settings | {"steps": 1, "save_every": 1})) == 0
+        settings = options(tmp_path, url, engine="vllm", steps=1, keep_last=1, **ENTROPY)
+        assert train_main(flags(**settings)) == 0
         for steps in (2, 3, 4):
             argv = ["--resume", "--run-dir", settings["run_dir"], "--steps", str(steps)]
             assert train_main(argv) == 0
@@ -869,7 +873,7 @@ def test_out_of_memory_is_one_line_that_names_what_to_lower(
 
     monkeypatch.setattr(worker.Worker, phase, too_much)
     with serve() as url:
-        code, _ = run_in_process(tmp_path, url, algorithm="reinforce_plus_plus", entropy_coef=0.01)
+        code, _ = run_in_process(tmp_path, url, **ENTROPY)
     assert code == 1
     assert_one_line(capsys.readouterr().err, "out of memory in", *flags_named)
 
