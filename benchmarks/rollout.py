@@ -49,7 +49,7 @@ from envclient import EnvPool, local_server  # noqa: E402
 from envs import Task, Wire  # noqa: E402
 from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
-from rollout import RolloutRequest, RolloutSettings, RolloutStats, _Episode, collect  # noqa: E402
+from rollout import RolloutLog, RolloutRequest, RolloutSettings, _Episode, collect  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
 
 NUM_TURNS, TOKENS_PER_TURN = 8, 30
@@ -134,10 +134,9 @@ def play_collect(
     engine: Any, pool: EnvPool, chat: ChatTemplate, requests: list[RolloutRequest], settings: Any
 ) -> dict[str, float]:
     """The loop that training runs."""
-    stats = RolloutStats()
-    collect(engine, pool, chat, requests, settings, stats=stats)
-    seconds, idle = stats.seconds, stats.engine_idle_s
-    return {"tokens": stats.generated_tokens, "seconds": seconds, "idle_s": idle}
+    log = RolloutLog()
+    collect(engine, pool, chat, requests, settings, log)
+    return {"tokens": log.generated_tokens, "seconds": log.seconds, "idle_s": log.engine_idle_s}
 
 
 def play_lockstep(

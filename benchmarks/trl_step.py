@@ -95,7 +95,7 @@ def run_ours(config: Config) -> None:
             wait_for_turn()
             began = time.perf_counter()
             requests = requests_of(step, w.tasks, config)
-            trajectories, stats = w.roll_out(requests, max(config.rounds))
+            trajectories, log = w.roll_out(requests, max(config.rounds))
             rolled = time.perf_counter()
             usable, signal = usable_trajectories(trajectories, config)
             if usable:
@@ -112,7 +112,7 @@ def run_ours(config: Config) -> None:
                     "rollout_s": rolled - began,
                     "update_s": ended - rolled,
                     "step_s": ended - began,
-                    "generated_tokens": stats.generated_tokens,
+                    "generated_tokens": log.generated_tokens,
                     "trained_tokens": sum(len(t.input_ids) for t in usable),
                     "trained_trajectories": len(usable),
                     "success": sum(t.success for t in trajectories) / len(trajectories),

@@ -100,7 +100,7 @@ def train_sft(config: "Config") -> None:
     step. Each step sees demonstrations that no step before it saw.
     """
     from demonstrations import demonstrations
-    from rollout import RolloutStats
+    from rollout import RolloutLog
     from runtime.clock import Clock
     from session import at_work, is_due
     from sft import SftSettings, encode
@@ -128,7 +128,7 @@ def train_sft(config: "Config") -> None:
             if is_due(step, config.eval_every, config.steps):
                 worker.load_into_engine()
             metrics |= session.evaluate_if_due(step, clock)
-            session.finish_step(step, metrics, clock, RolloutStats())
+            session.finish_step(step, metrics, clock, RolloutLog())
 
 
 def imitation_step(worker: "Worker", step: int, batch: "Batch") -> dict[str, Any]:

@@ -1,13 +1,72 @@
 """The parts of the benchmarks that decide what their figures mean."""
 
 import doctest
+import json
+import re
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+from toy_env import fresh_process_state
 
-from benchmarks import common, groups, prefix, rollout, trl_step, update, weight_sync
+from benchmarks import common, groups, prefix, rollout, server, trl_step, update, weight_sync
 from losses import Objective
 from runtime.prefix import opening_length
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_benchmark_starts_and_knows_the_flags_that_are_said_of_it(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.{path.stem}").main()
+    assert ended.value.code == 0
+    pages = [path, ROOT / "README.md", ROOT / "benchmarks/README.md"]
+    said = "".join(page.read_text(encoding="utf-8") for page in pages)
+    flags = re.findall(
+        r"--[a-z-]+", " ".join(re.findall(rf"benchmarks/{path.name}([^`\n]*)", said))
+    )
+    assert set(flags) <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+def form(content):
+    """Names and types of a result, without what is measured."""
+    if isinstance(content, dict):
+        return {name: form(value) for name, value in content.items() if name != "versions"}
+    if isinstance(content, list):
+        return [form(value) for value in content[:1]]
+    return float if isinstance(content, (int, float)) else type(content)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (update, "update_tiny", "--tasks 1 --samples 2 --repeats 1"),
+        (server, "server", "--seconds 0.2 --live 4 --cycles 10"),
+        pytest.param(prefix, "prefix-smollm2-135m", "--quick --repeats 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_small_run_writes_the_form_of_the_committed_result(
+    module, name, words, tmp_path, monkeypatch
+):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["it", *words.split(), "--out", str(out)])
+    monkeypatch.setattr("update.SHARING_PAYS", 0.1)  # what prefix.py changes is put back
+    with fresh_process_state():
+        assert module.main() == 0
+    written, committed = (
+        form(json.loads(path.read_text())) for path in (out, common.RESULTS / f"{name}.json")
+    )
+    for part in ("git_commit", "command"):  # newer than one of the committed results
+        written.pop(part), committed.pop(part, None)
+    if module is prefix:
+        written["summary"].pop("crossover"), committed["summary"].pop("crossover")
+    assert written == committed
 
 
 @pytest.mark.parametrize("module", [common, groups, prefix, rollout, trl_step, update, weight_sync])
@@ -25,9 +84,7 @@ def test_a_constructed_group_saves_the_share_it_was_asked_for(share, spread):
     assert opening_length(batch.rows(range(8))) == p
     assert abs(int(batch.lengths.sum()) - 16 * 256) <= 16
     on = Objective(max_tokens_per_micro_batch=4096)
-    facts = prefix.facts_of(
-        batch, on, Objective(max_tokens_per_micro_batch=4096, share_prefix=False)
-    )
+    facts = prefix.facts_of(batch, on, replace(on, share_prefix=False))
     assert facts["saved"] == pytest.approx(share, abs=0.005)
     if not spread:
         assert facts["unshared_padding"] == 0
