@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -122,3 +123,43 @@ def test_bytes_held_are_seen_until_the_last_view_is_gone():
     one_at_a_time = taken(keep=False)
     assert (one_at_a_time.total, one_at_a_time.largest, one_at_a_time.peak) == (4000, 1600, 1600)
     assert taken(keep=True).peak == 4000
+
+
+def test_ratios_are_taken_within_a_repeat_and_then_their_median():
+    def repeat(engine, collect, lockstep):
+        seconds = {"engine": engine, "collect": collect, "lockstep": lockstep}
+        return {"tail": {k: {"tokens": 100, "seconds": s, "idle_s": 0} for k, s in seconds.items()}}
+
+    # The machine is twice as slow in the second repeat; the ratios do not notice.
+    row = rollout.summarize([repeat(1, 2, 6), repeat(2, 4, 12), repeat(1, 4, 4)])["tail"]
+    assert (row["ratio_to_engine"], row["ratio_to_lockstep"]) == (0.5, 3.0)
+
+
+def test_the_benchmark_world_is_slow_at_the_same_steps_for_the_same_seed(monkeypatch):
+    def slept(seed):
+        seconds = []
+        monkeypatch.setattr(rollout.time, "sleep", seconds.append)
+        world = rollout.Delay()
+        world.reset(list(rollout.LATENCIES).index("tail"), seed)
+        for _ in range(400):
+            world.step("x")
+        return seconds
+
+    assert slept(1) == slept(1)
+    assert slept(1) != slept(2)
+    assert set(slept(1)) == {0.0, 2.0}
+    assert 4 <= slept(1).count(2.0) <= 40  # 5 % of 400 are 20
+
+
+def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it():
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "def version(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = version\n"
+        "sys.argv = ['trl_step.py']\n"
+        "runpy.run_path('benchmarks/trl_step.py', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "pip install 'trl==1.16.*' datasets" in ended.stderr

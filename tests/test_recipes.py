@@ -1,8 +1,6 @@
 """The recipes: what each arm runs, and the arithmetic of the reports on results made up by hand."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -321,54 +319,6 @@ def test_results_with_different_budgets_are_not_compared(tmp_path):
         (tmp_path / f"scaling_inter/{arm}-0.json").write_text(json.dumps(r))
     with pytest.raises(ValueError, match=r"mixes budgets of \[1000, 2000\] turns"):
         scaling_inter.report(tmp_path)
-
-
-# -------------------------------------------------------------------------------------- benchmarks
-
-
-def test_ratios_are_taken_within_a_repeat_and_then_their_median():
-    from benchmarks.rollout import summarize
-
-    def repeat(engine, collect, lockstep):
-        seconds = {"engine": engine, "collect": collect, "lockstep": lockstep}
-        return {"tail": {k: {"tokens": 100, "seconds": s, "idle_s": 0} for k, s in seconds.items()}}
-
-    # The machine is twice as slow in the second repeat; the ratios do not notice.
-    row = summarize([repeat(1, 2, 6), repeat(2, 4, 12), repeat(1, 4, 4)])["tail"]
-    assert (row["ratio_to_engine"], row["ratio_to_lockstep"]) == (0.5, 3.0)
-
-
-def test_the_benchmark_world_is_slow_at_the_same_steps_for_the_same_seed(monkeypatch):
-    from benchmarks import rollout
-
-    def slept(seed):
-        seconds = []
-        monkeypatch.setattr(rollout.time, "sleep", seconds.append)
-        world = rollout.Delay()
-        world.reset(list(rollout.LATENCIES).index("tail"), seed)
-        for _ in range(400):
-            world.step("x")
-        return seconds
-
-    assert slept(1) == slept(1)
-    assert slept(1) != slept(2)
-    assert set(slept(1)) == {0.0, 2.0}
-    assert 4 <= slept(1).count(2.0) <= 40  # 5 % of 400 are 20
-
-
-def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it():
-    root = Path(__file__).parent.parent
-    code = (
-        "import importlib.metadata as m, runpy, sys\n"
-        "def version(name): raise m.PackageNotFoundError(name)\n"
-        "m.version = version\n"
-        "sys.argv = ['trl_step.py']\n"
-        "runpy.run_path('benchmarks/trl_step.py', run_name='__main__')\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert "pip install 'trl==1.16.*' datasets" in ended.stderr
 
 
 # ------------------------------------------------------------------------------------ other worlds

@@ -1,0 +1,122 @@
+"""What fits where: the formulas of recipes/memory.py against updates and what was committed."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import measure_memory
+import pytest
+
+from recipes import memory
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+
+
+def test_shapes_have_the_published_numbers_of_parameters():
+    counts = {name: shape.parameters for name, shape in memory.QWEN.items()}
+    assert counts == {
+        "0.5B": 494_032_768,
+        "1.5B": 1_543_714_304,
+        "3B": 3_085_938_688,
+        "7B": 7_615_616_512,
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_formulas_are_what_an_update_of_tiny_holds(rank):
+    shape = measure_memory.SMALL["tiny"]
+    found = measure_memory.measure(shape, tokens=256, lora_rank=rank)
+    state = memory.state_bytes(shape, 1, rank)
+    for part in measure_memory.STATE:
+        assert found[part] == state[part], part
+    expected = memory.transient_bytes(shape, 256, 1, rank, False, 24 << 20)
+    assert found["transient"] == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.slow
+def test_two_processes_hold_what_the_formulas_give_each_of_them():
+    shape = measure_memory.SMALL["tiny"]
+    found = measure_memory.measure_in_two(shape, 128, 8)
+    state = memory.state_bytes(shape, 2, 8)
+    assert found == {part: state[part] for part in measure_memory.STATE}
+
+
+@pytest.mark.parametrize(("rank", "checkpointing"), [(0, False), (0, True), (4, False), (4, True)])
+def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, checkpointing):
+    """What 128 tokens more take, so that weights and their copies do not matter."""
+    shape = measure_memory.SMALL["tiny"]
+
+    def more(peak):
+        return peak(256) - peak(128)
+
+    def measured(tokens):
+        found = measure_memory.measure(shape, tokens, rank, checkpointing, bfloat16=True)
+        return found["transient"]
+
+    def formula(tokens):
+        return memory.transient_bytes(shape, tokens, 2, rank, checkpointing, 24 << 20)
+
+    assert more(measured) == pytest.approx(more(formula), rel=0.1)
+
+
+def test_tiny_is_the_model_of_that_name():
+    from runtime.default_models import resolve_model
+
+    config = json.loads((Path(resolve_model("tiny")) / "config.json").read_text())
+    shape = measure_memory.SMALL["tiny"]
+    assert (config["vocab_size"], config["hidden_size"]) == (shape.vocab, shape.hidden)
+    assert (config["intermediate_size"], config["num_hidden_layers"]) == (
+        shape.intermediate,
+        shape.layers,
+    )
+
+
+def test_the_committed_table_was_measured_and_agrees_with_the_formulas_of_today():
+    saved = json.loads((memory.RESULTS / "memory.json").read_text())
+    assert saved["arithmetic"] == json.loads(json.dumps(memory.arithmetic_rows()))
+    page = (memory.RESULTS / "memory.md").read_text(encoding="utf-8")
+    parts = measure_memory.report(saved["measured"]), memory.report(saved["arithmetic"])
+    assert page == "".join(parts)
+    assert {row["devices"] for row in saved["measured"]} == {1, 2}
+    for row in saved["measured"]:
+        found, formula = row["measured"], row["formula"]
+        for part in ("weights", "gradients", "moments"):
+            assert found[part] == formula[part], row
+        if "transient" in found:
+            assert found["transient"] == pytest.approx(formula["transient"], rel=0.1), row
+
+
+def test_what_is_written_is_what_was_there_where_nothing_has_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "RESULTS", tmp_path)
+    for name in ("memory.md", "memory.json"):
+        shutil.copy(RECIPES / "results" / name, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--write"])
+    memory.main()
+    page = (RECIPES / "results/memory.md").read_text(encoding="utf-8")
+    assert (tmp_path / "memory.md").read_text(encoding="utf-8") == page == capsys.readouterr().out
+    before, after = (
+        json.loads((folder / "memory.json").read_text())
+        for folder in (RECIPES / "results", tmp_path)
+    )
+    for part in ("measured", "arithmetic"):
+        assert before[part] == after[part]
+
+
+def test_checkpointing_lora_and_more_devices_never_need_more():
+    for shape in memory.QWEN.values():
+        for tokens in memory.CONTEXTS:
+            for devices in memory.DEVICES:
+                full = memory.update_bytes(shape, tokens, devices)
+                assert full < memory.update_bytes(shape, tokens, devices, checkpointing=False)
+                assert memory.update_bytes(shape, tokens, devices, memory.LORA_RANK) < full
+            sizes = [memory.update_bytes(shape, tokens, devices) for devices in memory.DEVICES]
+            assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_table_knows_that_the_sampler_leaves_the_card():
+    text = "".join((ROOT / f).read_text() for f in ("train.py", "worker.py", "runtime/sync.py"))
+    assert re.search(r"engine\.sleep\(", text)
+    assert "leaves it during the update" in memory.report([])
