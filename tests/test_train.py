@@ -20,6 +20,7 @@ from toy_env import (
     Letters,
     Mute,
     flags,
+    fresh_process_state,
     options,
     read_metrics,
     registered,
@@ -30,6 +31,7 @@ from toy_env import (
 )
 
 import config
+import train
 import worker
 from config import Config
 from engines import EngineError, TransformersEngine
@@ -387,6 +389,17 @@ def test_options_that_contradict_the_resumed_run_are_named(held_run, capsys, cha
         assert train_main(["--resume", "--run-dir", str(held_run), *flags(**changes)]) == 2
     assert_one_line(capsys.readouterr().err, "--resume keeps the run's own options", *named)
     assert (held_run / "config.json").read_text() == before
+
+
+def test_from_python_the_same_options_are_checked_and_the_run_is_returned(tmp_path):
+    with serve() as url, fresh_process_state():
+        settings = options(tmp_path, url, steps=1, **ENTROPY)
+        with pytest.raises(config.Misuse, match="--group-size 1 leaves grpo"):
+            train.train(Config(**settings | {"algorithm": "grpo", "group_size": 1}))
+        assert not (tmp_path / "run").exists()
+        run = train.train(Config(**settings))
+    assert run.path == tmp_path / "run"
+    assert run.best == run.path / "checkpoints/step_000001"
 
 
 def test_a_value_error_in_the_middle_of_a_step_is_a_bug_with_its_traceback(tmp_path, monkeypatch):
