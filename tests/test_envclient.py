@@ -825,7 +825,8 @@ def test_a_server_that_cannot_start_shows_what_it_wrote():
     with misuse, local_server("chess"):
         pass
     taken = socket.create_server(("127.0.0.1", 0))
-    failure = pytest.raises(EnvError, match=r"(?s)exited with 1 at its start:.*cannot serve textcraft")
+    said = r"(?s)exited with 1 at its start:.*cannot serve textcraft"
+    failure = pytest.raises(EnvError, match=said)
     with taken, failure, local_server("textcraft", port=taken.getsockname()[1]):
         pass
 
