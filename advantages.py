@@ -33,8 +33,8 @@ to finish, not missing data.
 
 Shapes: B trajectories (rows), T tokens, right- or left-padded; every (B, T) tensor is aligned to
 the token, so values[b, t] is V of the state before token t. Sums run in float64 and results are
-float32. All statistics (group mean, whitening) are over the whole batch: with several processes,
-gather the rows first, estimate once, slice back. Otherwise the result depends on the sharding.
+float32. All statistics (group mean, whitening) are over the whole batch; of several processes each
+holds all rows and estimates on all of them, else the result would depend on the sharding.
 
 Run it: tutorials/03_advantages.md works one small batch by hand and through these functions;
 benchmarks/estimators.py times them. Read next: losses.py, which spends the advantages.
@@ -236,7 +236,7 @@ def reinforce_plus_plus(
         Âₜ = (Rₜ − mean R) / std R    over all policy tokens of the batch
 
     No critic and no groups: easy tasks are compared with hard ones. The paper's per-token KL
-    penalty is part of token_rewards (`losses.kl_penalized_rewards`).
+    penalty is part of token_rewards (`kl.kl_penalized_rewards`).
 
     Args, Returns, Raises: as `gae`; returns hold Rₜ.
     """

@@ -1,8 +1,8 @@
 """Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
 
-The defaults fit the machine and the environment. Without a GPU they train the 135M model on the
-shortest tasks on two cores; with one they are the published settings for Qwen2.5-3B.
-`hardware_defaults` is the difference. What belongs to one world stands in its class
+The command line's defaults fit the machine and the environment (`options`). Without a GPU they
+train the 135M model on the shortest tasks on two cores; with one they are the published settings
+for Qwen2.5-3B. `hardware_defaults` is the difference. What belongs to one world stands in its class
 (envs/__init__.py), what belongs to the update in `losses.Objective`.
 
 Options that contradict each other are refused before anything is written, each with one line that
@@ -130,7 +130,7 @@ class Config(Objective):
     eval_every: int = 20
     """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
     eval_tasks: str | None = None
-    """id list of held-out tasks (none: the environment's test split)"""
+    """id list of held-out tasks (none: the test split; for short tasks, the world's short ones)"""
     eval_subtasks: tuple[str, ...] | None = None
     """evaluate these sub-tasks alone (none: those of --subtasks)"""
     eval_samples: int = 4
@@ -217,6 +217,11 @@ def hardware_defaults(gpu: bool, env: str = Config.env) -> Config:
     return replace(Config(env=env), **{n: v for n, v in settings.items() if n not in LISTS})
 
 
+def options(env: str = Config.env, **changes: Any) -> Config:
+    """What the command line starts from on this machine, changed: options for `train.train`."""
+    return replace(hardware_defaults(has_gpu(), env), **changes)
+
+
 def complete(config: Config) -> Config:
     """Fill in what follows from other options: id lists, and what --deterministic implies."""
     if config.deterministic:
@@ -273,10 +278,10 @@ def _check_ranges(config: Config) -> None:
 def _check_together(config: Config) -> None:
     """Options that contradict each other."""
     if config.group_size < 2 and ESTIMATORS[config.algorithm].needs_group:
+        others = " or ".join(name for name, e in ESTIMATORS.items() if not e.needs_group)
         raise ValueError(
             f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
-            "compare with; "
-            "use 2 or more, or --algorithm ppo or reinforce_plus_plus"
+            f"compare with; use 2 or more, or --algorithm {others}"
         )
     if config.max_tokens_per_turn >= config.max_trajectory_tokens:
         raise ValueError(

@@ -8,9 +8,8 @@ state. The oracle is asked and its answer is played over HTTP, as text, by the c
 uses, so that a demonstration shows what the policy would have to write, parsing included, and the
 machine that imitates needs no Java and no simulator.
 
-    demonstrations    oracle ──HTTP──> conversations, kept on disk: the same tasks are played once
-    from_agenttraj    a conversation ──> a trajectory with its loss mask, encoded as sampling does
-    to_agenttraj      a trajectory's messages ──> a conversation
+    oracle ──HTTP──> conversations, kept on disk: the same tasks are played once
+    conversation ──trajectory.from_agenttraj──> a trajectory with its loss mask
 
 They are kept, under a key of what they depend on, so that a run that starts again need not wait
 for the oracle (ScienceWorld's thinks for seconds), and its warm start, whose key is their text, is

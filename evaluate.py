@@ -105,7 +105,7 @@ def evaluate_policy(
     step: int = 0,
 ) -> tuple[dict[str, Any], list[TrajectoryType]]:
     """
-    Play `tasks` with `samples` each under `settings.max_rounds`; what train.py calls.
+    Play `tasks` with `samples` each under `settings.max_rounds`; what a run in training calls.
 
     Args:
         play: `rollout.collect` of some engine and environments; requests -> trajectories.

@@ -8,8 +8,8 @@ policy as it was before the step, the gradient is taken at the policy as it is n
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
 N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
-Beside it stand the critic's loss, an entropy bonus, and a penalty for leaving the reference model
-(kl.py). `policy_objective` at the end puts them together.
+`policy_objective` adds an entropy bonus and a penalty for leaving the reference model (kl.py). The
+critic's loss and that of imitation stand by themselves.
 
 One rule holds for every mean in this file: *token-level over a global denominator*. The caller
 counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
@@ -31,7 +31,7 @@ carry the gradient; the other fields are detached metrics over the same denomina
 sum over micro-batches.
 
 Run it: tutorials/03_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
-hand. Read next: envclient.py and rollout.py, where trajectories come from.
+hand. Read next: train.py.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ models, all weights or adapters.
 Demonstrations come from an oracle or from a file; both are AgentTraj conversations
 (demonstrations.py).
 
-`train.py` calls `warm_start` for models that need it and keeps the result under a key of model,
-data and settings:
+A run begins with `start_model`, which warms up the small models and keeps the result under a key
+of model, data and settings. By hand:
 
-    python sft.py --env textcraft --out runs/warm                # the same by hand
+    python sft.py --env textcraft --out runs/warm                # an oracle's demonstrations
     python sft.py --model X --data my_agenttraj.json --out Y     # your own demonstrations
 
 Read next: `train.py`.
@@ -147,11 +147,12 @@ def train_to(
     """
     from tqdm import tqdm
 
-    path = resolve_model(model)
-    tokenizer, policy = load_tokenizer(path), load_policy(path, share_prefix=False)
-    if lora_rank:
-        add_lora(policy.lm, lora_rank, settings.seed)
-    batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
+    with refusing():  # no such model, a template that cannot be cut, data that teaches nothing
+        path = resolve_model(model)
+        tokenizer, policy = load_tokenizer(path), load_policy(path, share_prefix=False)
+        if lora_rank:
+            add_lora(policy.lm, lora_rank, settings.seed)
+        batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
@@ -196,7 +197,8 @@ def warm_start(
     """
 
     def play() -> tuple[list[Conversation], bool]:
-        records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
+        with refusing():
+            records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
         return records, folder_of(records).exists()
 
     def folder_of(records: list[Conversation]) -> Path:
@@ -222,7 +224,8 @@ def start_model(config: TrainConfig, accelerator: Any) -> str:
     Collective."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
-    path = distributed.first("fetching the model", lambda: resolve_model(config.model))
+    with refusing():
+        path = distributed.first("fetching the model", lambda: resolve_model(config.model))
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
     tasks = load_tasks(config.env, config.split, config.tasks)
@@ -304,15 +307,15 @@ def main(config: Config) -> int:
 
     with refusing():
         records = distributed.first("demonstrations", shown)
-        train = partial(
-            train_to,
-            model=config.model,
-            records=records,
-            settings=settings,
-            accelerator=accelerator,
-            lora_rank=config.lora_rank,
-        )
-        build(Path(config.out), train)
+    train = partial(
+        train_to,
+        model=config.model,
+        records=records,
+        settings=settings,
+        accelerator=accelerator,
+        lora_rank=config.lora_rank,
+    )
+    build(Path(config.out), train)
     distributed.say(f"saved {config.out}")
     return 0
 

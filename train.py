@@ -1,6 +1,8 @@
 """Multi-turn reinforcement learning of an LLM agent, from the first prompt to the last checkpoint,
 in one loop.
 
+    start: a model, warmed up on demonstrations where it needs that; held-out tasks, measured
+                           │
              tasks ──> 1 horizon: how many turns may the agent take at this step?
                            │
     environment servers <──> 2 roll out: sampler and environments take turns, token by token
@@ -31,10 +33,9 @@ Everything a run writes lies in its directory: metrics, timings, every trajector
 checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
-From Python: `from train import train`, `train(Config(env="textcraft", steps=4))`.
+From Python: `from config import options`, `train(options("textcraft", steps=4))`.
 
-Read first: schedulers, advantages, losses, envclient, rollout, update. Read next: `worker.py`,
-`evaluate.py`.
+Read first: trajectory, advantages, losses. Read next: schedulers, rollout, update, `worker.py`.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def train(config: Config) -> Run:
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch)
+                    # The estimator takes the ones that its parameters name.
                     given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
                     batch.advantages, batch.returns = estimate(config.algorithm, given)
 
@@ -200,8 +202,8 @@ def usable_trajectories(
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
-    """The control: every trajectory gets another one's rewards, turn by turn; what it did no longer
-    matters.
+    """The control: every trajectory gets another one's return, on its last turn; what it did no
+    longer matters.
 
     The multiset of returns stays, so that signal, step sizes and group variances look alike.
     """
@@ -215,7 +217,7 @@ def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
 
 
 def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Tensor) -> None:
-    """Write each row's advantages into its trajectory, for the files and the replay."""
+    """Write each row's advantages into its trajectory, for the files."""
     for t, row in zip(trajectories, advantages, strict=True):
         t.advantages = [round(float(a), 6) for a in row[: len(t.input_ids)]]
 

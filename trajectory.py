@@ -14,7 +14,7 @@ Two rules make it exact, and each has broken a published system:
   * mask 1 only on sampled tokens. A turn cut at `max_tokens_per_turn` gets its end-of-turn appended
     with mask 0.
 
-Read next: `rollout.py`, the loop that grows many of them.
+Read next: `advantages.py`, what its rewards become.
 """
 
 from __future__ import annotations

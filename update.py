@@ -1,10 +1,11 @@
 """The passes of one training step: score tokens, and take optimizer steps on the clipped objective.
 
-    J(θ) = 1/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A ) - β KL(π_θ ‖ π_ref) + c_H H(π_θ)
+    J(θ) = s/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A ) - β KL(π_θ ‖ π_ref) + c_H H(π_θ)
 
     ρ = π_θ(token) / π_old(token)
     w = min( π_old / μ, cap )
-    N = policy tokens of the mini-batch over all processes, groups without signal included
+    N = policy tokens of the mini-batch over all processes
+    s = policy tokens of the batch over those of the step, groups without signal included
 
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
@@ -25,7 +26,7 @@ Over several processes every rank holds the whole batch, takes the same mini-bat
 own share of the micro-batches (`runtime/distributed.py`); N and the sums are global, so that
 neither the number of processes nor the cut changes the step.
 
-The samples of a task stay together when mini-batches are cut: a group that is spread over four
+The samples of a task are neighbours when mini-batches are cut: a group that is spread over four
 mini-batches shares its opening with a quarter of its samples only (`runtime/prefix.py`).
 
 A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
@@ -81,8 +82,9 @@ def optimize(
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
     Returns:
-        What loss_of measures, as means over mini-batches; `grad_norm`, before clipping, a mean over
-        `optimizer_steps`; and `skipped_steps`, mini-batches that were not finite.
+        What loss_of measures, as means over mini-batches (names with "max:" as maxima);
+        `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`,
+        mini-batches that were not finite.
     """
     totals: dict[str, float] = {}
     norms: list[float] = []

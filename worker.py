@@ -87,8 +87,9 @@ class Worker:
         self.accelerator = distributed.make_accelerator("no" if config.deterministic else "bf16")
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted
-        with self.stop.allowed() if alone else contextlib.nullcontext(), refusing():
+        with self.stop.allowed() if alone else contextlib.nullcontext():
             self.start = start_model(config, self.accelerator)
+        with refusing():
             self.tokenizer = load_tokenizer(self.start)
             self.chat = ChatTemplate(self.tokenizer)
         distributed.say(f"model: {config.model} ({describe(self.start)}) from {self.start}")
@@ -116,19 +117,19 @@ class Worker:
     def load_models(self) -> None:
         """The policy, PPO's critic and the frozen reference, as far as the options ask for them."""
         c = self.config
-        with refusing():
+        with refusing():  # a folder without a model, layers that adapters do not fit
             policy = load_policy(self.start, c.share_prefix)
             if c.lora_rank:
                 add_lora(policy.lm, c.lora_rank, c.seed)
-            self.policy = self.learner(policy, c.learning_rate)
-            self.critic: Learner | None = None
-            if c.needs_critic:
-                self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
-            self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
-            self.reference: Any = None
-            if self.has_reference and not c.lora_rank:
-                frozen = load_policy(self.start, c.share_prefix).to(self.device).eval()
-                self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
+        self.policy = self.learner(policy, c.learning_rate)
+        self.critic: Learner | None = None
+        if c.needs_critic:
+            self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
+        self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
+        self.reference: Any = None
+        if self.has_reference and not c.lora_rank:
+            frozen = load_policy(self.start, c.share_prefix).to(self.device).eval()
+            self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
         model, ranks = self.policy.model, distributed.world_size()
         line = f"policy: {num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
         line += f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
@@ -244,7 +245,8 @@ class Worker:
     # 3 to 6: learning
 
     def score(self, batch: Batch) -> None:
-        """Banner 3: old log-probs (where the update needs them), reference log-probs, values."""
+        """Banner 3: old log-probs (where the policy moves more than once, see update.py), reference
+        log-probs, values."""
         c, policy, device = self.config, self.policy.model, self.device
         self.engine.sleep()  # its memory is the trainer's until the weight sync
         if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
@@ -270,7 +272,10 @@ class Worker:
         return {"kl/coef": coef, "policy/kl": observed}
 
     def update(self, step: int, batch: Batch, signal_share: float = 1.0) -> dict[str, float]:
-        """Banner 5: optimizer steps on the critic, if there is one, and on the policy."""
+        """Banner 5: optimizer steps on the critic, if there is one, and on the policy.
+
+        A `Config` is an `Objective`; the step is the seed of the mini-batches' order.
+        """
         self.set_learning_rates(step)
         metrics: dict[str, float] = {}
         if self.critic is not None:

@@ -14,7 +14,7 @@ or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
     WIRE              a `Wire`: the names that AgentGym's client of this world puts on the wire
     IS_FAST           True if no call waits or computes for longer than a millisecond
-    num_tasks         tasks are numbered 0 .. num_tasks - 1
+    num_tasks() -> tasks are numbered 0 .. num_tasks() - 1       (static)
     reset(task_index, seed=0) -> observation
     step(action) -> observation, reward, terminated, truncated, info    (Gymnasium's order)
     available_actions() -> list of actions that the current state accepts
@@ -38,7 +38,8 @@ to run: a module imports its simulator where it is used.
 
 `reward` is the increment of this turn, the increments of an episode sum to 0..1, and
 `info["success"]` says whether the task is solved. Misuse has one named exception each, so that a
-server can answer 409 and 404 instead of guessing from a message.
+server can answer 409 and 404 instead of guessing from a message; `OracleLost` says that oracle()
+knows no move.
 
 Id lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`: the
 number after the last underscore is the task index, what stands before it is the world's name (or

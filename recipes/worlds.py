@@ -1,7 +1,7 @@
 """Does the same command learn other worlds? The default run of `train.py --env ENV`, measured.
 
 TextCraft has a study of its own (learns.py). Here the default run of another environment, on its
-short tasks (envs/ids), is played to its end: held-out tasks before the first step and after the
+short tasks (envs/*/ids), is played to its end: held-out tasks before the first step and after the
 last, never the best one. The unit of every interval is the task: tasks are resampled, a task's
 value being its mean over samples and seeds, and differences are paired by task.
 
@@ -10,7 +10,7 @@ value being its mean over samples and seeds, and differences are paired by task.
 
 The run itself is `make train ENV=babyai`; this file adds the figures. It may be killed at any time
 and goes on from its last checkpoint. What follows the known options is handed on to train.py.
-Read next: config.py, `LAPTOP_OF`, for what the default runs are.
+Read next: envs/babyai/env.py, `LAPTOP`, for what the default runs are.
 """
 
 import argparse

@@ -28,7 +28,7 @@ nothing about the policy: it is in no mean, and counted in `train/env_failures` 
 Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and
 completes 1.5 %.
 
-Read next: reporting/plots.py, which draws these numbers; train.py, which logs them.
+Read next: reporting/plots.py, which draws these numbers; session.py, which logs them.
 """
 
 import json
@@ -70,7 +70,7 @@ METRICS: dict[str, str] = {
     "policy/grad_norm": "global gradient norm before clipping, mean over optimizer steps (1)",
     "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
-    "policy/skipped_steps": "mini-batches without a step: no signal or not finite (count)",
+    "policy/skipped_steps": "mini-batches without a step: not finite (count)",
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",

@@ -14,12 +14,12 @@ Every rank writes the parameters it holds (torch.distributed.checkpoint): no pro
 room for the whole optimizer. Pieces are addressed by parameter name and offset, so that another
 number of processes, one included, reads what it needs from whichever files hold it.
 
-A checkpoint is complete or absent (`files.py`): a crash or a full disk in the middle leaves the one
-before it untouched. Data order, horizon, environment and sampling seeds are pure functions of the
-step, on every rank, so the step restores them; there is no cursor and no generator that could be
-restored wrong.
+A checkpoint is complete or absent (`runtime/files.py`): a crash or a full disk in the middle leaves
+the one before it untouched. Data order, horizon, environment and sampling seeds are pure functions
+of the step, on every rank, so the step restores them; there is no cursor and no generator that
+could be restored wrong.
 
-Read next: `train.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
+Read next: `session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ result is the sum that one process would have got. Averaging per-rank means inst
 trainers do, gives a token on a rank with few of them more weight.
 
 Gathering a layer's weights is a *collective*: all ranks must do it, the same number of times. A
-rank with less work therefore repeats a small micro-batch with its loss times 0 (`deal`). And where
-ranks work apart, an error on one must reach the others before they wait for it in a collective:
-`apart` runs a function on every rank and gathers results and errors together.
+rank with less work therefore repeats a small micro-batch with its loss times 0 (`own_passes`). And
+where ranks work apart, an error on one must reach the others before they wait for it in a
+collective: `apart` runs a function on every rank and gathers results and errors together.
 
 Run:   accelerate launch --config_file recipes/fsdp2_cpu.yaml train.py --env textcraft --model tiny
        torchrun --nproc-per-node 8 train.py --env textcraft

@@ -8,7 +8,7 @@ nothing is ever written under the name it will be read by:
 The rename is atomic: NAME is the old content or the new one. Whatever dies before it leaves a
 hidden file that nobody reads and `sweep` removes.
 
-Read next: `checkpoint.py`, whose folders are written so by many processes.
+Read next: `runtime/checkpoint.py`, whose folders are written so by many processes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
         if stop.agreed():           every process answers alike: save and leave
             ...
 
-Read next: `train.py`, which does so.
+Read next: `session.py`.
 """
 
 from __future__ import annotations

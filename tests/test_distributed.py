@@ -188,6 +188,7 @@ def trajectories(run_dir, step):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_the_first_steps_trajectories_do_not_depend_on_the_number_of_processes(runs):
     """Sampling is seeded by seed, step, task and sample, never by rank."""
     one, two = (trajectories(run, 1) for run in runs)
@@ -226,6 +227,7 @@ def test_rank_0_writes_each_file_once(runs):
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after):
     """The weights, both optimizer moments and the place in the data go on."""
@@ -294,6 +296,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_line(tmp_path):
     assert checkpoint.steps_saved(Path(settings["run_dir"])) in ([], [1])
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_once_and_resumes_to_the_same_numbers(tmp_path):
     """The terminal interrupts every process, and the launcher passes it on a second time."""
     with serve(Slow) as url:
@@ -329,6 +332,7 @@ class Slow(Letters):
         return super().step(action)
 
 
+@pytest.mark.long
 def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
     """Both engines live beside the trainer's process group and get every step's weights."""
     settings = options(

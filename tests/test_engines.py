@@ -190,7 +190,10 @@ def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
 # -------------------------------------------------------------------------------------- vLLM
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+LONG = [pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=LONG)
 def vllm(request, checkpoint):
     """(engine, its dtype); one engine at a time, the second in the process that held the first."""
     if importlib.util.find_spec("vllm") is None:

@@ -626,6 +626,7 @@ with servers.start_servers(servers.Served("my/model", 512), ["cpu"]) as (url,):
 # --- A real server -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weights(
     checkpoint, lm, tmp_path

@@ -26,6 +26,8 @@ from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve,
 
 from runtime import checkpoint
 
+pytestmark = pytest.mark.long
+
 QWEN2 = "transformers.models.qwen2.modeling_qwen2"  # what `tiny` is
 SIGKILLED = -signal.SIGKILL
 

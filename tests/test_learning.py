@@ -16,6 +16,7 @@ from statistics import fmean
 import pytest
 from toy_env import flags, options, read_metrics, serve, train_main
 
+pytestmark = pytest.mark.long
 MARGIN = 0.2
 
 

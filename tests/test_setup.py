@@ -444,7 +444,8 @@ def dry_run(*arguments: str) -> str:
     [
         ("setup", 'tools/setup_env.py --set auto --env "textcraft"'),
         ("train", ".venv/bin/python train.py --env textcraft"),
-        ("test", '.venv/bin/python -m pytest -q -m "not slow"'),
+        ("test", '.venv/bin/python -m pytest -q -m "not slow and not long"'),
+        ("test-long", '.venv/bin/python -m pytest -q -m "long and not slow"'),
         ("test-slow", ".venv/bin/python -m pytest -q -m slow"),
         ("lint", ".venv/bin/python -m mypy"),
         ("format", ".venv/bin/python -m ruff format ."),

@@ -902,6 +902,7 @@ def test_memory_is_measured_phase_by_phase(run_dir):
 # --- The real thing ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_steps_through_vllm_and_http(tmp_path):
     """One process that starts its own environment server; vLLM samples, real HTTP in between."""
     settings = options(
@@ -938,6 +939,7 @@ def test_two_steps_through_vllm_and_http(tmp_path):
     assert checkpoint.steps_saved(run_dir) == [1, 2]
 
 
+@pytest.mark.long
 def test_a_sampler_on_a_card_of_its_own(tmp_path):
     """--engine-devices: a vLLM server samples, gets each step's weights, is gone afterwards."""
     settings = options(

@@ -22,6 +22,7 @@ from batching import Batch
 from models import CriticModel, PolicyModel
 from runtime import distributed
 from runtime.lora import add_lora
+from sft import SftSettings, imitate
 from update import (
     Learner,
     Objective,
@@ -58,6 +59,8 @@ CASES = {
     "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw", None),
     "checkpointing": ("grpo", 0, {}, "sgd", None),
     "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
+    "imitation": ("imitation", 0, {}, "sgd", None),
+    "imitation lora": ("imitation", 4, {}, "sgd", None),
     "not finite": ("grpo", 0, {"max_tokens_per_micro_batch": 14}, "sgd", None),
 }
 
@@ -118,7 +121,10 @@ def run(case: str) -> dict:
     batch.ref_log_probs = score_policy(reference, batch, objective, device)
     metrics = {}
     critic = None
-    if algorithm == "ppo":
+    if algorithm == "imitation":
+        settings = SftSettings(epochs=1, batch_size=64, max_tokens=40, learning_rate=1.0)
+        metrics["losses"] = imitate(learner, batch, settings)[0]
+    elif algorithm == "ppo":
         critic = CriticModel(make_policy().lm.base_model)
         torch.nn.init.normal_(
             critic.value_head.weight, generator=torch.Generator().manual_seed(1), std=0.1
@@ -132,7 +138,8 @@ def run(case: str) -> dict:
         batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     if case == "not finite":
         batch.advantages[3] = torch.nan
-    metrics |= update_policy(learner, batch, objective, signal_share=0.5)
+    if algorithm != "imitation":
+        metrics |= update_policy(learner, batch, objective, signal_share=0.5)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     weights = {
         f"{name}.{n}": distributed.whole(p.detach()).clone()
