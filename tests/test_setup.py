@@ -473,7 +473,8 @@ def test_options_reach_the_command_and_the_shells_own_variable_env_does_not(monk
 
 def test_make_test_checks_lint_format_types_and_the_fast_tests():
     printed = dry_run("test")
-    for command in ("ruff check .", "ruff format --check .", "-m mypy", 'pytest -q -m "not slow"'):
+    checks = ("ruff check .", "ruff format --check .", "-m mypy", "-m tach check")
+    for command in (*checks, 'pytest -q -m "not slow and not long"'):
         assert command in printed
 
 
@@ -482,5 +483,6 @@ def test_ci_runs_make_test_with_everything_installed():
     assert os.access(script, os.X_OK)
     text = script.read_text()
     assert re.search(r"^export CI=true$", text, re.M)
-    assert re.search(r"^exec make .*\btest$", text, re.M)
+    assert re.search(r"^make .*\btest$", text, re.M)
+    assert re.search(r"^exec make .*\btest-long$", text, re.M)  # all that make test leaves but slow
     assert subprocess.run(["bash", "-n", script]).returncode == 0
