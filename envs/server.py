@@ -53,6 +53,7 @@ def create_app(
     idle_timeout_s: float = 1800.0,
     max_body_bytes: int = 1_000_000,
     env_class: Any = None,
+    first_id: int | None = None,
 ) -> FastAPI:
     """The app that serves `env` (or `env_class` under that name, for tests).
 
@@ -60,12 +61,13 @@ def create_app(
         max_sessions: sessions that may be open at once; one more /create is answered 429.
         idle_timeout_s: seconds without a request after which a session is closed.
         max_body_bytes: larger request bodies are answered 413.
+        first_id: number of the first session; None: at random (envs/sessions.py).
 
     Raises:
         ValueError: unknown environment.
     """
     name = env if env_class else env_name(env)
-    sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s)
+    sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
     episodes = Episodes(sessions)
     app = FastAPI(
         title=f"AgentGym environment {episodes.wire.title}",
@@ -126,9 +128,10 @@ def _add_playing(app: FastAPI, episodes: Episodes) -> None:
     async def create() -> Answer:
         session = await sessions.create()
         turn = None
-        if wire.shows_task_at_create:  # as AgentGym: the task with the session's own number
+        if wire.shows_task_at_create:  # as AgentGym: the n-th session's is task n
             async with sessions.use(session.session_id):
-                turn = await episodes.show(session, session.session_id % episodes.num_tasks)
+                number = session.session_id - sessions.first_id
+                turn = await episodes.show(session, number % episodes.num_tasks)
         return Answer(wire.create(session.session_id, turn))
 
     @app.post("/reset")

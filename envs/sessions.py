@@ -11,6 +11,10 @@ microseconds) runs right there, because a hop to a thread costs fifty times the 
 world's calls run in a pool of threads, so a slow step delays its own session only, as long as
 fewer than NUM_THREADS steps are slow at once.
 
+Numbers begin at random in every server process. If they began at 0, a client that comes back after
+a restart would name a session that is somebody else's by now, and its episode would go on there
+without an error; so an old number is unknown, and nobody guesses one.
+
 Measured: benchmarks/server.py. Read next: envs/server.py, the paths.
 """
 
@@ -19,6 +23,7 @@ import contextlib
 import itertools
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -73,11 +78,19 @@ class Session:
 class Sessions:
     """The table of sessions; every method runs on the event loop."""
 
-    def __init__(self, env_class: Any, max_sessions: int, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        env_class: Any,
+        max_sessions: int,
+        idle_timeout_s: float,
+        first_id: int | None = None,
+    ) -> None:
+        """first_id: the first session's number; None: at random, exact in a double as JSON is."""
         self.env_class, self.max_sessions = env_class, max_sessions
+        self.first_id = secrets.randbelow(2**52) if first_id is None else first_id
         self.idle_timeout_s = idle_timeout_s
         self.table: dict[int, Session] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(self.first_id)
         self._num_starting = 0
         self._threads: anyio.CapacityLimiter | None = None
 

@@ -36,6 +36,7 @@ from envclient import (
 )
 from envs import Task
 from envs.server import create_app
+from envs.textcraft.env import TextCraft
 from models import load_tokenizer
 from rollout import (
     THREAD_NAME,
@@ -514,9 +515,9 @@ def server_in_a_thread(**options):
 
 
 @contextlib.contextmanager
-def server_process():
+def server_process(port=0):
     """(address, process) of an environment server that a test may kill."""
-    command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", "0"]
+    command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0], process
@@ -588,6 +589,50 @@ def test_an_episode_whose_server_is_killed_in_mid_step_is_played_again_on_anothe
         len(ids) for _, ids, _ in engine.asked[2:]
     ]
     assert [turn.action_text for turn in handler.turns] == list(SOLVE_31)
+
+
+def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
+    """Each trajectory that is kept, played again in a world of its own, sees the same. An episode
+    whose policy still writes while the server restarts comes back with an old number."""
+    chat = ChatTemplate(byte_tokenizer())
+    indices = list(range(140, 164))  # plans of several turns, each its own recipe
+    plans = {index: TextCraft() for index in indices}
+    for index, world in plans.items():
+        world.reset(index)
+        plans[index] = [f"Action: {action}" for action in world.state_for_people()["plan"]]
+    with contextlib.ExitStack() as stack:
+        first = contextlib.ExitStack()
+        url, process = first.enter_context(server_process())
+        asked = []
+
+        def answer(request_id, prompt_ids):
+            asked.append(request_id)
+            if len(asked) == 36:  # everybody is somewhere in an episode
+                first.close()  # kills it
+                first.enter_context(server_process(url.rpartition(":")[2]))
+            turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
+            plan = plans[indices[int(request_id[9:13])]]
+            return chat.action(plan[min(turn, len(plan) - 1)])
+
+        stack.callback(first.close)
+        pool = stack.enter_context(EnvPool("textcraft", [url], timeout_s=20))
+        requests = [textcraft_request(index, group_id=n) for n, index in enumerate(indices)]
+        settings = settings_of(max_rounds=8, env_workers=16, **ROOMY)
+        handlers = collect(ScriptedEngine(answer), pool, chat, requests, settings)
+    kept = [h for h in handlers if h.is_valid]
+    assert len(kept) == len(handlers)  # an episode starts over once
+    for handler in kept:
+        world = TextCraft()
+        seen = [world.reset(int(handler.task_id.rpartition("_")[2]), handler.seed)]
+        rewards = []
+        for turn in handler.turns:
+            observation, reward, *_ = world.step(world.parse(turn.action_text))
+            seen.append(observation)
+            rewards.append(reward)
+        said = [m["content"] for m in handler.messages if m["role"] == "user"]
+        assert said == seen[: len(said)]
+        assert [t.observation_text for t in handler.turns] == seen[1:]
+        assert [t.reward for t in handler.turns] == rewards
 
 
 def test_a_server_that_is_down_stops_the_run_with_a_line_that_names_it():

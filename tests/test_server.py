@@ -25,7 +25,7 @@ JSON = {"content-type": "application/json"}
 
 @contextlib.contextmanager
 def textcraft(**options):
-    with TestClient(create_app("textcraft", **options)) as client:
+    with TestClient(create_app("textcraft", first_id=0, **options)) as client:
         yield client
 
 
@@ -98,7 +98,7 @@ class SlowWorld:
 @contextlib.contextmanager
 def slow_world(**options):
     SlowWorld.live = 0
-    with TestClient(create_app("slow", env_class=SlowWorld, **options)) as client:
+    with TestClient(create_app("slow", env_class=SlowWorld, first_id=0, **options)) as client:
         yield client
 
 
@@ -179,7 +179,7 @@ def test_a_world_with_other_field_names_needs_only_its_wire():
             return turn["observation"]
 
     world = type("Search", (SlowWorld,), {"WIRE": SearchWire()})
-    with TestClient(create_app("search", env_class=world)) as client:
+    with TestClient(create_app("search", env_class=world, first_id=0)) as client:
         assert client.get("/").json() == "ok"
         assert client.post("/create", json={"id": 2}).json() == 0
         assert client.post("/reset", json={"env_idx": 0, "id": 2}).json() == "task 2 seed 0"
@@ -619,3 +619,15 @@ def test_a_port_in_use_is_one_line_and_exit_code_1():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f"127.0.0.1:{port}" in done.stderr
+
+
+def test_a_restarted_server_knows_no_number_of_the_one_before():
+    """Its numbers begin elsewhere; a client that comes back meets nobody else's session."""
+    numbers = set()
+    for _ in range(20):
+        with TestClient(create_app("textcraft")) as client:
+            first, second = (client.post("/create", json={}).json()["id"] for _ in range(2))
+            assert second == first + 1 < 2**53
+            assert not {first, second} & numbers
+            numbers |= {first, second}
+    assert max(numbers) - min(numbers) > 2**40
