@@ -5,6 +5,7 @@ pieces that three worlds came to share, as small things to use rather than a fra
 
     Stage            before the first reset, in an episode, after its end; a named error for misuse
     require_task     an index out of range is refused, never wrapped around
+    ANSWER           how the policy is asked to write, at the end of a prompt
     action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
     say              a thought and an action as the policy should write them
     version_of       of a simulator's package
@@ -58,6 +59,9 @@ def require_task(env_class: Any, task_index: int) -> None:
             f"task index {task_index} does not exist; {env_class.__name__} has 0 to "
             f"{env_class.num_tasks() - 1}"
         )
+
+
+ANSWER = "Answer in exactly two lines:\nThought: why\nAction: one action"  # read by action_line
 
 
 def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:

@@ -60,7 +60,7 @@ from typing import Any, ClassVar
 
 from envs import Wire
 from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
-from envs.common import Stage, action_line, require_task, say, version_of
+from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 
 MAX_ACTION_CHARS = 200  # what is longer is no action
 
@@ -95,10 +95,7 @@ class BabyAI:
             "go through DOOR N, toggle and go through DOOR N\n"
             "toggle (a door or box ahead), drop, check available actions\n"
             "Name things as you see them, as in: go to red ball 1. You see only what is before "
-            "you; a locked door needs the key of its color.\n"
-            "Answer in exactly two lines:\n"
-            "Thought: why\n"
-            "Action: one action",
+            "you; a locked door needs the key of its color.\n" + ANSWER,
         }
     ]
     WIRE = BabyAIWire()

@@ -65,7 +65,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import envs.sciworld.simulator as simulator
-from envs.common import Stage, action_line, require_task, say, version_of
+from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 from envs.sciworld.jvm import Seat, close_shared_pool, shared_pool
 from envs.sciworld.paths import Play, retell
 from envs.sciworld.simulator import SIMPLIFICATIONS, checked_simplifications
@@ -95,10 +95,7 @@ class SciWorld:
             "eat OBJ, flush OBJ, wait, wait1, inventory, task\n"
             "focus on OBJ: only on what the task says; a wrong focus fails the task\n"
             "Open a door before you go through it. If you are asked which object you mean, the "
-            "action is its number.\n"
-            "Answer in exactly two lines:\n"
-            "Thought: why\n"
-            "Action: one action",
+            "action is its number.\n" + ANSWER,
         }
     ]
     WIRE = ScienceWorldWire()

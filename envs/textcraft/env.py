@@ -51,7 +51,7 @@ from itertools import product
 from typing import ClassVar
 
 from envs import Wire
-from envs.common import Stage, action_line, require_task, say
+from envs.common import ANSWER, Stage, action_line, require_task, say
 from envs.textcraft.recipes import Recipe, recipe_book, spoken
 
 MAX_DISTRACTORS = 10
@@ -91,10 +91,7 @@ class TextCraft:
             "craft N item using N item, N item\n"
             "inventory\n"
             "Items that no command crafts are fetched with get. Craft exactly as a listed command "
-            "says; planks or wool may be any kind, named in full.\n"
-            "Answer in exactly two lines:\n"
-            "Thought: why\n"
-            "Action: one action",
+            "says; planks or wool may be any kind, named in full.\n" + ANSWER,
         }
     ]
     WIRE = Wire()
