@@ -20,7 +20,6 @@ Threads: a client belongs to one thread at a time; an EnvPool is shared by all o
 Read next: rollout.py, which plays many clients at once.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -155,34 +154,18 @@ class EnvClient(AbstractContextManager["EnvClient"]):
         try:
             answer = self._call("POST", "/step", action=action)
             observation = self._field(answer, "/step", "observation", str)
-            points = float(self._field(answer, "/step", "reward", (int, float)))
-            if not math.isfinite(points):
-                raise self._unexpected(answer, "/step", f"a finite reward, got {points}")
-            reward = points / self._wire.points
-            if "terminated" not in answer and self._wire.has_score:
-                # AgentGym's: what counts is how far its score is above what was earned so far; it
-                # may fall to -100, or be reset and be earned once more.
-                score = float(self._field(answer, "/step", "score", (int, float)))
-                reward = max(0.0, min(1.0, score / self._wire.points) - self._score)
-            truncated = bool(answer.get("truncated", False))
-            if "terminated" in answer:
-                terminated = self._field(answer, "/step", "terminated", bool)
-            else:
-                terminated = self._field(answer, "/step", "done", bool) and not truncated
-                terminated |= self._wire.pays_once and reward > 0
+            try:
+                outcome = self._wire.outcome(answer, self._score)
+            except ValueError as error:
+                raise self._unexpected(answer, "/step", str(error)) from error
         except ActionRejected as error:
             return self._unheard(error.what, "rejected")
         except EnvError:
             self._is_running = False
             raise
-        self._score += reward
-        self._is_running = not (terminated or truncated)
-        # AgentGym's answers hold no info; 1e-9: increments of 1/100 do not sum to exactly 1.
-        solved = terminated and self._score > self._wire.solved_from - 1e-9
-        info = {"success": solved, "score": self._score}
-        if isinstance(answer.get("info"), dict):
-            info |= answer["info"]
-        return StepResult(observation, reward, terminated, truncated, info)
+        self._score += outcome.reward
+        self._is_running = not (outcome.terminated or outcome.truncated)
+        return StepResult(observation, *outcome)
 
     def observation(self) -> str:
         """The latest observation of the world, as the server keeps it."""

@@ -12,8 +12,20 @@ also works with AgentGym's other half. A world overrides what differs:
 Read next: envs/server.py.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+TOLERANCE = 1e-6  # of sums of increments: a hundred times 1/100 is not exactly 1
+
+
+class Outcome(NamedTuple):
+    """What an answer of /step says, in Gymnasium's order but for the observation."""
+
+    reward: float  # an increment of 0..1
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]  # "success", "score", and what the server added
 
 
 class Wire:
@@ -66,3 +78,53 @@ class Wire:
     def first_observation(self, answer: dict) -> Any:
         """What the policy reads first, from the answer of /reset."""
         return answer.get("observation")
+
+    def outcome(self, answer: Mapping[str, Any], earned: float) -> Outcome:
+        """What the answer of /step says, of our server or AgentGym's, once it can be believed.
+
+        Args:
+            earned: sum of the episode's rewards before this step.
+        Raises:
+            ValueError: a field is missing, of another type, or a number that cannot be: what comes
+                from a server is trained on.
+        """
+        reward = _number(answer, "reward") / self.points
+        if "terminated" not in answer and self.has_score:
+            # AgentGym's: what counts is how far its score is above what was earned so far; it may
+            # fall to -100, or be reset and be earned once more.
+            reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - earned)
+        score = earned + reward
+        if not -TOLERANCE <= score <= 1 + TOLERANCE:
+            raise ValueError(f"rewards that sum to 0..1, with this one they sum to {score:g}")
+        truncated = _flag(answer, "truncated") if "truncated" in answer else False
+        if "terminated" in answer:
+            terminated = _flag(answer, "terminated")
+        else:
+            terminated = _flag(answer, "done") and not truncated
+            terminated |= self.pays_once and reward > 0
+        # AgentGym's answers hold no info.
+        info = {"success": terminated and score > self.solved_from - 1e-9, "score": score}
+        if isinstance(answer.get("info"), Mapping):
+            info |= answer["info"]
+        _flag(info, "success")
+        return Outcome(reward, terminated, truncated, info)
+
+
+def _number(answer: Mapping[str, Any], name: str) -> float:
+    value = answer.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # JSON's integers have no end
+            number = math.inf
+        if math.isfinite(number):
+            return number
+        raise ValueError(f"a finite {name}")
+    raise ValueError(f"a number {name!r}")
+
+
+def _flag(answer: Mapping[str, Any], name: str) -> bool:
+    value = answer.get(name)
+    if not isinstance(value, bool):
+        raise ValueError(f"a field {name!r} that is true or false")
+    return value

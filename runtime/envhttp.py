@@ -174,9 +174,9 @@ def _read_answer(url: str, status: int, body: str) -> Any:
     """The JSON value of a good answer, or the error that this answer is."""
     path = "/" + url.rpartition("/")[2]
     try:
-        answer = json.loads(body)
+        answer = encodable(json.loads(body))
         reason = _reason(answer)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: brackets in brackets, thousands of them
         answer, reason = None, "the answer is not JSON" if body.strip() else "the answer is empty"
     reports_error = isinstance(answer, dict) and "error" in answer  # AgentGym's, with status 200
     if 200 <= status < 300 and answer is not None and not reports_error:
@@ -202,6 +202,19 @@ def _read_answer(url: str, status: int, body: str) -> Any:
     elif reports_error:
         what = f"the server reports an error: {reason}"
     raise kind(what, url, status, body)
+
+
+def encodable(value: Any) -> Any:
+    """JSON with half surrogate pairs replaced: it can hold them, no tokenizer and no file can."""
+    if isinstance(value, str):
+        return (
+            value
+            if value.isascii()
+            else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in value.items()}
+    return [encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _reason(answer: Any) -> str:

@@ -278,6 +278,48 @@ def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server):
 # --- What the policy got wrong: reward 0, and the episode goes on --------------------------------
 
 
+STEP = {"observation": "Got 1 oak log", "reward": 0, "done": False}
+OURS = STEP | {"terminated": False, "truncated": False, "info": {"success": False}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ('{"observation": "x", "done": false, "reward": 1' + "0" * 400 + "}", "a finite reward"),
+        (STEP | {"reward": -5}, "sum to -5"),
+        (STEP | {"reward": 7}, "sum to 7"),
+        (STEP | {"reward": 1e308}, r"sum to 1e\+308"),
+        (STEP | {"reward": True}, "a number 'reward'"),
+        (STEP | {"reward": "1"}, "a number 'reward'"),
+        (STEP | {"done": "false"}, "'done' that is true or false"),
+        (OURS | {"truncated": "false"}, "'truncated' that is true or false"),
+        (OURS | {"info": {"success": "false"}}, "'success' that is true or false"),
+    ],
+)
+def test_an_answer_that_cannot_be_believed_is_a_protocol_error(server, answer, expected):
+    """Each of these was trained on, or ended the run with a traceback."""
+    client = playing(server)
+    server.script["/step"] = [(200, answer)]
+    with pytest.raises(EnvProtocolError, match=expected):
+        client.step("Action: get 1 oak log")
+
+
+def test_rewards_that_sum_to_more_than_1_over_an_episode_are_not_believed(server):
+    client = playing(server)
+    server.script["/step"] = [(200, OURS | {"reward": 0.6}), (200, OURS | {"reward": 0.6})]
+    assert client.step("Action: get 1 oak log").reward == 0.6
+    with pytest.raises(EnvProtocolError, match="sum to 1.2"):
+        client.step("Action: get 1 oak log")
+
+
+def test_half_of_a_surrogate_pair_becomes_text_that_can_be_encoded(server):
+    client = playing(server)
+    text = '{"observation": "a \\ud83d b \\ud83d\\ude00", "reward": 0, "done": false}'
+    server.script["/step"] = [(200, text)]
+    assert client.step("Action: get 1 oak log").observation == "a \ufffd b \U0001f600"
+
+
 def test_text_without_an_action_is_answered_without_asking_the_server(server):
     client = playing(server)
     result = client.step("I think I will craft something.")
