@@ -19,6 +19,7 @@ Errors are status codes with {"error": what was got, "hint": what to do}, so tha
 world is never scored as a failure of the policy.
     404 unknown session or task   409 step before reset or after the end   413 body too large
     422 malformed request         429 too many sessions                    500 the world failed
+    403 a web page asks: with an Origin, or, where only this machine is served, by another name
 /create shows a first observation where AgentGym's does, but an episode begins with /reset.
 
 Run it:  python -m envs.server --env textcraft --port 36005
@@ -44,7 +45,9 @@ from pydantic import Field, StrictInt, StrictStr, create_model
 from starlette.exceptions import HTTPException
 
 from envs import ENVS, VERSION, Wire, env_name, get_env
-from envs.sessions import Answer, ApiError, BodyLimit, Episodes, Sessions, error_answer
+from envs.sessions import Answer, ApiError, BodyLimit, Episodes, NoWebPages, Sessions, error_answer
+
+LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
 
 
 def create_app(
@@ -54,6 +57,7 @@ def create_app(
     max_body_bytes: int = 1_000_000,
     env_class: Any = None,
     first_id: int | None = None,
+    hosts: frozenset[str] = frozenset(),
 ) -> FastAPI:
     """The app that serves `env` (or `env_class` under that name, for tests).
 
@@ -62,6 +66,7 @@ def create_app(
         idle_timeout_s: seconds without a request after which a session is closed.
         max_body_bytes: larger request bodies are answered 413.
         first_id: number of the first session; None: at random (envs/sessions.py).
+        hosts: names that it answers to, as a request's Host; none: any.
 
     Raises:
         ValueError: unknown environment.
@@ -75,6 +80,7 @@ def create_app(
         lifespan=lambda _: _lifespan(sessions),
     )
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(NoWebPages, hosts=hosts)
     app.state.sessions = sessions
     _add_playing(app, episodes)
     _add_questions(app, episodes)
@@ -314,7 +320,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = _parse(arguments)
     try:
-        app = create_app(options.env, options.max_sessions, options.idle_timeout_s)
+        is_local = options.host in ("127.0.0.1", "localhost", "::1")
+        hosts = LOCAL if is_local else frozenset[str]()
+        app = create_app(options.env, options.max_sessions, options.idle_timeout_s, hosts=hosts)
         if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
             get_env(options.env).open_shared()
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -323,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         where = f"{options.host}:{options.port}"
         print(f"envs.server: cannot serve {options.env} on {where}: {error}", file=sys.stderr)
         return 1
-    if options.host not in ("127.0.0.1", "localhost", "::1"):
+    if not is_local:
         print(
             f"envs.server: warning: {options.host} can be reached from other machines, and there "
             "is no password; anyone there can open and play sessions",

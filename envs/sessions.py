@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -242,6 +243,30 @@ class Episodes:
             "subtask": self.env_class.subtask(session.task_index),
         }
         return session.turn
+
+
+class NoWebPages:
+    """ASGI middleware: a page in somebody's browser must neither play here nor read along.
+
+    Its requests carry an Origin; and one whose own name was made to mean this machine (DNS
+    rebinding) carries that name as Host. `hosts`: the names to answer to; none: to any.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            host = re.sub(r":\d*$", "", headers.get(b"host", "")).lower()
+            problem = "requests of web pages are refused" if b"origin" in headers else ""
+            if self.hosts and host not in self.hosts:
+                problem = f"this server does not answer to the name {host!r}"
+            if problem:
+                hint = "ask from a program, at the address that the server printed"
+                await error_answer(403, problem, hint)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:

@@ -16,7 +16,7 @@ import requests
 from fastapi.testclient import TestClient
 
 from envs import VERSION, EpisodeEndedError, NotResetError, TaskIndexError, Wire
-from envs.server import create_app
+from envs.server import LOCAL, create_app
 from envs.textcraft.env import TextCraft
 
 ROOT = Path(__file__).parent.parent
@@ -631,3 +631,34 @@ def test_a_restarted_server_knows_no_number_of_the_one_before():
             assert not {first, second} & numbers
             numbers |= {first, second}
     assert max(numbers) - min(numbers) > 2**40
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null", "Content-Type": "text/plain"}, 403),
+        ({"Host": "localhost:36005"}, 200),
+        ({"Host": "[::1]:36005"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "rebound.example:36005"}, 403),
+        ({"Host": ""}, 403),
+    ],
+)
+def test_a_web_page_can_neither_play_nor_read_along(headers, status):
+    app = create_app("textcraft", hosts=LOCAL)
+    with TestClient(app, base_url="http://127.0.0.1:36005") as client:
+        for method, path in (("POST", "/create"), ("GET", "/health")):
+            answer = client.request(method, path, headers=headers)
+            assert answer.status_code == status
+            if status == 403:
+                assert set(answer.json()) == {"error", "hint"}
+        if status == 403:
+            assert client.get("/health").json()["live_sessions"] == 0
+
+
+def test_a_server_for_other_machines_answers_to_any_name_and_to_no_page():
+    with TestClient(create_app("textcraft"), base_url="http://node7:36005") as client:
+        assert client.post("/create", json={}).status_code == 200
+        assert client.get("/health", headers={"Origin": "http://node7"}).status_code == 403
