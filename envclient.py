@@ -20,16 +20,16 @@ Threads: a client belongs to one thread at a time; an EnvPool is shared by all o
 Read next: rollout.py, which plays many clients at once.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from envs import ParseError, get_env
+from envs import ParseError, env_name, get_env
 from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     BACK_OFF_S,
     ActionRejected,
@@ -45,6 +45,7 @@ from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     TooManySessions,
     Transport,
     UnknownTask,
+    WrongWorld,
     checked_url,
 )
 from runtime.envserver import local_server  # noqa: F401
@@ -65,7 +66,7 @@ def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
     return EnvClient(env, base_url, **options)
 
 
-class EnvClient(AbstractContextManager["EnvClient"]):
+class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     """One session of one server; nothing is sent before open() or the first reset().
 
     Arguments:
@@ -112,6 +113,16 @@ class EnvClient(AbstractContextManager["EnvClient"]):
         if self._session_id is None:
             answer = self._request("POST", "/create", {})
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
+
+    def check_world(self) -> None:
+        """Raise WrongWorld if the server says that it serves another world; AgentGym's say
+        nothing. Without this, one world's policy plays in another, and learns from it."""
+        with contextlib.suppress(NotSupported):
+            answer = self._request("GET", "/health", {})
+            served = answer.get("env") if isinstance(answer, dict) else None
+            if served is not None and served != env_name(self.env):
+                what = f"this server is of {served}, not of {env_name(self.env)}: see --env-addr"
+                raise WrongWorld(what, self.base_url + "/health")
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Begin an episode and return its first observation.
@@ -248,9 +259,10 @@ class _Address:
     retry_at: float = 0.0  # time.monotonic() from when on it may be used
     is_probed: bool = False  # after failures one client at a time tries it
     last_error: EnvError | None = None
+    is_checked: bool = False  # it serves this world
 
 
-class EnvPool(AbstractContextManager["EnvPool"]):
+class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
     A new client goes to the address with the fewest. An address that cannot be reached is left
@@ -307,9 +319,12 @@ class EnvPool(AbstractContextManager["EnvPool"]):
             )
             try:
                 client.open()
+                if not address.is_checked:
+                    client.check_world()
+                    address.is_checked = True
             except BaseException as error:
                 client.close()
-                if isinstance(error, EnvError):
+                if isinstance(error, EnvError) and not isinstance(error, WrongWorld):
                     continue  # on_failure has noted it: another address is next
                 raise
             client._transport.busy_wait_s = self.busy_wait_s

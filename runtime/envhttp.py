@@ -17,6 +17,7 @@ server teaches nothing: it raises, and the trajectory is left out and counted, n
     429 for longer than busy_wait_s             TooManySessions
     a server without /oracle and the like       NotSupported
     no address of a pool works                  AllServersDown, with the last error of each
+    a server of another world                   WrongWorld, when a pool first uses it
 
 What is repeated: /create, /reset, /close and every GET, `num_retries` times after a lost connection
 or a 5xx; they can be done twice without harm (a session created in vain is evicted by its server).
@@ -89,6 +90,10 @@ class TooManySessions(EnvError):
 
 class ActionRejected(EnvError):
     """The server refused what the policy wrote; `EnvClient.step` turns it into a StepResult."""
+
+
+class WrongWorld(EnvError):
+    """The server serves another world than the client plays."""
 
 
 class NotSupported(EnvError):

@@ -912,3 +912,18 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_server():
 def test_the_examples_in_the_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
+
+
+def test_a_server_of_another_world_is_noticed_before_anything_is_played():
+    with local_server("textcraft") as url:
+        with EnvPool("babyai", [url]) as pool, pytest.raises(EnvError, match="of textcraft, not"):
+            pool.client()
+        with EnvPool("textcraft", [url]) as pool:
+            assert pool.client().reset(0)
+
+
+def test_agentgyms_servers_do_not_say_what_they_serve_and_are_taken_as_they_are(server):
+    with pool_over(server) as pool:
+        pool.client()
+        pool.client()
+    assert server.count("/health") == 1
