@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from config import Config, Misuse
+from config import Config
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
 from rollout import RolloutLog
@@ -45,12 +45,10 @@ def at_work(config: Config) -> Iterator[Session]:
         stop = stack.enter_context(StopRequests())
         try:
             worker = Worker(config, run, stack, stop)
-        except Misuse:
+        except BaseException as error:  # nothing was trained: the same command starts it again
             run.discard()
-            raise
-        except KeyboardInterrupt:
-            run.discard()
-            distributed.say("\nstopped before training began; the same command starts it again")
+            if isinstance(error, KeyboardInterrupt):
+                distributed.say("\nstopped before training began; the same command starts it again")
             raise
         session = Session(config, run, worker, stop)
         session.restore()

@@ -460,6 +460,7 @@ def test_a_server_that_is_not_there_is_one_line_that_names_it(tmp_path, capsys, 
         code, _ = run_in_process(tmp_path, NOWHERE)
     assert code == 1
     assert_one_line(capsys.readouterr().err, NOWHERE)
+    assert not (tmp_path / "run").exists()  # so that the same command can be given again
 
 
 def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
