@@ -677,7 +677,7 @@ def test_the_state_for_people_is_json_and_follows_the_episode():
 
 @contextlib.contextmanager
 def served():
-    with TestClient(create_app("babyai")) as client:
+    with TestClient(create_app("babyai", first_id=0)) as client:
         yield client
 
 

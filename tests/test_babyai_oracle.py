@@ -309,7 +309,7 @@ def test_what_was_picked_up_against_the_plan_is_put_down():
 
 
 def test_the_server_answers_when_the_oracle_is_lost():
-    with TestClient(create_app("babyai")) as client:
+    with TestClient(create_app("babyai", first_id=0)) as client:
         client.post("/create")
         client.post("/reset", json={"id": 0, "data_idx": UNWINNABLE})
         status = 200

@@ -490,7 +490,7 @@ def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
 
 
 def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
-    """Trap 5: in the reference a lost episode is a failure of the policy and stays in the group.
+    """Trap 5: a lost episode counted as a failure of the policy, in its group's baseline.
 
     Session 0 looks at the budget, 1 to 8 are the step's; only a lost episode opens another one.
     """
@@ -504,7 +504,7 @@ def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
                 return Response("boom", status_code=500)
         return await call_next(request)
 
-    with serve(middleware=lose_one_session) as url:
+    with serve(middleware=lose_one_session, first_id=0) as url:
         code, run_dir = run_in_process(
             tmp_path, url, steps=1, tasks_per_step=2, group_size=4, max_env_failures=0.5
         )
@@ -545,6 +545,7 @@ def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
     resets = []
 
@@ -700,6 +701,7 @@ def assert_same(run_dir, uninterrupted):
             torch.testing.assert_close(kind(parts[name]), kind(part), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stops", [(2,), (1, 3)], ids=["at the boundary", "inside both stages"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stops):
     with serve() as url:
@@ -711,6 +713,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stop
     assert_same(Path(settings["run_dir"]), uninterrupted)
 
 
+@pytest.mark.long
 def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrupted, monkeypatch):
     """Step 3 is logged and then the process dies: its line has no checkpoint and must go."""
     show_step = MetricsLogger.show_step
@@ -732,6 +735,7 @@ def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrup
     assert_same(run_dir, uninterrupted)
 
 
+@pytest.mark.long
 def test_a_resumed_sampler_has_a_stream_of_its_own_however_many_checkpoints_are_left(
     tmp_path, monkeypatch
 ):

@@ -116,13 +116,13 @@ def registered(env_class=Letters, name=NAME):
 
 
 @contextlib.contextmanager
-def serve(env_class=Letters, middleware=None, name=NAME):
+def serve(env_class=Letters, middleware=None, name=NAME, first_id=None):
     """A real server of the world, in a thread of this process; yields its base_url.
 
     `middleware(request, call_next)` may answer in the app's place, to play a server that fails.
     """
     with registered(env_class, name):
-        app = create_app(name, env_class=env_class)
+        app = create_app(name, env_class=env_class, first_id=first_id)
         if middleware is not None:
             app.middleware("http")(middleware)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on"))
