@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve, train_main
 
+from models import load_policy
 from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,39 @@ def test_two_processes_take_the_step_of_one(results, case):
         assert two["metrics"]["policy/skipped_steps"] == 1
     else:
         assert moved > 1e-3
+
+
+@pytest.mark.long
+def test_a_warm_start_of_two_processes_is_that_of_one(tmp_path):
+    """sft.py from demonstrations to the checkpoint, sharded: the losses of one process, and a whole
+    model that anything loads."""
+    turns = [("human", "Goal: craft stick."), ("gpt", "Action: get 1 stick")]
+    records = [
+        {
+            "item_id": f"textcraft_{n}",
+            "conversations": [
+                {"from": who, "loss": who == "gpt", "value": f"{text} {n}"} for who, text in turns
+            ],
+        }
+        for n in range(8)
+    ]
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps(records))
+    losses = {}
+    for ranks in (1, 2):
+        out = tmp_path / f"out{ranks}"
+        argv = ["--model", "tiny", "--data", str(data), "--out", str(out), "--batch-size", "4"]
+        if ranks == 1:
+            alone = [sys.executable, "sft.py", *argv]
+            subprocess.run(alone, cwd=ROOT, env=CALM, check=True, capture_output=True)
+        else:
+            code, _, stderr = launch("sft.py", *argv)
+            assert code == 0, stderr
+        losses[ranks] = json.loads((out / "sft.json").read_text())["losses"]
+        load_policy(str(out))
+    assert len(losses[1]) == 4
+    assert losses[2] == pytest.approx(losses[1], rel=0.02)  # bfloat16 inside
+    assert losses[1][-1] < losses[1][0]
 
 
 @pytest.mark.parametrize("case", ["grpo lora", "ppo lora"])
