@@ -370,16 +370,3 @@ class _Episode:
         self.close()
         self.handler.error = " ".join(str(error).split())
         self.handler.stop(reason)
-
-
-__all__ = [
-    "EngineError",
-    "RolloutHandler",
-    "RolloutLog",
-    "RolloutRequest",
-    "RolloutSettings",
-    "TooManyEnvFailures",
-    "check_failures",
-    "collect",
-    "sampling_seed",
-]

@@ -69,9 +69,9 @@ class Worker:
         config: Config,
         run: rundir.Run,
         stack: contextlib.ExitStack,
-        stop: StopRequests | None = None,
+        stop: StopRequests,
     ) -> None:
-        self.config, self.run, self.stop = config, run, stop or StopRequests()
+        self.config, self.run, self.stop = config, run, stop
         ranks = distributed.world_size()
         if config.tasks_per_step % ranks:
             raise Misuse(
