@@ -36,7 +36,7 @@ the token, so values[b, t] is V of the state before token t. Sums run in float64
 float32. All statistics (group mean, whitening) are over the whole batch; of several processes each
 holds all rows and estimates on all of them, else the result would depend on the sharding.
 
-Run it: tutorials/03_advantages.md works one small batch by hand and through these functions;
+Run it: tutorials/02_advantages.md works one small batch by hand and through these functions;
 benchmarks/estimators.py times them. Read next: losses.py, which spends the advantages.
 """
 

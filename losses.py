@@ -30,7 +30,7 @@ it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losse
 carry the gradient; the other fields are detached metrics over the same denominator, so they too
 sum over micro-batches.
 
-Run it: tutorials/03_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
+Run it: tutorials/02_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
 hand. Read next: train.py.
 """
 

@@ -45,7 +45,7 @@ update.
 Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
            --rounds 10 20 30 --steps-scaling-inter 100
        python -m doctest schedulers.py
-Read next: rollout.py, which plays that many turns. Lesson: tutorials/01_horizon.md.
+Read next: rollout.py, which plays that many turns. Lesson: tutorials/04_horizon.md.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ allows. An arm therefore ends within about one step's turns of the budget; how f
     python recipes/scaling_inter.py report                   table and results/scaling_inter.png
 
 With the 135M model an arm of 3,600 turns takes 35 to 40 minutes on two cores; what follows the
-known options is handed on to train.py. Read next: schedulers.py, tutorials/01_horizon.md.
+known options is handed on to train.py. Read next: schedulers.py, tutorials/04_horizon.md.
 """
 
 import argparse
