@@ -331,11 +331,16 @@ def saved_config(run_dir: str | None) -> Config:
     path = Path(run_dir) / "config.json"
     if not path.exists():
         raise Misuse(f"--run-dir {run_dir} holds no run to resume")
-    saved = json.loads(path.read_text(encoding="utf-8"))["config"]
     known = {f.name for f in fields(Config)}
-    options: dict[str, Any] = {
-        n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
-    }
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))["config"]
+        options: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Misuse(
+            f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
+        ) from None
     return replace(Config(**options), run_dir=run_dir, resume=True)
 
 

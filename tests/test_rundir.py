@@ -1,31 +1,25 @@
-"""runtime/rundir.py: what a run does to the machine it runs on. Its files: test_train.py."""
+"""A run's directory: what is found there is believed once it reads, and named when it does not."""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+import config
+from config import Misuse
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_freed_pages_between_live_ones_go_back_to_the_system():
-    code = """
-import torch
-from runtime.clock import return_freed
-def megabytes():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
-before = megabytes()
-blocks = [torch.ones(25_000) for _ in range(3_000)]  # 300 MB in blocks of the heap
-blocks = blocks[::50]
-held = megabytes() - before
-return_freed()
-print(held, megabytes() - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    held, left = map(int, done.stdout.split())
-    assert held > 200  # the C library keeps them: if it no longer does, ours can go
-    assert left < 100
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"config": null}', '{"config": [1]}', "\xff"]
+)
+def test_a_config_that_cannot_be_read_is_named_in_one_line(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(Misuse) as error:
+        config.saved_config(str(tmp_path))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_options_of_a_config_are_read_back(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 3, "rounds": [2, 4]}}))
+    saved = config.saved_config(str(tmp_path))
+    assert (saved.seed, saved.rounds, saved.resume) == (3, (2, 4), True)
