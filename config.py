@@ -5,8 +5,7 @@ train the 135M model on the shortest tasks on two cores; with one they are the p
 for Qwen2.5-3B. `hardware_defaults` is the difference. What belongs to one world stands in its class
 (envs/__init__.py), what belongs to the update in `losses.Objective`.
 
-Options that contradict each other are refused before anything is written, each with one line that
-says what to do.
+What contradicts is in runtime/checks.py, how a run's options are read back in runtime/saved.py.
 
 Read next: `train.py`.
 """
@@ -15,24 +14,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from advantages import ESTIMATORS
 from envs import settings_of
 from losses import Objective
-from schedulers import make_scheduler
 
 if TYPE_CHECKING:
     Algorithm = str
 else:
     Algorithm = Literal[tuple(ESTIMATORS)]
 SMALL_MODELS = ("smollm2-135m", "tiny")  # warmed up first, and given short tasks
+
+
+def flag(name: str) -> str:
+    """The option of a field.
+
+    >>> flag("run_dir")
+    '--run-dir'
+    """
+    return "--" + name.replace("_", "-")
 
 
 class Misuse(ValueError):
@@ -94,6 +99,8 @@ class Config(Objective):
     lora_rank: int = 0
     """train low-rank adapters of this rank, not the policy's own weights (0: those; adapters want
     about ten times the learning rate) [paper: 0]"""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """number format that the networks compute in; auto: the faster one on this machine, measured"""
     gradient_checkpointing: bool = False
     """keep each layer's input alone for the backward pass: less memory, a third more time"""
     max_tokens_per_turn: int = 80
@@ -184,12 +191,6 @@ PAPER: dict[str, Any] = {
     "eval_every": 25,
 }
 LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
-# How far, where and how much at a time: what a resumed run may change.
-CHANGEABLE = {
-    *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
-    *("engine_url", "engine_devices", "on_collapse"),
-    *("max_tokens_per_micro_batch", "gradient_checkpointing"),
-}
 
 
 def named_env(argv: Sequence[str] | None) -> str:
@@ -234,125 +235,3 @@ def complete(config: Config) -> Config:
         else:
             config = replace(config, split="train")
     return config
-
-
-POSITIVE = (
-    *("steps", "tasks_per_step", "group_size", "mini_batch_size", "ppo_epochs"),
-    *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
-    *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
-    *("clip_ratio", "value_clip", "max_sync_error", "eval_samples", "save_every", "keep_last"),
-)
-NOT_NEGATIVE = ("lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
-
-
-def check(config: Config) -> None:
-    """Refuse what cannot work.
-
-    Raises:
-        Misuse: one line, naming the flag, what it got and what to do.
-    """
-    with refusing():
-        make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
-        _check_ranges(config)
-        _check_together(config)
-
-
-def _check_ranges(config: Config) -> None:
-    """Each number by itself."""
-    for name in POSITIVE:
-        if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be above 0, and finite")
-    coefficients = [f.name for f in fields(config) if f.name.endswith("_coef")]
-    for name in [*NOT_NEGATIVE, *coefficients]:
-        if not 0 <= getattr(config, name) < math.inf:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must not be negative")
-    for name in ["gamma", "lam", "max_env_failures"]:
-        if not 0 <= getattr(config, name) <= 1:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must lie between 0 and 1")
-    if config.eval_rounds is not None and config.eval_rounds < 1:
-        raise ValueError(f"--eval-rounds {config.eval_rounds} must be at least 1")
-    if 0 < config.sampler_is_cap < 1:
-        raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
-
-
-def _check_together(config: Config) -> None:
-    """Options that contradict each other."""
-    if config.group_size < 2 and ESTIMATORS[config.algorithm].needs_group:
-        others = " or ".join(name for name, e in ESTIMATORS.items() if not e.needs_group)
-        raise ValueError(
-            f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
-            f"compare with; use 2 or more, or --algorithm {others}"
-        )
-    if config.max_tokens_per_turn >= config.max_trajectory_tokens:
-        raise ValueError(
-            f"--max-tokens-per-turn {config.max_tokens_per_turn} does not fit into "
-            f"--max-trajectory-tokens {config.max_trajectory_tokens}"
-        )
-    if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
-        raise ValueError(
-            "--kl-target adapts the KL in the reward: it must be above 0, and so must --kl-coef"
-        )
-    if config.kl_loss_coef and config.kl_estimator == "k1":
-        raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
-    if (
-        config.warm_start not in ("auto", "never")
-        and not Path(config.warm_start, "config.json").exists()
-    ):
-        raise ValueError(
-            f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
-        )
-    if config.engine_url and config.engine_devices:
-        raise ValueError(
-            "--engine-url and --engine-devices exclude each other: servers that run already, or "
-            "ones to start"
-        )
-    if (config.engine_url or config.engine_devices) and config.engine != "vllm":
-        why = "--deterministic" if config.deterministic else f"--engine {config.engine}"
-        raise ValueError(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
-    if config.resume and not config.run_dir:
-        raise ValueError("--resume needs --run-dir, the run to go on with")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-# --------------------------------------------------------------------------------- a run's options
-
-
-def saved_config(run_dir: str | None) -> Config:
-    """The options that the run in `run_dir` was started with.
-
-    Raises:
-        Misuse: no --run-dir was given, or it holds no run.
-    """
-    if not run_dir:
-        raise Misuse("--resume needs --run-dir, the run to go on with")
-    path = Path(run_dir) / "config.json"
-    if not path.exists():
-        raise Misuse(f"--run-dir {run_dir} holds no run to resume")
-    known = {f.name for f in fields(Config)}
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["config"]
-        options: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Misuse(
-            f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
-        ) from None
-    return replace(Config(**options), run_dir=run_dir, resume=True)
-
-
-def check_unchanged(given: Config, saved: Config) -> None:
-    """Raise Misuse for an option given on resume that the run was not started with."""
-    changed = [
-        _flag(f.name)
-        for f in fields(Config)
-        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
-    ]
-    if changed:
-        raise Misuse(
-            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
-            "or start a new run"
-        )

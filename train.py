@@ -59,13 +59,14 @@ import torch
 
 from advantages import ESTIMATORS, estimate
 from batching import make_batch
-from config import Config, Misuse, check, complete, refusing
+from config import Config, Misuse, complete, refusing
 from engines import EngineError
 from envclient import EnvError
 from envs import Task
 from reporting.metrics import summarize_trajectories
 from rollout import RolloutRequest, TooManyEnvFailures
 from runtime import checkpoint, distributed
+from runtime.checks import check
 from runtime.clock import Clock, OutOfMemory
 from runtime.rundir import Run
 from runtime.sync import SyncError

@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Results, arguments, median  # noqa: E402
-from config import Config, check, complete  # noqa: E402
+from config import Config, complete  # noqa: E402
+from runtime.checks import check  # noqa: E402
 
 TRL_VERSION = "1.16"
 

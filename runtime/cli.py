@@ -19,15 +19,14 @@ from typing import Any, TypeVar
 from config import (
     Config,
     Misuse,
-    check,
-    check_unchanged,
     complete,
     hardware_defaults,
     has_gpu,
     named_env,
     refusing,
-    saved_config,
 )
+from runtime.checks import check
+from runtime.saved import check_unchanged, saved_config
 
 ConfigType = TypeVar("ConfigType")
 

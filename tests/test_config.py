@@ -8,13 +8,13 @@ import pytest
 from config import (
     PAPER,
     Config,
-    check,
     complete,
     hardware_defaults,
     named_env,
 )
 from envs import ENVS, get_env, load_tasks, settings_of
 from losses import Objective
+from runtime.checks import check
 from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).parents[1]

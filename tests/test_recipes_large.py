@@ -15,9 +15,10 @@ import measure_memory
 import pytest
 import yaml
 
-from config import PAPER, Config, check, complete
+from config import PAPER, Config, complete
 from evaluate import EvalConfig
 from recipes import memory
+from runtime.checks import check
 from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).resolve().parent.parent

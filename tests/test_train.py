@@ -45,6 +45,7 @@ from runtime import checkpoint, rundir
 from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
+from runtime.saved import saved_config
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn
 
@@ -764,7 +765,7 @@ def test_another_seed_gives_another_run(tmp_path, uninterrupted):
 
 
 def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held_run):
-    saved = config.saved_config(str(held_run))
+    saved = saved_config(str(held_run))
     assert saved.steps == 1
     argv = ["--resume", "--run-dir", str(held_run), "--steps", "60"]
     assert parse_command_line(Config, argv, "train.py", saved).steps == 60
