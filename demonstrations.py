@@ -35,6 +35,7 @@ from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env
 from runtime.default_models import cache_dir
 from runtime.files import build_folder
+from runtime.phases import phase
 from trajectory import NAMES, Conversation, read_agenttraj
 
 NUM_CLIENTS = 4  # episodes side by side
@@ -90,8 +91,6 @@ def play_demonstrations(
 ) -> list[Conversation]:
     """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
     many fail."""
-    from tqdm import tqdm
-
     chosen: list[Conversation] = []
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
@@ -100,7 +99,7 @@ def play_demonstrations(
         threads = ThreadPoolExecutor(NUM_CLIENTS)
         # Ctrl-C waits for no episode: the server ends next, and its clients with it.
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        bar = stack.enter_context(tqdm(total=count, desc="demonstrations", disable=None))
+        tick = stack.enter_context(phase("demonstrations", count, "episodes"))
         trials = candidates(tasks, count, seed)
         while len(chosen) < count:
             batch = list(islice(trials, NUM_CLIENTS))
@@ -113,7 +112,7 @@ def play_demonstrations(
                 if demonstration is None or demonstration in chosen or len(chosen) == count:
                     continue
                 chosen.append(demonstration)
-                bar.update()
+                tick()
     return chosen
 
 

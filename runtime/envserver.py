@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.envhttp import EnvError
+from runtime.phases import phase
 from runtime.processes import NotReady, child
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,8 @@ def local_server(env: str, start_timeout_s: float = 60.0, **flags: Any) -> Itera
             return re.search(r"listening on (\S+)", server.stdout())
 
         try:
-            url = server.wait_until(listening, start_timeout_s)[1]
+            with phase(f"starting a server of {env}"):
+                url = server.wait_until(listening, start_timeout_s)[1]
         except NotReady as error:
             raise EnvError(str(error), name) from None
         try:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from runtime import distributed, phases
+from runtime import phases
 from runtime.phases import EVERY_S, Phase, duration, phase, playing
 
 
@@ -136,7 +136,7 @@ def test_the_innermost_phase_speaks(clock, capsys):
 
 
 def test_only_the_first_process_speaks(clock, capsys, monkeypatch):
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setenv("RANK", "1")
     with phase("rollout", 4, "episodes", clock) as tick:
         wait(clock, 60)
         tick(success="50%")
