@@ -48,6 +48,7 @@ import torch
 from batching import Batch, micro_batches, padding_share
 from losses import Objective, Scored, masked_mean, masked_sum, policy_objective, value_loss
 from runtime import distributed
+from runtime.phases import phase
 from runtime.prefix import group_cuts, pack, shared_share
 
 # Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
@@ -72,7 +73,12 @@ class Learner(NamedTuple):
 
 
 def optimize(
-    learner: Learner, batch: Batch, loss_of: LossOf, objective: Objective, seed: int = 0
+    learner: Learner,
+    batch: Batch,
+    loss_of: LossOf,
+    objective: Objective,
+    seed: int = 0,
+    on_rows: Callable[[float], None] = lambda num_rows: None,
 ) -> dict[str, float]:
     """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
@@ -81,6 +87,7 @@ def optimize(
             neither the cut nor the number of processes changes the step.
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
+        on_rows: called after each backward pass with the number of rows that it stands for.
     Returns:
         What loss_of measures, as means over mini-batches (names with "max:" as maxima);
         `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`,
@@ -94,7 +101,8 @@ def optimize(
         denominator = float(batch.loss_mask[rows].sum())
         sums: dict[str, float] = {}  # of this rank's micro-batches
         finite = True
-        for micro, counts in own_passes(batch, cut(batch, rows, objective)):
+        passes = own_passes(batch, cut(batch, rows, objective))
+        for micro, counts in passes:
             loss, parts = loss_of(batch.rows(micro), denominator)
             # FSDP averages gradients over ranks, and what is wanted is their sum.
             learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
@@ -102,6 +110,7 @@ def optimize(
                 _add(sums, {name: float(value.detach()) for name, value in parts.items()})
             elif counts:
                 finite = False
+            on_rows(len(rows) / len(passes))  # of all ranks: they take as many passes each
         norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
         reports = distributed.gather((finite and math.isfinite(norm), sums))
         if all(is_finite for is_finite, _ in reports):
@@ -260,7 +269,9 @@ def update_policy(
         )
         return policy_objective(scored, objective, denominator, signal_share)
 
-    metrics = optimize(learner, batch, loss_of, objective, seed)
+    total = len(batch) * objective.ppo_epochs
+    with phase("update", total, "trajectories") as tick:
+        metrics = optimize(learner, batch, loss_of, objective, seed, tick)
     named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
@@ -298,7 +309,9 @@ def update_critic(
         )
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
-    metrics = optimize(learner, batch, loss_of, replace(objective, share_prefix=False), seed)
+    padded, total = replace(objective, share_prefix=False), len(batch) * objective.ppo_epochs
+    with phase("critic's update", total, "trajectories") as tick:
+        metrics = optimize(learner, batch, loss_of, padded, seed, tick)
     variance = _variance(returns, batch.loss_mask)
     unexplained = _variance(returns - values, batch.loss_mask)
     measured = {name: value for name, value in metrics.items() if "/" in name}

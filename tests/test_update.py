@@ -1,5 +1,6 @@
 """The passes of one training step: steps counted, splits that do not matter, bad numbers."""
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -509,3 +510,33 @@ def test_the_samples_of_a_task_stay_in_one_mini_batch_where_they_fit(batch):
         assert len({int(batch.group_ids[row]) for row in rows}) == 1
     orders = {tuple(map(tuple, update._mini_batches(batch, objective, seed))) for seed in range(4)}
     assert len(orders) > 1
+
+
+@pytest.mark.parametrize(("epochs", "mini_batch", "max_tokens"), [(1, 64, 20), (2, 4, 10_000)])
+def test_an_update_shows_how_many_trajectories_it_has_learned_from(
+    accelerator, batch, advantages, monkeypatch, epochs, mini_batch, max_tokens
+):
+    shown = {}
+
+    @contextlib.contextmanager
+    def phase(label, total, unit):
+        shown[label] = [total]
+        yield shown[label].append
+
+    monkeypatch.setattr(update, "phase", phase)
+    objective = replace(
+        WIDE,
+        ppo_epochs=epochs,
+        mini_batch_size=mini_batch,
+        max_tokens_per_micro_batch=max_tokens,
+        share_prefix=False,
+    )
+    policy, critic = make_policy(), make_critic()
+    old = log_probs_of(policy, batch)
+    policy_step(accelerator, policy, sgd(policy), batch, advantages, objective, old)
+    values = values_of(critic, batch)
+    critic_step(accelerator, critic, sgd(critic), batch, values, values, objective)
+    for label in ("update", "critic's update"):
+        total, *ticks = shown[label]
+        assert sum(ticks) == pytest.approx(total) == len(batch) * epochs
+        assert len(ticks) > 1
