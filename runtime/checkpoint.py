@@ -29,23 +29,26 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
 
-from runtime import distributed
+from runtime import distributed, unpickle
 from runtime.files import aside, finish_folder, new_folder, remove_folder, sweep
 
 FORMAT = 2  # of trainer_state
 
+T = TypeVar("T")
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
 # With LoRA the base never changes: only what is trained is kept.
@@ -56,14 +59,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message says what to do."""
 
 
+class Unreadable(CheckpointError):
+    """Files of a checkpoint are missing or broken; the one before it may do."""
+
+
 def steps_saved(run_dir: Path) -> list[int]:
     """Steps that have a complete checkpoint, ascending."""
-    names = [
-        p.name
-        for p in (run_dir / "checkpoints").glob("step_*")
-        if (p / "trainer_state/state.json").exists()
-    ]
-    return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+    folders = {step: folder_of(run_dir, step) for step in _steps_named(run_dir)}
+    return [s for s, folder in folders.items() if (folder / "trainer_state/state.json").exists()]
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -139,32 +142,100 @@ def _complete(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
     finish_folder(tmp, folder)  # the same step may be saved again after a resume
 
 
+def load_newest(
+    run_dir: Path, expected: Mapping[str, Any], parts: Parts
+) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint that can be read: (step, state), or None if there is none at all.
+
+    A newer one that cannot be read is named in a line and renamed to unreadable_step_000020, so
+    that it does not count as one of the newest to keep. Collective.
+    Raises:
+        CheckpointError: none can be read; or the newest that can is not of this kind of run.
+    """
+    broken: dict[int, str] = {}
+    for step in reversed(_steps_named(run_dir)):
+        try:
+            state = _on_first_rank(partial(read_state, run_dir, step, expected))
+            load(run_dir, step, parts)
+        except Unreadable as error:
+            broken[step] = str(error)
+            continue
+        for newer, problem in broken.items():
+            put_away = distributed.first("resuming", partial(_put_away, run_dir, newer))
+            distributed.say(f"{problem}; it is now {put_away.name}, and step {step} is resumed")
+        return step, state
+    if broken:
+        first = next(iter(broken.values()))
+        raise CheckpointError(
+            f"{first}; no checkpoint of {run_dir} can be read: put a copy back, or start a new run"
+        )
+    return None
+
+
+def _steps_named(run_dir: Path) -> list[int]:
+    """Steps of which there is a folder, complete or not, ascending."""
+    names = [p.name for p in (run_dir / "checkpoints").glob("step_*")]
+    return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+
+def _on_first_rank(read: Callable[[], T]) -> T:
+    """The result of rank 0 on every rank, and its `Unreadable` too: all must go on from the same
+    checkpoint. Collective."""
+
+    def verdict() -> tuple[T | None, str | None]:
+        try:
+            return read(), None
+        except Unreadable as error:
+            return None, str(error)
+
+    result, problem = distributed.first("resuming", verdict)
+    if problem is not None:
+        raise Unreadable(problem)
+    return result  # type: ignore[return-value]
+
+
+def _put_away(run_dir: Path, step: int) -> Path:
+    folder = folder_of(run_dir, step)
+    put_away = folder.with_name(f"unreadable_{folder.name}")
+    if put_away.exists():
+        remove_folder(put_away)
+    best = run_dir / "checkpoints" / "best"
+    if best.resolve() == folder.resolve():
+        best.unlink()
+    folder.rename(put_away)
+    return put_away
+
+
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The `state` of a checkpoint, once all its files are there and it is of this kind of run.
 
     Args:
         expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
     Raises:
-        CheckpointError: missing or truncated files, another algorithm or model, another format.
+        Unreadable: missing or truncated files.
+        CheckpointError: another algorithm or model, another format.
     """
-    folder = folder_of(run_dir, step) / "trainer_state"
+    path = folder_of(run_dir, step) / "trainer_state" / "state.json"
+    folder = path.parent
     try:
-        state = json.loads((folder / "state.json").read_text())
-        written_by = state["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(_unreadable(folder, error)) from error
+        state = json.loads(path.read_text(encoding="utf-8"))
+        written_by, sizes = int(state["format"]), dict(state.get("files", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(_unreadable(path, error)) from error
     if written_by != FORMAT:
         older = "an older version of this program wrote it; resume with that one, or start anew"
         newer = f"this program reads {FORMAT}; update it"
         why = newer if written_by > FORMAT else older
         raise CheckpointError(f"{folder} has format {written_by}: {why}")
-    for name, size in state["files"].items():
-        path = folder / name
-        found = path.stat().st_size if path.exists() else None
+    for name, size in sizes.items():
+        file = folder / name
+        found = file.stat().st_size if file.exists() else None
         if found != size:
             problem = "missing" if found is None else f"{found} bytes long instead of {size}"
-            raise CheckpointError(_unreadable(folder, f"{name} is {problem}"))
+            raise Unreadable(_unreadable(folder, f"{name} is {problem}"))
     for name, value in expected.items():
+        if name not in state:
+            raise Unreadable(_unreadable(path, f"it says nothing of {name}"))
         if state[name] != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
@@ -179,21 +250,36 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 
     Collective.
     Raises:
-        CheckpointError: they do not fit these models, or cannot be read.
+        Unreadable: they do not fit these models, or cannot be read.
+        CheckpointError: they hold more than data (runtime/unpickle.py).
     """
     folder = folder_of(run_dir, step) / "trainer_state"
     for name, part in parts.items():
+        index = _on_first_rank(partial(_read_index, folder / name))
         model, optimizer = get_state_dict(*part, options=_TRAINED)
         try:
             with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
                 dcp.load(
                     {"model": model, "optimizer": optimizer},
-                    checkpoint_id=folder / name,
+                    storage_reader=unpickle.Reader(folder / name, index),
+                    planner=unpickle.Planner(folder / name),
                     no_dist=distributed.world_size() == 1,
                 )
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-            raise CheckpointError(_unreadable(folder / name, error)) from error
+            cause = _cause(error)
+            if isinstance(cause, unpickle.UnsafePickle):
+                raise CheckpointError(str(cause)) from None
+            raise Unreadable(_unreadable(folder / name, cause)) from error
         set_state_dict(*part, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+
+
+def _read_index(folder: Path) -> Metadata:
+    try:
+        return unpickle.read_index(folder)
+    except unpickle.UnsafePickle as error:
+        raise CheckpointError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise Unreadable(_unreadable(folder, error)) from error
 
 
 def mark_best(run_dir: Path, step: int) -> None:
@@ -212,14 +298,18 @@ def prune(run_dir: Path, keep_last: int) -> None:
             remove_folder(folder)
 
 
-def _unreadable(folder: Path, error: BaseException | str) -> str:
-    return f"{folder} cannot be read, it may be truncated: {_first_line(error)}"
+def _unreadable(path: Path, error: BaseException | str) -> str:
+    return f"{path} cannot be read, it may be truncated: {_first_line(error)}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What happened; torch wraps it into a report by rank, with tracebacks."""
+    causes = (
+        [c for c, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    )
+    return causes[0] if causes else error
 
 
 def _first_line(error: BaseException | str) -> str:
-    """The line that says what happened; torch wraps it into a report by rank, with tracebacks."""
-    text = str(error).strip() or type(error).__name__
-    if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-        text = str(causes[0]) if causes else text
-    return text.splitlines()[0]
+    cause = _cause(error) if isinstance(error, BaseException) else error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

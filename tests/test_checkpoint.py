@@ -1,8 +1,10 @@
 """Checkpoints: complete or absent, refused when they cannot be right, loadable by anyone."""
 
 import errno
+import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
 
@@ -270,6 +272,153 @@ def test_weights_of_another_shape_are_refused_in_one_line(tmp_path, model):
     with pytest.raises(CheckpointError, match="cannot be read") as error:
         checkpoint.load(tmp_path, 1, parts)
     assert "\n" not in str(error.value)
+
+
+# --- A checkpoint that would run code ------------------------------------------------------------
+
+
+class Trap:
+    """Unpickled, it makes a file: what any code of anybody could do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def refusal(tmp_path, step=3):
+    """What is said of a checkpoint that is set; nothing of it has run."""
+    with pytest.raises(CheckpointError, match="could run somebody's code") as error:
+        load(tmp_path, step)
+    assert not (tmp_path / "ran").exists() and "\n" not in str(error.value)
+    assert not isinstance(error.value, checkpoint.Unreadable), "no reason to go on with another one"
+    return str(error.value)
+
+
+def test_an_index_that_would_run_code_is_refused_by_name(tmp_path, model):
+    folder = save(tmp_path, 3, model) / "trainer_state"
+    path = folder / "policy/.metadata"
+    path.write_bytes(pickle.dumps(Trap(tmp_path / "ran")).ljust(path.stat().st_size))
+    assert f"{path} names posix.mkdir" in refusal(tmp_path)
+    pickle.loads(path.read_bytes())
+    assert (tmp_path / "ran").exists()  # read without care it runs
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path, model):
+    path = save(tmp_path, 3, model) / "trainer_state/policy/.metadata"
+    index = pickle.loads(path.read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../critic/__0_0.distcp"
+    path.write_bytes(pickle.dumps(index))
+    state = path.parents[1] / "state.json"
+    document = json.loads(state.read_text())
+    document["files"]["policy/.metadata"] = path.stat().st_size
+    state.write_text(json.dumps(document))
+    assert f"{path} points to ../critic" in refusal(tmp_path)
+
+
+def test_a_value_beside_the_tensors_that_would_run_code_is_refused(tmp_path, model):
+    """A learning rate is a pickle of its own inside the file of tensors."""
+    path = save(tmp_path, 3, model) / "trainer_state/policy/__0_0.distcp"
+    index = pickle.loads((path.parent / ".metadata").read_bytes())
+    (info,) = [v for k, v in index.storage_data.items() if k.fqn == "optimizer.param_groups.0.lr"]
+    trap = io.BytesIO()
+    torch.save(Trap(tmp_path / "ran"), trap)
+    content = path.read_bytes()
+    assert len(trap.getvalue()) <= info.length + 200
+    grown = len(trap.getvalue()) - info.length
+    for other in index.storage_data.values():
+        other.offset += grown if other.offset > info.offset else 0
+    after = content[info.offset + info.length :]
+    path.write_bytes(content[: info.offset] + trap.getvalue() + after)
+    info.length += grown
+    (path.parent / ".metadata").write_bytes(pickle.dumps(index))
+    state = path.parents[1] / "state.json"
+    document = json.loads(state.read_text())
+    for name in document["files"]:
+        document["files"][name] = (state.parent / name).stat().st_size
+    state.write_text(json.dumps(document))
+    said = refusal(tmp_path)
+    assert str(path.parent) in said and "optimizer.param_groups.0.lr is no plain value" in said
+
+
+# --- The newest that can be read -----------------------------------------------------------------
+
+
+def load_newest(run_dir, parts):
+    return checkpoint.load_newest(run_dir, SAME, parts)
+
+
+def test_the_newest_checkpoint_is_loaded(tmp_path, model):
+    for step in (1, 12, 7):
+        save(tmp_path, step, model, value=step)
+    parts = make_parts(-3.0)
+    step, state = load_newest(tmp_path, parts)
+    assert step == state["step"] == 12
+    assert torch.equal(numbers(parts), numbers(make_parts(12)))
+    assert checkpoint.load_newest(tmp_path / "nowhere", SAME, parts) is None
+
+
+BREAKS = {
+    "no state": lambda folder: (folder / "trainer_state/state.json").unlink(),
+    "an empty state": lambda folder: (folder / "trainer_state/state.json").write_text(""),
+    "a state of nothing": lambda folder: (folder / "trainer_state/state.json").write_text("{}"),
+    "a list of files that is none": lambda folder: (folder / "trainer_state/state.json").write_text(
+        '{"format": 2, "files": 3}'
+    ),
+    "a file cut short": lambda folder: os.truncate(
+        folder / "trainer_state/policy/__0_0.distcp", 100
+    ),
+    "a file of the critic lost": lambda folder: (
+        folder / "trainer_state/critic/__0_0.distcp"
+    ).unlink(),
+    "garbage": lambda folder: (folder / "trainer_state/critic/__0_0.distcp").write_bytes(
+        b"x" * (folder / "trainer_state/critic/__0_0.distcp").stat().st_size
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", BREAKS)
+def test_a_broken_checkpoint_is_named_put_away_and_the_one_before_is_loaded(
+    tmp_path, model, capsys, cause
+):
+    save(tmp_path, 1, model, value=1.0)
+    broken = save(tmp_path, 2, model, value=2.0)
+    checkpoint.mark_best(tmp_path, 2)
+    BREAKS[cause](broken)
+    parts = make_parts(-3.0)
+    step, _ = load_newest(tmp_path, parts)
+    assert step == 1
+    assert torch.equal(numbers(parts), numbers(make_parts(1.0)))
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    assert said.err == ""
+    assert str(broken) in line and "it is now unreadable_step_000002, and step 1 is" in line
+    assert steps_and_litter(tmp_path) == ([1], ["unreadable_step_000002"])
+    checkpoint.prune(tmp_path, keep_last=1)  # what cannot be read is none of those to keep
+    assert checkpoint.steps_saved(tmp_path) == [1]
+
+
+def test_without_any_checkpoint_that_can_be_read_the_newest_is_named_and_all_stay(tmp_path, model):
+    for step in (1, 2):
+        BREAKS["a file cut short"](save(tmp_path, step, model))
+    with pytest.raises(CheckpointError, match=r"step_000002.*truncated.*start a new run") as error:
+        load_newest(tmp_path, make_parts())
+    assert "\n" not in str(error.value)
+    assert steps_and_litter(tmp_path) == ([1, 2], [])
+
+
+def test_a_checkpoint_of_another_run_or_with_code_in_it_is_not_passed_over(tmp_path, model):
+    save(tmp_path, 1, model)
+    folder = save(tmp_path, 2, model)
+    with pytest.raises(CheckpointError, match="not ppo"):
+        checkpoint.load_newest(tmp_path, SAME | {"algorithm": "ppo"}, make_parts())
+    path = folder / "trainer_state/policy/.metadata"
+    path.write_bytes(pickle.dumps(Trap(tmp_path / "ran")).ljust(path.stat().st_size))
+    with pytest.raises(CheckpointError, match="somebody's code"):
+        load_newest(tmp_path, make_parts())
+    assert checkpoint.steps_saved(tmp_path) == [1, 2]
 
 
 # --- Which ones are kept -------------------------------------------------------------------------
