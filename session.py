@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from config import Config
+from reporting.logs import LogError, require_steps
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
 from rollout import RolloutLog
@@ -81,18 +83,25 @@ class Session:
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint."""
         path, worker = self.run.path, self.worker
-        steps = checkpoint.steps_saved(path) if self.config.resume else []
-        if steps:
-            step = steps[-1]
-            state = checkpoint.read_state(path, step, self.identity())
-            checkpoint.load(path, step, worker.parts())
+        loaded = None
+        if self.config.resume:
+            loaded = checkpoint.load_newest(path, self.identity(), worker.parts())
+        if loaded:
+            step, state = loaded
             self.progress.load_state_dict(state)
             self.completed_step = self.saved_step = step
-            worker.load_into_engine()
-            self.tidy_up(step)
-            distributed.say(f"resumed after step {step}")
         resume_step = self.completed_step if self.config.resume else None
-        self.logger = MetricsLogger(path, resume_step, writes=self.run.writes)
+        try:
+            if loaded:
+                check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
+                distributed.first("resuming", check)
+            self.logger = MetricsLogger(path, resume_step, writes=self.run.writes)
+        except LogError as error:
+            raise TrainingError(str(error)) from None
+        if loaded:
+            worker.load_into_engine()
+            self.tidy_up(self.completed_step)
+            distributed.say(f"resumed after step {self.completed_step}")
 
     def steps_left(self) -> range:
         """Numbers of the steps to do, counted from 1."""

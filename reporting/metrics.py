@@ -9,7 +9,7 @@ kinds of number:
                     run and an uninterrupted one; therefore no time may enter
     timings.jsonl   seconds, tokens per second, bytes: different in every run
 
-Both have one JSON object a line, `{"step": 7, name: value, ...}`, appended and flushed at once. A
+Both have one JSON object a line, `{"step": 7, name: value, ...}`, on the disk when `log` returns. A
 value that is not finite is written as null (JSON has no NaN): a hole in a curve, not a reader's
 error. On resume both files are cut back to the checkpoint's step, together with the half line that
 a crash may have left.
@@ -33,6 +33,7 @@ Read next: reporting/plots.py, which draws these numbers; session.py, which logs
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from typing import Any, Self
 
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
+from runtime.files import flush, make_folder
 from trajectory import LOST, STOP_REASONS, RolloutHandler
 
 # Deterministic given the seed: metrics.jsonl.
@@ -233,24 +235,26 @@ class MetricsLogger:
             writes: False on the processes of a run that must not write: names are checked only.
         Raises:
             FileExistsError: a new run, but the directory holds a log.
-            ValueError: a line other than the last is not a JSON object with a step.
+            LogError: a line other than the last is not a JSON object with a step.
         """
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self.run_dir)
         self._rows_printed = 0
         self._files: dict[str, Any] = {}
         self.writes = writes
         if not writes:
             return
-        for name in ("metrics.jsonl", "timings.jsonl"):
-            path = self.run_dir / name
+        paths = [self.run_dir / name for name in ("metrics.jsonl", "timings.jsonl")]
+        for path in paths:
             if resume_step is not None:
                 truncate_log(path, resume_step)
             elif path.exists():
                 raise FileExistsError(
                     f"{path} exists; go on with --resume or choose another --run-dir"
                 )
-            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        for path in paths:
+            self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        flush(self.run_dir)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
@@ -303,8 +307,10 @@ class MetricsLogger:
     ) -> None:
         line = _line(allowed, name, step, values)
         if self.writes:
-            self._files[name].write(line)
-            self._files[name].flush()
+            file = self._files[name]
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())  # before the step's checkpoint, which must not outlive it
 
 
 def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def aside(path: Path) -> Iterator[Path]:
     >>> [(file.name, file.read_text()) for file in folder.iterdir()]
     [('a.txt', 'whole')]
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     new = path.with_name(f"{ASIDE}{secrets.token_hex(4)}-{path.name}")
     try:
         yield new
@@ -79,7 +79,7 @@ def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
 
 def new_folder(folder: Path) -> Path:
     """An empty folder beside `folder`, to be renamed to it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     new = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=f"-{folder.name}", dir=folder.parent))
     new.chmod(0o755)  # mkdtemp's folders are their owner's alone
     return new
@@ -99,6 +99,14 @@ def finish_folder(new: Path, folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Renamed first: a kill must not leave half of it under its name."""
     shutil.rmtree(folder.rename(new_folder(folder)))
+
+
+def make_folder(folder: Path) -> None:
+    """`mkdir -p`, whose names are on the disk too: a file is lost with the folder that holds it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush(path.parent)
 
 
 def sweep(folder: Path) -> None:

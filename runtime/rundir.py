@@ -120,7 +120,7 @@ def _open_run(config: Config) -> Run:
     if config.resume and not holds_run:
         raise Misuse(f"--run-dir {path} holds no run to resume")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path)
         run = Run(path, is_new=not holds_run)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
