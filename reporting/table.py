@@ -1,0 +1,69 @@
+"""The table that a run prints: one line a step, the same columns at every step, 120 characters.
+
+Read next: reporting/metrics.py, which defines the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.phases import duration
+
+# Heading, name, format. "signal": groups that carry signal / groups.
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("return", "train/return_mean", "8.3f"),
+    ("success", "train/success_rate", "8.1%"),
+    ("turns", "train/turns_mean", "6.1f"),
+    ("signal", "signal", "7"),
+    ("loss", "policy/loss", "9.4f"),
+    ("kl", "policy/kl", "9.5f"),
+    ("entropy", "policy/entropy", "8.3f"),
+    ("grad", "policy/grad_norm", "8.3f"),
+    ("rollout s", "time/rollout_s", "10.1f"),
+    ("update s", "time/update_s", "9.1f"),
+    ("eval", "eval/avg", "7.1%"),
+)
+STEP, LEFT = 9, 9  # widths of "1000/1000" and "25.5 days"
+HEADER_EVERY = 20
+
+
+def header() -> str:
+    """The heading of the table that `row` prints."""
+    cells = [head.rjust(_width(head, spec)) for head, _, spec in COLUMNS]
+    return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
+
+
+def row(
+    step: int,
+    values: Mapping[str, Any],
+    last_step: int | None = None,
+    left_s: float | None = None,
+) -> str:
+    """
+    One aligned line; "-" stands for what is missing or not finite.
+
+    Args:
+        values: metrics and timings by name.
+        last_step: of the run; the first cell is then 12/60.
+        left_s: seconds that the run still takes.
+    """
+    cells = [(str(step) if last_step is None else f"{step}/{last_step}").rjust(STEP)]
+    for head, name, spec in COLUMNS:
+        cells.append(_cell(values, name, spec).rjust(_width(head, spec)))
+    return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
+
+
+def _cell(values: Mapping[str, Any], name: str, spec: str) -> str:
+    if name == "signal" and values.get("train/groups") is not None:
+        flat = values.get("train/groups_zero_variance", 0)
+        return f"{values['train/groups'] - flat}/{values['train/groups']}"
+    value = values.get(name)
+    if value is None or not math.isfinite(value):
+        return "-"
+    return format(value, spec).strip()
+
+
+def _width(head: str, spec: str) -> int:
+    return max(len(head) + 2, int(spec.split(".")[0]) + 1)

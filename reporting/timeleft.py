@@ -1,0 +1,66 @@
+"""How long a run still takes, told from the steps that it has made.
+
+    left after step t = (T - t) · median(recent steps, evaluation left out)
+                        + evaluations still due · median(evaluations)
+
+A median, since single steps are slow for reasons of their own (a checkpoint, a neighbour's job) and
+the first ones warm up; of recent steps, since the horizon grows. An evaluation that was never timed
+takes as long as a rollout of as many episodes.
+
+Fed with the rows of timings.jsonl: those that a resumed run finds there make it as wise as it was.
+
+Read next: `runtime/phases.py`, which says it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+RECENT = 10  # steps
+
+
+class TimeLeft:
+    """
+    An estimate in seconds.
+
+    Args:
+        steps: number of the last step.
+        evaluated: numbers of the steps that an evaluation follows.
+        eval_share: episodes of an evaluation over those of a step's rollout.
+    """
+
+    def __init__(self, steps: int, evaluated: Sequence[int], eval_share: float = 0.0) -> None:
+        self.steps, self.evaluated, self.eval_share = steps, evaluated, eval_share
+        self.step_s, self.rollout_s = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        self.eval_s = deque[float](maxlen=RECENT)
+
+    def note(self, timings: Mapping[str, Any]) -> None:
+        """A step's row of timings.jsonl, or an evaluation alone."""
+        evaluation = timings.get("time/eval_s")
+        if evaluation is not None:
+            self.eval_s.append(evaluation)
+        if timings.get("time/step_s") is not None:
+            self.step_s.append(timings["time/step_s"] - (evaluation or 0.0))
+            self.rollout_s.append(timings.get("time/rollout_s") or 0.0)
+
+    def after(self, step: int) -> float | None:
+        """
+        Seconds from the end of `step` to the end of the run; None while no step was timed.
+
+        >>> left = TimeLeft(steps=60, evaluated=[20, 40, 60])
+        >>> for seconds in (90, 40, 42, 41, 300):
+        ...     left.note({"time/step_s": seconds})
+        >>> left.note({"time/step_s": 142, "time/eval_s": 100})
+        >>> left.after(50)
+        520.0
+        """
+        if not self.step_s:
+            return None
+        evaluation = (
+            median(self.eval_s) if self.eval_s else self.eval_share * median(self.rollout_s)
+        )
+        due = sum(at > step for at in self.evaluated)
+        return (self.steps - step) * median(self.step_s) + due * evaluation
