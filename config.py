@@ -1,9 +1,15 @@
 """Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
 
-The command line's defaults fit the machine and the environment (`options`). Without a GPU they
-train the 135M model on the shortest tasks on two cores; with one they are the published settings
-for Qwen2.5-3B. `hardware_defaults` is the difference. What belongs to one world stands in its class
-(envs/__init__.py), what belongs to the update in `losses.Objective`.
+What is not given comes from a preset:
+
+    laptop   the 135M model on a world's shortest tasks, for two cores: without a GPU, and wherever
+             one of the small models is asked for
+    paper    AgentGym-RL's settings for Qwen2.5-3B: with a GPU
+    none     the defaults of the fields below, whatever the machine and the world, and all of the
+             world's training tasks: for those who set everything themselves
+
+What belongs to one world stands in its class (envs/__init__.py), what belongs to the update in
+`losses.Objective`.
 
 What contradicts is in runtime/checks.py, how a run's options are read back in runtime/saved.py.
 
@@ -12,10 +18,9 @@ Read next: `train.py`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +62,10 @@ def refusing() -> Iterator[None]:
 class Config(Objective):
     """Train an LLM agent with multi-turn reinforcement learning."""
 
+    # Where the other defaults come from
+    preset: Literal["laptop", "paper", "none"] = "laptop"
+    """laptop: for two cores, the default without a GPU and for smollm2-135m and tiny anywhere;
+    paper: AgentGym-RL's, the default with a GPU; none: each option's own, in config.py"""
     # The world and its tasks
     env: str = "textcraft"
     """environment to act in: textcraft, babyai, sciworld, or package.module:Class of your own"""
@@ -193,13 +202,6 @@ PAPER: dict[str, Any] = {
 LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
 
 
-def named_env(argv: Sequence[str] | None) -> str:
-    """The value of --env on a command line (None: this process's), whose defaults depend on it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--env", nargs="?", default=Config.env)
-    return parser.parse_known_args(argv)[0].env or Config.env
-
-
 def has_gpu() -> bool:
     """Whether torch can use one; it is asked only where the system shows a card."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -211,25 +213,44 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def hardware_defaults(gpu: bool, env: str = Config.env) -> Config:
-    """The defaults of this machine for `env`: short tasks on a CPU, the paper's with a GPU."""
+def preset_of(model: str | None = None) -> str:
+    """The preset of this machine; the small models bring theirs wherever they are asked for."""
+    return "laptop" if model in SMALL_MODELS or not has_gpu() else "paper"
+
+
+def with_preset(preset: str, env: str = Config.env) -> Config:
+    """The defaults of a preset for `env`.
+
+    Raises:
+        ValueError: there is no such preset, or no such world.
+    """
     world = settings_of(env)
-    settings = {**PAPER, **world.paper} if gpu else world.laptop
-    return replace(Config(env=env), **{n: v for n, v in settings.items() if n not in LISTS})
+    presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
+    if preset not in presets:
+        raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
+    numbers = {n: v for n, v in presets[preset].items() if n not in LISTS}
+    return replace(Config(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:
-    """What the command line starts from on this machine, changed: options for `train.train`."""
-    return replace(hardware_defaults(has_gpu(), env), **changes)
+    """What the command line starts from on this machine, changed: options for `train.train`.
+
+    >>> options("babyai", model="tiny", steps=4).rounds  # turns, of the laptop preset for babyai
+    (5,)
+    """
+    preset = changes.get("preset") or preset_of(changes.get("model"))
+    return replace(with_preset(preset, env), **changes)
 
 
 def complete(config: Config) -> Config:
     """Fill in what follows from other options: id lists, and what --deterministic implies."""
     if config.deterministic:
         config = replace(config, engine="transformers")
-    if config.tasks is None and config.split is None:
+    if config.tasks is not None:
+        config = replace(config, split=None)
+    elif config.split is None:
         lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LISTS}
-        if config.model in SMALL_MODELS and lists:
+        if config.model in SMALL_MODELS and config.preset != "none" and lists:
             given = {name: getattr(config, name) for name in LISTS if getattr(config, name)}
             config = replace(config, **(lists | given))
         else:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,11 +48,12 @@ from envclient import EnvError
 from envs import Task, env_name, load_tasks
 from losses import Objective, imitation_loss
 from models import load_policy, load_tokenizer
-from runtime import distributed
+from runtime import distributed, precision
 from runtime.cli import complain, parse_command_line
 from runtime.default_models import cache_dir, resolve_model
 from runtime.files import build_folder, write_json
 from runtime.lora import add_lora
+from runtime.phases import phase
 from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
 from update import Learner, Metrics, optimize
@@ -97,7 +98,7 @@ def imitate(
 
     def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
         mask = part.loss_mask.to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with learner.accelerator.autocast():
             log_probs, _ = learner.model(part.input_ids.to(device), mask)
         loss = imitation_loss(log_probs, mask, denominator)
         return loss, {"loss": loss}
@@ -145,8 +146,6 @@ def train_to(
         folder: where to; None on the ranks that do not write.
         lora_rank: train adapters of this rank, merged into the checkpoint; 0: all weights.
     """
-    from tqdm import tqdm
-
     with refusing():  # no such model, a template that cannot be cut, data that teaches nothing
         path = resolve_model(model)
         tokenizer, policy = load_tokenizer(path), load_policy(path, share_prefix=False)
@@ -157,12 +156,10 @@ def train_to(
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
     total = settings.epochs * math.ceil(len(batch) / settings.batch_size)
-    hidden = distributed.rank() > 0
-    with tqdm(total=total, desc="supervised fine-tuning", unit="step", disable=hidden) as bar:
+    with phase("warm start", total, "steps") as tick:
 
         def show(loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update()
+            tick(loss=f"{loss:.3f}")
 
         losses = imitate(Learner(accelerator, policy, optimizer), batch, settings, on_step=show)
     export_policy(accelerator, policy, tokenizer, folder)
@@ -276,6 +273,8 @@ class Config:
     max_trajectory_tokens: int = 2048
     lora_rank: int = 0
     """train adapters of this rank and merge them (0: all weights)"""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """number format to compute in; auto: the faster one on this machine"""
     seed: int = 0
 
 
@@ -296,7 +295,7 @@ def checked(config: Config) -> SftSettings:
 def main(config: Config) -> int:
     settings = checked(config)
     distributed.join()
-    accelerator = distributed.make_accelerator("bf16")
+    accelerator = distributed.make_accelerator(precision.choose(config.precision).autocast)
 
     def shown() -> list[Conversation]:
         if config.data:

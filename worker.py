@@ -28,7 +28,7 @@ import torch
 from batching import Batch
 from chat import ChatTemplate
 from config import Config, Misuse, refusing
-from engines import Engine, EngineError, make_engine
+from engines import Engine, EngineError
 from envclient import EnvPool, local_server
 from envs import Task, load_tasks
 from evaluate import evaluate_policy
@@ -43,12 +43,13 @@ from rollout import (
     collect,
     sampling_seed,
 )
-from runtime import checkpoint, distributed, rundir, sync
+from runtime import checkpoint, distributed, precision, rundir, sync
 from runtime.clock import return_freed
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.servers import Served, start_servers
+from runtime.vllm_engine import make_engine
 from schedulers import make_scheduler
 from sft import start_model
 from trajectory import RolloutHandler
@@ -84,7 +85,11 @@ class Worker:
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(config.seed)
-        self.accelerator = distributed.make_accelerator("no" if config.deterministic else "bf16")
+        self.precision = distributed.first(
+            "timing the processor", lambda: precision.choose(config.precision, config.deterministic)
+        )
+        distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
+        self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted
         with self.stop.allowed() if alone else contextlib.nullcontext():
@@ -154,7 +159,7 @@ class Worker:
         """This rank's sampler: in this process, or its line to servers that all ranks share."""
         c = self.config
         length = c.max_trajectory_tokens + 1
-        served = Served(self.start, length)
+        served = Served(self.start, length, self.precision.dtype)
         # vLLM's stream of random numbers: another one for another seed, rank or step to go on from.
         saved = checkpoint.steps_saved(self.run.path)[-1:] or [0]
 
@@ -170,7 +175,9 @@ class Worker:
             )
         if urls:
             return FleetEngine(urls, self.run.path / "weights", served)
-        options = {"seed": seed_of(distributed.rank())} if c.engine == "vllm" else {}
+        options: dict[str, Any] = {}
+        if c.engine == "vllm":
+            options = {"seed": seed_of(distributed.rank()), "dtype": self.precision.dtype}
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def check_budget(self) -> None:
@@ -248,7 +255,7 @@ class Worker:
         """Banner 3: old log-probs (where the policy moves more than once, see update.py), reference
         log-probs, values."""
         c, policy, device = self.config, self.policy.model, self.device
-        self.engine.sleep()  # its memory is the trainer's until the weight sync
+        self.engine.sleep()  # its memory is the trainer's until new weights wake it
         if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
             batch.old_log_probs = score_policy(policy, batch, c, device)
         if self.reference is not None:
@@ -312,7 +319,8 @@ class Worker:
 
     def load_into_engine(self) -> int:
         """The policy's weights to the sampler; bytes sent. Collective."""
-        dtype = torch.float32 if self.config.engine == "transformers" else torch.bfloat16
+        word = self.precision.dtype if self.config.engine == "vllm" else "float32"
+        dtype: torch.dtype = getattr(torch, word)
         return sync.send_weights(self.policy.model, self.engine, dtype)
 
     # 7: measuring, and what a checkpoint holds

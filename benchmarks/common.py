@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from batching import Batch  # noqa: E402
 from config import Config  # noqa: E402
 from models import load_policy  # noqa: E402
-from runtime import distributed  # noqa: E402
+from runtime import distributed, precision  # noqa: E402
 from runtime.files import write_json  # noqa: E402
 from runtime.processes import NotReady, child  # noqa: E402
 from runtime.rundir import circumstances  # noqa: E402
@@ -125,9 +125,11 @@ class NoStep:
         self._model.zero_grad()
 
 
-def make_learner(path: str, moves: bool = True) -> Learner:
-    """The policy of a checkpoint as training has it, with AdamW or with an optimizer that rests."""
-    accelerator = distributed.make_accelerator("bf16")
+def make_learner(path: str, moves: bool = True, asked: str = "auto") -> Learner:
+    """The policy of a checkpoint as training has it, with AdamW or with an optimizer that rests.
+
+    Args: asked: --precision."""
+    accelerator = distributed.make_accelerator(precision.choose(asked).autocast)
     model = distributed.shard(accelerator, load_policy(path).train())
     adamw = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True)
     return Learner(accelerator, model, adamw(model.parameters()) if moves else NoStep(model))

@@ -44,13 +44,14 @@ sys.path.insert(0, str(ROOT))  # before this folder, whose rollout.py is this fi
 
 from benchmarks.common import Results, arguments, median  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
-from engines import SamplingSettings, VLLMEngine  # noqa: E402
+from engines import SamplingSettings  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
 from envs import Task, Wire  # noqa: E402
 from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, _Episode, collect  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
+from runtime.vllm_engine import VLLMEngine  # noqa: E402
 
 NUM_TURNS, TOKENS_PER_TURN = 8, 30
 LATENCIES = {"none": (0.0, 0.0, 0.0), "100 ms": (0.1, 0.0, 0.0), "tail": (0.0, 0.05, 2.0)}

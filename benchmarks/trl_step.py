@@ -6,8 +6,8 @@ trajectories in one left-padded batch, the whole history prefilled again each tu
 stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
 
 Equal on both sides: the warm-started checkpoint, the tasks and environment seeds of each step, the
-environment server, budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32 under
-bfloat16 autocast, one optimizer step per batch, the machine, the sitting. TRL's gradient
+environment server, budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32, the
+number format that this machine is faster in, one optimizer step per batch, the machine, the sitting. TRL's gradient
 checkpointing is off, which makes it faster here. Different is what each library does with it:
 
                     ours                                    TRL 1.16
@@ -277,9 +277,11 @@ def main() -> int:
         return 0
     version = trl_version()
     from runtime.distributed import make_accelerator
+    from runtime.precision import choose
     from sft import start_model
 
-    start = start_model(step_config(options), make_accelerator("bf16"))  # trained if it is not yet
+    accelerator = make_accelerator(choose("auto").autocast)
+    start = start_model(step_config(options), accelerator)  # trained if it is not yet
     results = Results(options.out, "trl_step.json")
     results.about["versions"]["trl"] = version
     repeats = compare(options, sys.argv[1:], start)

@@ -86,13 +86,15 @@ def trainer_settings(config: Config, folder: str) -> Any:
     import torch
     from trl import GRPOConfig
 
+    from runtime.precision import choose
+
     size = config.tasks_per_step * config.group_size
     micro = next(n for n in (8, 4, 2, 1) if size % n == 0)
     return GRPOConfig(
         output_dir=folder,
         model_init_kwargs={"dtype": "float32"},
         use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        bf16=choose("auto").format == "bf16",
         gradient_checkpointing=False,
         learning_rate=config.learning_rate,
         lr_scheduler_type="constant",

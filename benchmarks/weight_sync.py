@@ -52,11 +52,11 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
-from engines import VLLMEngine  # noqa: E402
 from envs import get_env, load_tasks  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters, save_policy  # noqa: E402
 from runtime import clock, sync  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
+from runtime.vllm_engine import VLLMEngine  # noqa: E402
 
 DTYPE = torch.bfloat16  # the sampler's
 

@@ -204,11 +204,13 @@ def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result
     """The published test split before a run and after it; {} for no samples."""
     from runtime.checkpoint import folder_of
     from runtime.distributed import make_accelerator
+    from runtime.precision import choose
     from sft import start_model
 
     if not samples:
         return {}
-    start = start_model(config, make_accelerator("bf16"))  # out of the cache: the run made it
+    accelerator = make_accelerator(choose(config.precision).autocast)
+    start = start_model(config, accelerator)  # out of the cache: the run made it
     last = str(folder_of(run_dir, config.steps))
     before = run_dir.parent / f"test-start-{seed}"  # every arm's
     return {

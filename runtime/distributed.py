@@ -74,7 +74,11 @@ def join() -> None:
 def make_accelerator(mixed_precision: str) -> Any:
     """accelerate's view of this process: its device, its precision, its rank."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    # A process has one precision, for accelerate; a second run from Python may want another.
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state()
     return Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
 
 

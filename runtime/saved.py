@@ -16,7 +16,7 @@ from config import Config, Misuse, flag
 CHANGEABLE = {
     *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
     *("engine_url", "engine_devices", "on_collapse"),
-    *("max_tokens_per_micro_batch", "gradient_checkpointing"),
+    *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
 
 

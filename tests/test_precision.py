@@ -1,0 +1,78 @@
+"""The number format: measured once, remembered, overruled by who knows better."""
+
+import json
+
+import pytest
+import torch
+
+from runtime import precision
+from runtime.distributed import make_accelerator
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return tmp_path / "precision.json"
+
+
+@pytest.mark.parametrize("faster, slower", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_auto_takes_what_was_faster_and_measures_once(cache, monkeypatch, faster, slower):
+    calls = []
+
+    def timed():
+        calls.append(1)
+        return {faster: 1.0, slower: 1.64}
+
+    monkeypatch.setattr(precision, "time_formats", timed)
+    for _ in range(2):
+        chosen = precision.choose("auto")
+        assert chosen.format == faster
+        assert f"1.6 times as fast as {slower}" in chosen.why
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("broken", ["", "{", '{"another processor": {"bf16": 1}}'])
+def test_a_cache_of_no_use_is_measured_anew(cache, monkeypatch, broken):
+    cache.write_text(broken)
+    monkeypatch.setattr(precision, "time_formats", lambda: {"bf16": 2.0, "fp32": 1.0})
+    assert precision.choose("auto").format == "fp32"
+    assert {"bf16": 2.0, "fp32": 1.0} in json.loads(cache.read_text()).values()
+
+
+def test_another_number_of_threads_is_another_measurement(cache, monkeypatch):
+    answers = iter([{"bf16": 2.0, "fp32": 1.0}, {"bf16": 1.0, "fp32": 2.0}])
+    monkeypatch.setattr(precision, "time_formats", lambda: next(answers))
+    assert precision.choose("auto").format == "fp32"
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert precision.choose("auto").format == "bf16"
+
+
+def test_what_was_asked_for_is_not_measured(cache, monkeypatch):
+    monkeypatch.setattr(precision, "time_formats", lambda: pytest.fail("measured"))
+    assert precision.choose("bf16").format == "bf16"
+    assert precision.choose("fp32").format == "fp32"
+    assert precision.choose("auto", deterministic=True).format == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert precision.choose("auto").format == "bf16"
+    assert not cache.exists()
+
+
+def test_both_formats_are_really_timed_and_no_random_number_is_used_up(cache):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    seconds = precision.time_formats()
+    assert torch.equal(torch.rand(4), expected)
+    assert set(seconds) == {"bf16", "fp32"} and min(seconds.values()) > 0
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_a_format_decides_what_products_are_computed_in(name, dtype):
+    chosen = precision.choose(name)
+    assert getattr(torch, chosen.dtype) == dtype
+    layer = torch.nn.Linear(4, 4)
+    with make_accelerator(chosen.autocast).autocast():
+        assert layer(torch.ones(1, 4)).dtype == dtype
+    assert layer.weight.dtype == torch.float32  # master weights stay
