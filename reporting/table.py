@@ -25,7 +25,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("update s", "time/update_s", "9.1f"),
     ("eval", "eval/avg", "7.1%"),
 )
-STEP, LEFT = 9, 9  # widths of "1000/1000" and "25.5 days"
+STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
 HEADER_EVERY = 20
 
 
