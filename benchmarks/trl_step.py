@@ -8,7 +8,8 @@ stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
 Equal on both sides: the warm-started checkpoint, the tasks and environment seeds of each step, the
 environment server, budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32, the
 number format that this machine is faster in, one optimizer step per batch, the machine, the
-sitting. TRL's gradient checkpointing is off, which makes it faster here. Different is what each library does with it:
+sitting. TRL's gradient checkpointing is off, which makes it faster here. Different is what each
+library does with it:
 
                     ours                                    TRL 1.16
     sampler         vLLM in the process, event-driven       transformers `generate`, lockstep
