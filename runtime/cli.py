@@ -1,8 +1,8 @@
 """Command lines: one dataclass is one command line, one mistake is one line on stderr.
 
-Every field of a config dataclass is a flag, its docstring the help text (tyro does the work).
-Misuse exits with 2 and a line that says what was got and what to do; a caller in a script can show
-it, a person can act on it.
+Every field of a config dataclass is a flag, its docstring the help text (tyro reads the words,
+runtime/usage.py explains them). Misuse exits with 2 and a line that says what was got and what to
+do; a caller in a script can show it, a person can act on it.
 
 Read next: `config.py`.
 """
@@ -16,15 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from config import (
-    Config,
-    Misuse,
-    complete,
-    hardware_defaults,
-    has_gpu,
-    named_env,
-    refusing,
-)
+from config import Config, Misuse, complete, preset_of, refusing, with_preset
+from runtime import usage
 from runtime.checks import check
 from runtime.saved import check_unchanged, saved_config
 
@@ -47,19 +40,23 @@ def parse_command_line(
         SystemExit: code 2 after one line on stderr (tyro by itself explains a mistake in a box of
             several lines), code 0 after --help.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if {"-h", "--help"} & set(words):
+        about = description or (config_class.__doc__ or "").split("\n\n")[0]
+        print(usage.help_text(config_class, prog, about, default))
+        raise SystemExit(0)
     import tyro
 
     box = io.StringIO()
     options: dict[str, Any] = {"default": default} if default is not None else {}
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(config_class, prog=prog, args=argv, description=description, **options)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
+            return tyro.cli(config_class, prog=prog, args=words, **options)
+    except SystemExit:
         text = box.getvalue().split("│ ──")[0]  # above the rule; the first line is a title
-        words = " ".join(line.strip("│╭╮╰╯─ ") for line in text.splitlines()[1:]).split()
-        complain(prog, f"{' '.join(words) or 'unusable arguments'}; see --help")
+        said = " ".join(line.strip("│╭╮╰╯─ ") for line in text.splitlines()[1:])
+        problem = usage.problem(config_class, words) or said or "unusable arguments"
+        complain(prog, f"{problem}; see --help")
         raise SystemExit(2) from None
 
 
@@ -75,17 +72,24 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
         Misuse: one line that says what to do.
         SystemExit: what tyro ends with, see `parse_command_line`.
     """
-    with refusing():
-        default = hardware_defaults(has_gpu(), named_env(argv))
-    config = parse_command_line(Config, argv, prog, default, description)
+    words = sys.argv[1:] if argv is None else list(argv)
+    config = parse_command_line(Config, words, prog, starting_from(words), description)
     if config.resume:  # what is not given again is what the run was started with
         saved = saved_config(config.run_dir)
-        config = parse_command_line(Config, argv, prog, saved)
+        config = parse_command_line(Config, words, prog, saved)
         check_unchanged(config, saved)
     with refusing():
         config = complete(config)
     check(config)
     return config
+
+
+def starting_from(argv: Sequence[str]) -> Config:
+    """The values of what a command line does not name: those of a preset."""
+    given = {name: words[0] for name, words in usage.named(Config, argv).items() if words}
+    env, model = given.get("env", Config.env), given.get("model")
+    with refusing():
+        return with_preset(given.get("preset") or preset_of(model), env)
 
 
 def refuse_misuse(prog: str, description: str) -> None:

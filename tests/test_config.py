@@ -1,21 +1,27 @@
 """Options: defaults that fit the machine, what follows from what, and contradictions refused."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+import config as config_module
 from config import (
     PAPER,
+    SMALL_MODELS,
     Config,
     complete,
-    hardware_defaults,
-    named_env,
+    options,
+    preset_of,
+    with_preset,
 )
 from envs import ENVS, get_env, load_tasks, settings_of
 from losses import Objective
 from runtime.checks import check
-from runtime.cli import parse_command_line
+from runtime.cli import parse_command_line, starting_from
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
@@ -53,9 +59,9 @@ def test_help_names_every_flag_with_its_meaning(capsys):
 
 
 @pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_defaults_of_both_machines_pass_their_own_check(gpu, env):
-    config = complete(hardware_defaults(gpu, env))
+@pytest.mark.parametrize("preset", ["laptop", "paper", "none"])
+def test_every_preset_passes_the_check_in_every_world(preset, env):
+    config = complete(with_preset(preset, env))
     check(config)
     assert config.env == env
     assert load_tasks(config.env, config.split, config.tasks, config.subtasks)
@@ -63,7 +69,7 @@ def test_the_defaults_of_both_machines_pass_their_own_check(gpu, env):
 
 @pytest.mark.parametrize("env", ENVS)
 def test_the_short_tasks_of_an_environment_are_split_and_of_its_sub_tasks(env):
-    config = complete(hardware_defaults(gpu=False, env=env))
+    config = complete(with_preset("laptop", env))
     train = load_tasks(env, None, config.tasks, config.subtasks)
     held_out = load_tasks(env, None, config.eval_tasks, config.subtasks)
     assert not {t.task_id for t in train} & {t.task_id for t in held_out}
@@ -82,21 +88,21 @@ def test_the_short_tasks_of_an_environment_are_split_and_of_its_sub_tasks(env):
     ],
 )
 def test_the_environment_on_the_command_line_decides_the_defaults(argv, env):
-    assert named_env(argv) == env
+    assert starting_from(argv).env == env
 
 
 def test_a_flag_that_is_given_wins_over_the_environments_default():
     argv = ["--env", "sciworld", "--rounds", "3"]
-    config = parse_command_line(Config, argv, "train.py", hardware_defaults(False, named_env(argv)))
+    config = parse_command_line(Config, argv, "train.py", starting_from(argv))
     assert config.rounds == (3,)
-    assert config.group_size == hardware_defaults(False, "sciworld").group_size
+    assert config.group_size == with_preset("laptop", "sciworld").group_size
     assert config.group_size != Config().group_size
 
 
 def test_with_a_gpu_an_environment_has_the_papers_schedule_and_batch():
     shapes = {}
     for env in ("textcraft", "babyai", "sciworld"):
-        config = hardware_defaults(gpu=True, env=env)
+        config = with_preset("paper", env)
         shapes[env] = (config.rounds, config.tasks_per_step, config.group_size)
         assert config.learning_rate == PAPER["learning_rate"]
         assert config.mini_batch_size == 8 * config.group_size  # the paper counts tasks: 8
@@ -115,8 +121,8 @@ def test_no_default_names_a_sub_task_that_the_environment_lacks():
 
 
 def test_with_a_gpu_the_defaults_are_the_papers():
-    config = hardware_defaults(gpu=True)
-    assert config == replace(Config(), **PAPER)
+    config = with_preset("paper")
+    assert config == replace(Config(preset="paper"), **PAPER)
     assert (config.rounds, config.steps_scaling_inter) == ((10, 20, 30), 100)
     assert (config.learning_rate, config.kl_loss_coef) == (1e-6, 1e-3)
     assert config.evaluation_rounds == 30
@@ -158,7 +164,7 @@ def test_named_tasks_are_taken_as_they_are(given):
 
 def test_what_complete_fills_in_it_does_not_change_again():
     """A resumed run completes the options that it saved."""
-    for config in (Config(), Config(deterministic=True), hardware_defaults(gpu=True)):
+    for config in (Config(), Config(deterministic=True), with_preset("paper")):
         assert complete(complete(config)) == complete(config)
 
 
@@ -207,3 +213,94 @@ def test_numbers_that_no_run_can_use_are_refused(changes):
     (name,) = changes
     with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
         check(replace(Config(), **changes))
+
+
+# --- Presets --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(config_module, "has_gpu", lambda: True)
+
+
+def test_a_card_brings_the_papers_settings(gpu):
+    assert preset_of() == preset_of("Qwen/Qwen2.5-3B-Instruct") == "paper"
+    assert starting_from([]) == options() == with_preset("paper")
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_a_small_model_brings_its_settings_to_a_machine_with_a_card(gpu, model):
+    config = starting_from(["--model", model])
+    assert config == with_preset("laptop")
+    chosen = options(model=model)
+    assert (chosen.warm_start, chosen.learning_rate) == ("auto", Config.learning_rate)
+    assert chosen.max_trajectory_tokens < 8192, "the positions that both models have"
+
+
+def test_a_preset_that_is_named_wins_over_the_machine(gpu):
+    argv = ["--preset", "laptop", "--env", "babyai"]
+    assert starting_from(argv) == with_preset("laptop", "babyai")
+    assert options("babyai", preset="laptop") == with_preset("laptop", "babyai")
+    assert starting_from(["--preset=none", "--model", "tiny"]) == Config(preset="none")
+
+
+def test_no_preset_is_each_options_own_default_in_every_world():
+    for env in ENVS:
+        assert with_preset("none", env) == Config(preset="none", env=env)
+        assert complete(with_preset("none", env)).split == "train"
+
+
+def test_tasks_that_are_named_replace_the_papers_split():
+    assert complete(replace(with_preset("paper"), tasks="family_train")).split is None
+
+
+def test_help_stands_under_the_topics_of_the_options_and_shows_the_presets_values(capsys):
+    with pytest.raises(SystemExit):
+        parse_command_line(Config, ["--help"], "train.py", with_preset("paper"))
+    lines = capsys.readouterr().out.splitlines()
+    topics = [line for line in lines if line[:1].isupper()]
+    assert {"The world and its tasks", "The model", "The algorithm", "Limits"} <= set(topics)
+    assert len(topics) < 12 and len(lines) < 200 and max(map(len, lines)) <= 100
+    at = next(n for n, line in enumerate(lines) if line.startswith("  --max-tokens-per-turn"))
+    assert "(default: 512)" in " ".join(lines[at : at + 2])
+
+
+def test_help_comes_in_a_second_and_without_torch():
+    code = (
+        "import sys, time; began = time.perf_counter(); sys.argv = ['train.py', '--help']\n"
+        "import runpy\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit: print(time.perf_counter() - began, 'torch' in sys.modules)"
+    )
+    no_card = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=no_card, capture_output=True, text=True
+    )
+    seconds, has_torch = done.stdout.splitlines()[-1].split()
+    assert has_torch == "False"
+    assert float(seconds) < 5  # 0.3 s on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--rounds", "ten"], "--rounds ten: 'ten' does not do, expected whole numbers"),
+        (["--rounds", "3", "6", "x"], "--rounds 3 6 x: 'x' does not do"),
+        (["--seed", "x"], "--seed x: 'x' does not do, expected a whole number"),
+        (["--gamma=x"], "--gamma x: 'x' does not do, expected a number"),
+        (["--engine", "foo"], "expected one of vllm, transformers"),
+        (["--seed"], "--seed takes one value (N), got none"),
+        (["--model", "a", "b"], "--model takes one value (TEXT), got a b"),
+        (["--resume", "yes"], "--resume takes no value, got yes"),
+        (["--tasks-per-stepp", "3"], "there is no --tasks-per-stepp; did you mean --tasks-per-"),
+        (["--no-seed"], "there is no --no-seed"),
+        (["seed", "3"], "seed is no option; options begin with --"),
+        (["--steps", "None"], "--steps"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence_that_names_it(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(Config, argv, "train.py")
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err and "see --help" in err

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from config import Config, hardware_defaults
+from config import Config, with_preset
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
@@ -52,7 +52,7 @@ def test_the_page_of_differences_names_tests_that_exist() -> None:
 
 
 def test_the_table_of_defaults_shows_the_defaults() -> None:
-    cpu, gpu = hardware_defaults(gpu=False), hardware_defaults(gpu=True)
+    cpu, gpu = with_preset("laptop"), with_preset("paper")
     for option, on_cpu, on_gpu in rows("### Defaults"):
         for name in re.findall(r"`--([a-z-]+)`", option):
             field = name.replace("-", "_")
