@@ -197,9 +197,9 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
         )
 
     from chat import ChatTemplate
-    from engines import make_engine
     from models import load_tokenizer
     from runtime.default_models import resolve_model
+    from runtime.vllm_engine import make_engine
 
     path = resolve_model(_model(config))
     chat = ChatTemplate(load_tokenizer(path))

@@ -50,6 +50,7 @@ from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.servers import Served, start_servers
 from runtime.vllm_engine import make_engine
+from runtime.vllm_engine import make_engine
 from schedulers import make_scheduler
 from sft import start_model
 from trajectory import RolloutHandler

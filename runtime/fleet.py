@@ -319,9 +319,6 @@ class FleetEngine:
     def sleep(self) -> None:
         """Nothing: the servers' cards are their own, the update does not need their memory."""
 
-    def wake(self) -> None:
-        """Nothing was put to sleep."""
-
     def close(self) -> None:
         """Hang up and remove the weights that were written; the servers go on."""
         self.abort()

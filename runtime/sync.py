@@ -17,7 +17,8 @@ sampled tokens are compared after every sync:
 
 and a run stops at d > --max-sync-error.
 
-Read next: `engines.py`, which receives the stream. `benchmarks/weight_sync.py` times it.
+Read next: `runtime/vllm_engine.py`, which receives the stream. `benchmarks/weight_sync.py` times
+it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
             num_bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    engine.wake()
     engine.load_weights(counted())
     distributed.meet()  # samplers may be shared: nobody samples before all weights have arrived
     return num_bytes

@@ -1,22 +1,20 @@
-"""engines.py: what a sampler says of its tokens is what the trainer would say of them."""
+"""engines.py, runtime/vllm_engine.py: what a sampler says of its tokens is what the trainer would
+say of them; it says nothing while it has no weights."""
 
 import gc
 import importlib.util
 import os
+import sys
+import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engines import (
-    EngineError,
-    SamplingSettings,
-    TransformersEngine,
-    VLLMEngine,
-    make_engine,
-    sample,
-)
+from engines import EngineError, Generation, SamplingSettings, TransformersEngine, sample
 from models import PolicyModel, load_causal_lm, load_tokenizer
 from runtime.default_models import resolve_model
+from runtime.vllm_engine import VLLMEngine, make_engine
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +334,178 @@ def test_whatever_fails_inside_vllm_is_an_engine_error(vllm, monkeypatch):
 
 def raise_(error):
     raise error
+
+
+# -------------------------------------------------------------- vLLM asleep, as on a GPU
+
+
+class FakeLLM:
+    """vLLM's LLM as far as VLLMEngine knows it: keeps the order of calls, answers [7, 8]."""
+
+    calls: list = []
+    fails: tuple = ()  # names of the calls that raise
+
+    def __init__(self, **options):
+        assert options["enable_sleep_mode"]
+        self.llm_engine = self
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.submitted = []
+
+    def _note(self, *call):
+        self.calls.append(call)
+        if call in self.fails:
+            raise RuntimeError("out of memory")
+
+    def add_request(self, request_id, prompt, params):
+        self.submitted.append((request_id, params))
+
+    def step(self):
+        done, self.submitted = self.submitted, []
+        flat = SimpleNamespace(token_ids=[7, 8], logprobs=[-0.5, -0.25])
+        said = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop")
+        return [SimpleNamespace(request_id=n, finished=True, outputs=[said]) for n, _ in done]
+
+    def abort_request(self, request_ids):
+        self.submitted.clear()
+
+    def sleep(self, level):
+        self._note("sleep", level)
+
+    def wake_up(self, tags):
+        self._note("wake_up", *tags)
+
+    def collective_rpc(self, method, kwargs):
+        for name, _ in kwargs["weights_iterator"]:
+            self._note(method, name)
+
+    def reset_prefix_cache(self):
+        self._note("reset_prefix_cache")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A VLLMEngine over FakeLLM that believes in a GPU."""
+    fake = types.ModuleType("vllm")
+    fake.LLM, fake.SamplingParams = FakeLLM, SimpleNamespace
+    settings = types.ModuleType("vllm.sampling_params")
+    settings.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(FakeLLM, "calls", [])
+    monkeypatch.setattr(FakeLLM, "fails", ())
+    return VLLMEngine("nowhere", 512)
+
+
+WEIGHTS = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
+
+
+def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(on_a_gpu):
+    """Weights, cache and what putting the weights together takes would not fit side by side."""
+    engine = on_a_gpu
+    engine.sleep()
+    engine.sleep()  # nothing more to free
+    assert engine._llm.calls == [("sleep", 2)]
+
+    def weights():
+        for name, tensor in WEIGHTS:
+            FakeLLM.calls.append(("put together", name))
+            yield name, tensor
+
+    engine.load_weights(weights())
+    assert engine._llm.calls[1:] == [
+        ("wake_up", "weights"),
+        *(("put together", "a"), ("reload_weights", "a")),
+        *(("put together", "b"), ("reload_weights", "b")),
+        ("wake_up", "kv_cache"),
+        ("reset_prefix_cache",),
+    ]
+    assert run(engine, a=([1, 2], SamplingSettings(4)))["a"].token_ids == [7, 8]
+
+
+def test_a_sampler_that_is_awake_takes_new_weights_without_waking(on_a_gpu):
+    on_a_gpu.load_weights(iter(WEIGHTS))
+    assert not [call for call in on_a_gpu._llm.calls if call[0] in ("sleep", "wake_up")]
+    on_a_gpu.sleep()
+    on_a_gpu.load_weights(iter(WEIGHTS))
+    FakeLLM.calls.clear()
+    on_a_gpu.load_weights(iter(WEIGHTS))
+    assert not [call for call in on_a_gpu._llm.calls if call[0] == "wake_up"]
+
+
+def test_nothing_is_sampled_between_sleep_and_new_weights(on_a_gpu):
+    """vLLM would answer noise, without an error: its memory holds what others left there."""
+    engine = on_a_gpu
+    assert run(engine, a=([1, 2], SamplingSettings(4))) == {
+        "a": Generation("a", [7, 8], [-0.5, -0.25], "stop")
+    }
+    engine.sleep()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="vLLM has no weights to sample a with"):
+            engine.submit("a", [1, 2], SamplingSettings(4))
+    assert engine.num_running == 0
+    engine.load_weights(iter(WEIGHTS))
+    assert len(run(engine, a=([1, 2], SamplingSettings(4)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        (("wake_up", "weights"), EngineError),
+        (("reload_weights", "b"), RuntimeError),
+        (("wake_up", "kv_cache"), EngineError),
+    ],
+)
+def test_weights_that_came_in_part_are_not_sampled_from_until_all_have_come(
+    on_a_gpu, monkeypatch, fails, error
+):
+    engine = on_a_gpu
+    engine.sleep()
+    monkeypatch.setattr(FakeLLM, "fails", (fails,))
+    with pytest.raises(error, match="out of memory"):
+        engine.load_weights(iter(WEIGHTS))
+    with pytest.raises(EngineError, match="vLLM has no weights"):
+        engine.submit("a", [1, 2], SamplingSettings(4))
+    monkeypatch.setattr(FakeLLM, "fails", ())
+    engine.load_weights(iter(WEIGHTS))
+    assert ("wake_up", "kv_cache") in engine._llm.calls
+    assert len(run(engine, a=([1, 2], SamplingSettings(4)))) == 1
+
+
+def test_requests_that_run_would_be_lost_in_sleep_and_mix_two_policies(on_a_gpu):
+    engine = on_a_gpu
+    engine.submit("a", [1, 2], SamplingSettings(4))
+    with pytest.raises(EngineError, match="1 requests are running; poll or abort .* sleeps"):
+        engine.sleep()
+    with pytest.raises(EngineError, match="1 requests are running; poll or abort .* are loaded"):
+        engine.load_weights(iter(WEIGHTS))
+    assert engine._llm.calls == [] and len(finish(engine)) == 1
+    engine.submit("a", [1, 2], SamplingSettings(4))
+    engine.abort()
+    engine.sleep()
+    assert engine._llm.calls == [("sleep", 2)]
+
+
+def test_log_probs_of_other_ids_are_refused(on_a_gpu):
+    step = on_a_gpu._llm.step
+
+    def other_ids():
+        (output,) = step()
+        output.outputs[0].logprobs.token_ids = [7, 9]
+        return [output]
+
+    on_a_gpu._llm.step = other_ids
+    on_a_gpu.submit("a", [1, 2], SamplingSettings(4))
+    with pytest.raises(EngineError, match="a: vLLM's log-probs are of other ids"):
+        on_a_gpu.poll()
+
+
+def test_vllm_is_asked_for_no_more_than_what_is_read(on_a_gpu):
+    """One log-prob a token, as numbers, no text, one answer a request."""
+    on_a_gpu.submit("a", [1, 2], SamplingSettings(4, stop_token_ids=(3,)))
+    ((_, params),) = on_a_gpu._llm.submitted
+    assert (params.logprobs, params.flat_logprobs, params.detokenize) == (0, True, False)
+    assert params.output_kind == "final only" and params.stop_token_ids == [3]
 
 
 # ------------------------------------------------------------------------------- make_engine

@@ -16,7 +16,6 @@ import uvicorn
 from starlette.responses import JSONResponse
 from toy_env import Letters, serve
 
-import engines
 import envs
 import evaluate
 from chat import ChatTemplate
@@ -32,6 +31,7 @@ from reporting.metrics import MetricsLogger, summarize_trajectories
 from reporting.plots import plot
 from reporting.scoring import summarize
 from rollout import RolloutSettings, TooManyEnvFailures, collect
+from runtime import vllm_engine
 from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -459,13 +459,13 @@ def tiny_model():
 
 def test_one_engine_plays_all_families(tiny_model, worlds, tmp_path, monkeypatch):
     made = []
-    make_engine = engines.make_engine
+    make_engine = vllm_engine.make_engine
 
     def counted(*args):
         made.append(make_engine(*args))
         return made[-1]
 
-    monkeypatch.setattr(engines, "make_engine", counted)
+    monkeypatch.setattr(vllm_engine, "make_engine", counted)
     budget = ["--max-tokens-per-turn", "4", "--max-trajectory-tokens", "128"]
     command = ["--env", "all", "--model", tiny_model, "--deterministic", "--limit", "1"]
     out = tmp_path / "out"
@@ -614,10 +614,10 @@ BAD_COMMANDS = {
     "--compare a.json b.json": "a.json is not a result of evaluate.py",
     "--model ./no-such-model --engine transformers": "--model ./no-such-model",
     "--out tests": "--out tests exists and is not empty",
-    "--split dev": "invalid choice 'dev'",
-    "--engine sglang": "invalid choice 'sglang'",
-    "--max-rounds many": "['many']",
-    "--no-such-flag 3": "Unrecognized options: --no-such-flag",
+    "--split dev": "--split dev: 'dev' does not do",
+    "--engine sglang": "expected one of vllm",
+    "--max-rounds many": "expected whole numbers",
+    "--no-such-flag 3": "there is no --no-such-flag",
 }
 
 
