@@ -95,7 +95,7 @@ def leave() -> None:
     work is done ("terminate called without an active exception"). Sharded models are part of
     reference cycles that hold the group, hence the two collections.
     """
-    if world_size() > 1:
+    if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
@@ -131,7 +131,9 @@ def shard(accelerator: Any, model: Any) -> Any:
     `fsdp_reshard_after_forward`, `fsdp_offload_params`, `fsdp_activation_checkpointing`.
     """
     if world_size() == 1:
-        return accelerator.prepare_model(model)
+        # NOTE: a launcher's only process is "distributed" for accelerate, which would wrap the
+        # model for gradients to be averaged, and hide its attributes. Evaluation mode does not.
+        return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     options = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -87,10 +87,7 @@ def test_two_processes_take_the_step_of_one(results, case):
         assert moved > 1e-3
 
 
-@pytest.mark.long
-def test_a_warm_start_of_two_processes_is_that_of_one(tmp_path):
-    """sft.py from demonstrations to the checkpoint, sharded: the losses of one process, and a whole
-    model that anything loads."""
+def write_conversations(path, number):
     turns = [("human", "Goal: craft stick."), ("gpt", "Action: get 1 stick")]
     records = [
         {
@@ -99,14 +96,49 @@ def test_a_warm_start_of_two_processes_is_that_of_one(tmp_path):
                 {"from": who, "loss": who == "gpt", "value": f"{text} {n}"} for who, text in turns
             ],
         }
-        for n in range(8)
+        for n in range(number)
     ]
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps(records))
+    path.write_text(json.dumps(records))
+    return str(path)
+
+
+def test_a_launcher_of_one_process_trains_and_exports_like_none(tmp_path):
+    data, out = write_conversations(tmp_path / "data.json", 2), tmp_path / "out"
+    argv = ["--model", "tiny", "--data", data, "--out", str(out), "--epochs", "1"]
+    code, _, stderr = launch("sft.py", *argv, ranks=1)
+    assert code == 0, stderr
+    load_policy(str(out))
+
+
+@pytest.mark.long
+def test_a_launcher_of_one_process_leaves_the_run_of_none(tmp_path):
+    runs = {}
+    with serve() as url:
+        for name in ("launched", "alone"):
+            (tmp_path / name).mkdir()
+            settings = options(tmp_path / name, url, deterministic=True, algorithm="ppo")
+            runs[name] = Path(settings["run_dir"])
+            if name == "alone":
+                assert train_main(flags(**settings)) == 0
+            else:
+                code, _, stderr = launch("tests/train_toy.py", *flags(**settings), ranks=1)
+                assert code == 0, stderr
+    metrics = {name: (run / "metrics.jsonl").read_bytes() for name, run in runs.items()}
+    assert metrics["launched"] == metrics["alone"]
+    tensors = {name: saved_tensors(run, 2)["model"] for name, run in runs.items()}
+    for name, tensor in tensors["alone"].items():
+        assert torch.equal(tensors["launched"][name], tensor), name
+
+
+@pytest.mark.long
+def test_a_warm_start_of_two_processes_is_that_of_one(tmp_path):
+    """sft.py from demonstrations to the checkpoint, sharded: the losses of one process, and a whole
+    model that anything loads."""
+    data = write_conversations(tmp_path / "data.json", 8)
     losses = {}
     for ranks in (1, 2):
         out = tmp_path / f"out{ranks}"
-        argv = ["--model", "tiny", "--data", str(data), "--out", str(out), "--batch-size", "4"]
+        argv = ["--model", "tiny", "--data", data, "--out", str(out), "--batch-size", "4"]
         if ranks == 1:
             alone = [sys.executable, "sft.py", *argv]
             subprocess.run(alone, cwd=ROOT, env=CALM, check=True, capture_output=True)
