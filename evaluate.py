@@ -266,7 +266,7 @@ def _measure(
 
         def progress(trajectory: Trajectory) -> None:
             ended.append(trajectory)
-            log.write(json.dumps(trajectory.to_line(), ensure_ascii=False) + "\n")
+            log.write(trajectory.to_json())
             log.flush()
             bar.set_postfix(solved=sum(t.success for t in ended), refresh=False)
             bar.update()

@@ -37,7 +37,9 @@ STOP_REASONS = {
     "engine_error": "the sampling engine failed; not in the loss",
 }
 LOST = ("env_error", "engine_error")  # says nothing about the policy
-TOKEN_FIELDS = ("input_ids", "loss_mask", "rollout_log_probs", "advantages", "weight_version")
+FLOAT_FIELDS = ("rollout_log_probs", "advantages")
+TOKEN_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS, "weight_version")
+DIGITS = 7  # of a number for one token, in files
 
 
 @dataclass
@@ -94,8 +96,13 @@ class Trajectory:
     def to_line(self) -> dict[str, Any]:
         """One JSON object of `trajectories/*.jsonl`; fields about tokens are null without any."""
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        turns = [asdict(turn) for turn in self.turns]
-        return dict.fromkeys(TOKEN_FIELDS) | line | {"turns": turns, "return": self.total_return}
+        short = {name: rounded(line[name]) for name in FLOAT_FIELDS if line.get(name) is not None}
+        rest = {"turns": [asdict(turn) for turn in self.turns], "return": self.total_return}
+        return dict.fromkeys(TOKEN_FIELDS) | line | short | rest
+
+    def to_json(self) -> str:
+        """`to_line` as text, without blanks and with the end of the line."""
+        return json.dumps(self.to_line(), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 @dataclass
@@ -190,6 +197,19 @@ class RolloutHandler(Trajectory):
 
 
 # ------------------------------------------------------------------------------ files and formats
+
+
+def rounded(numbers: Sequence[float]) -> list[float]:
+    """Each with 7 significant digits, nothing as the shortest zero: half the bytes of all digits.
+
+    That is off by at most 5e-7 of the number, 8 times what float32 itself is off by. A log-prob of
+    -10 moves by 5e-6 nats at most, where sampler and trainer differ by 4e-3 in bfloat16. What is
+    trained on is the number in memory; the file is for reading.
+
+    >>> rounded([-0.10536051541566849, 0.0, -1.2345678e-09])
+    [-0.1053605, 0, -1.234568e-09]
+    """
+    return [float(f"{x:.{DIGITS}g}") if x else 0 for x in numbers]
 
 
 def from_line(line: dict[str, Any]) -> Trajectory:

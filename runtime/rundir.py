@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import shlex
@@ -63,8 +62,8 @@ class Run:
         """trajectories/<name>.jsonl, one line each."""
         if not self.writes:
             return
-        lines = (json.dumps(t.to_line(), ensure_ascii=False) + "\n" for t in trajectories)
-        files.write_text(self.path / f"trajectories/{name}.jsonl", "".join(lines))
+        lines = "".join(t.to_json() for t in trajectories)
+        files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
     def write_json(self, name: str, content: Any) -> None:
         if self.writes:

@@ -1,12 +1,15 @@
 """trajectory.py alone: it refuses what would break its promise. How it grows: test_rollout.py."""
 
 import json
+import struct
 
 import pytest
 from fakes import ids_of, word_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chat import ChatTemplate
-from trajectory import RolloutHandler, Trajectory, Turn, from_line
+from trajectory import RolloutHandler, Trajectory, Turn, from_line, rounded
 
 SYSTEM = [{"role": "system", "content": "rules"}]
 
@@ -85,3 +88,26 @@ def test_a_line_that_is_none_is_refused(change):
         del line["step"]
     with pytest.raises(ValueError, match="s1-t0-k0 is no line of a trajectory"):
         from_line(line)
+
+
+@given(st.lists(st.floats(-1e4, 0, width=32, allow_subnormal=False), max_size=20))
+def test_a_log_prob_is_read_back_to_a_millionth_and_written_again_the_same(numbers):
+    again = json.loads(json.dumps(rounded(numbers)))
+    assert again == pytest.approx(numbers, rel=1e-6, abs=0)
+    assert rounded(again) == again
+
+
+def test_a_line_of_text_holds_short_numbers_and_no_blanks(chat):
+    (log_prob,) = struct.unpack("f", struct.pack("f", -0.1))  # what a sampler says: float32
+    handler = handler_of()
+    handler.start(chat, SYSTEM, "dark")
+    handler.add_action(chat, ids_of("light<e>"), [log_prob, -12.000000953674316])
+    handler.advantages = [0.0] * 15 + [1 / 3, 1e-9]
+    handler.stop("success", success=True)
+    text = handler.to_json()
+    zeros = "0," * 15
+    assert f'"rollout_log_probs":[{zeros}-0.1,-12.0]' in text
+    assert f'"advantages":[{zeros}0.3333333,1e-09]' in text
+    assert text.endswith("}\n") and text.count("\n") == 1
+    assert from_line(json.loads(text)).to_line() == handler.to_line()
+    assert handler.rollout_log_probs[-2] == log_prob, "what is trained on stays as it is"
