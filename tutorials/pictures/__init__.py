@@ -1,0 +1,1 @@
+"""Pictures of the tutorials; `python -m tutorials.pictures.draw` draws them all."""
