@@ -48,22 +48,23 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
-from envs import ENVS, Task, load_tasks
+from envs import ENVS, Task, env_name, load_tasks
 from reporting.evalconfig import ALL, EvalConfig
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.cli import complain, parse_command_line
-from runtime.files import write_json, write_text
+from runtime.files import make_folder, write_json, write_text
 from trajectory import Trajectory
 
 PROG = "evaluate.py"
@@ -132,14 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.compare:
                 print(compare(*config.compare))
                 return 0
+            out = stack.enter_context(_folder(config))
             if config.env == ALL:
                 kept = _complete_families(config)
                 play = _player(config, stack) if kept.keys() < ENVS.keys() else _nothing
             else:
                 split = None if config.tasks else config.split or "test"
                 tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-                play = _player(config, stack)
                 pool = _pool(config, config.env, stack)
+                play = _player(config, stack)
         except ValueError as error:
             complain(PROG, error)
             return 2
@@ -148,7 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        out = Path(config.out or f"runs/eval-{config.env}-{time.strftime('%Y%m%d-%H%M%S')}")
         options = {"command": sys.argv, **asdict(config), "model": _model(config)}
         write_json(out / "config.json", options)
         if config.env == ALL:
@@ -158,6 +159,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if outcome.problem:
             complain(PROG, outcome.problem)
         return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _folder(config: EvalConfig) -> Iterator[Path]:
+    """Where the results go, made and writable, before anything that takes time is started.
+
+    What never began leaves no folder behind, so that the same command can be given again.
+    Raises: ValueError if nothing can be written there.
+    """
+    env = ALL if config.env == ALL else env_name(config.env)
+    out = Path(config.out or f"runs/eval-{env}-{time.strftime('%Y%m%d-%H%M%S')}")
+    made = [path for path in (out, *out.parents) if not path.exists()]  # innermost first
+    try:
+        try:
+            make_folder(out)
+            with tempfile.TemporaryFile(dir=out):
+                pass
+        except OSError as error:
+            raise ValueError(f"--out {out}: nothing can be written there: {error}") from None
+        yield out
+    finally:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for path in made:
+                path.rmdir()
 
 
 FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: an environment's package
@@ -215,10 +240,14 @@ def _nothing(*_: Any) -> list[Trajectory]:
 
 
 def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
-    """Clients of --env-addr, or of a server that is started here and dies with us."""
+    """Clients of --env-addr, or of a server that is started here and dies with us.
+
+    Raises: EnvError if nobody answers, or with another world.
+    """
     addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
     pool = EnvPool(env, addresses)
     stack.callback(pool.close)
+    pool.client().close()  # before a model is loaded
     return pool
 
 
@@ -277,6 +306,7 @@ def _measure(
             outcome = Outcome(130, f"stopped; {len(ended)} of {len(requests)} episodes had ended")
         except (EngineError, EnvError, TooManyEnvFailures) as error:
             outcome = Outcome(1, str(error))
+        os.fsync(log.fileno())  # before the result that is made of it
     summary = asked | {"complete": outcome.problem is None}
     summary |= summarize(ended, config.samples, asked["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
@@ -299,14 +329,21 @@ def _complete_families(config: EvalConfig) -> dict[str, dict[str, Any]]:
         path = Path(str(config.out), env, "eval.json")
         if not path.exists():
             continue
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            summary = None
+        if not isinstance(summary, dict):
+            raise ValueError(
+                f"--resume: {path} is no result; remove {path.parent} to have it played again"
+            )
         for name, value in _asked(config, env).items():
             if summary.get(name) != value:
                 raise ValueError(
                     f"--resume: {path} was measured with {name} {summary.get(name)}, "
                     f"not {value}; choose another --out"
                 )
-        if summary["complete"]:
+        if summary.get("complete"):
             families[env] = summary
     return families
 

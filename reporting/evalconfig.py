@@ -149,11 +149,14 @@ class EvalConfig:
         if self.env == ALL:
             self._check_all()
         out = Path(self.out or "")
-        if self.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            if not self.resume:
-                raise ValueError(f"--out {self.out} exists and is not empty; choose a new folder")
+        if self.resume:
             if not (out / "benchmark.json").exists():
-                raise ValueError(f"--resume: --out {self.out} holds no results of --env all")
+                raise ValueError(
+                    f"--resume: --out {out} holds no results of --env all to go on with; leave "
+                    "out --resume to begin"
+                )
+        elif self.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise ValueError(f"--out {out} exists and is not empty; choose a new folder")
 
     def _check_all(self) -> None:
         """Raises ValueError for options that name servers or tasks of one environment."""

@@ -326,7 +326,10 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
             items = json.loads(Path(path).read_text(encoding="utf-8"))["items"]
             shares.append({task_id: float(item["avg"]) for task_id, item in items.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a result of evaluate.py ({error!r})") from None
+            why = error.strerror if isinstance(error, OSError) else "no items with an avg each"
+            raise ValueError(
+                f"{path} is not a result of evaluate.py ({why}); --compare takes two eval.json"
+            ) from None
     before, after = shares
     both = before.keys() & after.keys()
     if not both:

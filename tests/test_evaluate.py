@@ -354,6 +354,57 @@ def test_limit_plays_the_first_tasks_of_each_subtask(env_url, tmp_path):
     assert result["limit"] == 2 and result["max_rounds"] == [30]
 
 
+@pytest.fixture
+def no_model(monkeypatch):
+    """A model must not be loaded: that takes minutes, which are lost if the run cannot be."""
+
+    def load(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(evaluate, "_player", load)
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/below", "/proc/nowhere", "/dev/null/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    place, env_url, tmp_path, capsys, no_model
+):
+    (tmp_path / "a file").write_text("kept")
+    out = tmp_path / place  # an absolute place stays what it is
+    assert main(["--env-addr", env_url, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evaluate.py: --out ") and str(out) in line
+    assert [p.name for p in tmp_path.iterdir()] == ["a file"]
+
+
+def test_a_dead_address_is_one_line_at_once_and_the_same_command_can_be_given_again(
+    env_url, tmp_path, capsys, no_model
+):
+    out = tmp_path / "new" / "out"
+    started = time.monotonic()
+    for _ in range(2):
+        assert main(["--env-addr", "http://127.0.0.1:9", "--out", str(out)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "http://127.0.0.1:9" in line
+        assert list(tmp_path.iterdir()) == []
+    assert time.monotonic() - started < 2 * 10  # seconds: nothing is waited for
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        main(["--env-addr", env_url, "--out", str(out)])
+
+
+def test_a_folder_that_was_there_stays(tmp_path, capsys, no_model):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert main(["--env-addr", "http://127.0.0.1:9", "--out", str(out)]) == 1
+    assert out.is_dir()
+
+
+def test_a_world_outside_the_repository_gives_the_default_folder_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with evaluate._folder(EvalConfig(env="toy_env:Letters")) as out:
+        assert out.name.startswith("eval-letters-2") and out.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------ --env all
 
 
@@ -550,10 +601,25 @@ def test_resume_plays_what_is_missing_and_nothing_else(worlds, tmp_path, capsys)
         assert (out / "benchmark.md").read_text() == before
 
 
-def test_resume_begins_where_there_is_nothing_yet(worlds, tmp_path):
+def test_resume_of_nothing_is_misuse_and_leaves_nothing(worlds, tmp_path, capsys):
+    for out in (tmp_path / "nothing", tmp_path):
+        before = sorted(tmp_path.iterdir())
+        assert all_families("http://127.0.0.1:9", out, "--resume") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--out {out} holds no results of --env all to go on with" in line
+        assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_resume_names_a_result_that_is_broken(content, worlds, tmp_path, capsys):
+    out = tmp_path / "out"
     with chat_server(good_letters) as url:
-        assert all_families(url, tmp_path / "new", "--resume") == 0
-    assert worlds.started == list(FAMILIES)
+        assert all_families(url, out) == 0
+        (out / "babyai" / "eval.json").write_text(content)
+        capsys.readouterr()
+        assert all_families(url, out, "--resume") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{out}/babyai/eval.json is no result; remove {out}/babyai" in line
 
 
 @pytest.mark.parametrize(

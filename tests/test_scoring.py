@@ -193,8 +193,10 @@ def test_compare_says_the_difference_in_one_line_and_what_it_left_out(tmp_path):
 def test_compare_refuses_what_is_no_result(tmp_path, content):
     good = write_result(tmp_path / "a.json", {"t_1": 0.0})
     (tmp_path / "b.json").write_text(content)
-    with pytest.raises(ValueError, match="b.json is not a result of evaluate.py"):
+    with pytest.raises(ValueError, match=r"b.json is not a result .*\(no items with an avg each"):
         compare(good, tmp_path / "b.json")
+    with pytest.raises(ValueError, match=r"nowhere.json is not .*No such file.*two eval.json"):
+        compare(good, tmp_path / "nowhere.json")
 
 
 # --------------------------------------------------------------------------- summarize
