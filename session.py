@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any
 
 from config import Config
-from reporting.logs import LogError, require_steps
+from reporting.logs import LogError, read_log, require_steps
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
+from reporting.timeleft import TimeLeft
 from rollout import RolloutLog
-from runtime import checkpoint, distributed, rundir
+from runtime import checkpoint, distributed, phases, rundir
 from runtime.clock import Clock
 from runtime.interrupt import StopRequests
 from worker import Worker
@@ -44,6 +45,7 @@ def at_work(config: Config) -> Iterator[Session]:
     run = rundir.open_run(config)
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)
+        stack.callback(phases.heading, "")
         stop = stack.enter_context(StopRequests())
         try:
             worker = Worker(config, run, stack, stop)
@@ -79,6 +81,11 @@ class Session:
         self.progress = Progress(
             run_path=run.path, start=worker.start, kl_controller=worker.kl_controller
         )
+        c, held_out = config, len(worker.eval_tasks) * config.eval_samples
+        evaluated = [
+            n for n in range(1, c.steps + 1) if held_out and is_due(n, c.eval_every, c.steps)
+        ]
+        self.time_left = TimeLeft(c.steps, evaluated, held_out / (c.tasks_per_step * c.group_size))
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint."""
@@ -99,13 +106,19 @@ class Session:
         except LogError as error:
             raise TrainingError(str(error)) from None
         if loaded:
+            for timings in read_log(path / "timings.jsonl") if self.run.writes else []:
+                self.time_left.note(timings)
             worker.load_into_engine()
             self.tidy_up(self.completed_step)
             distributed.say(f"resumed after step {self.completed_step}")
 
-    def steps_left(self) -> range:
-        """Numbers of the steps to do, counted from 1."""
-        return range(self.completed_step + 1, self.config.steps + 1)
+    def steps_left(self) -> Iterator[int]:
+        """Numbers of the steps to do, counted from 1; what is said in one begins with it."""
+        for step in range(self.completed_step + 1, self.config.steps + 1):
+            left = self.time_left.after(step - 1)
+            rest = "" if left is None else f", {phases.duration(left)} left"
+            phases.heading(f"step {step}/{self.config.steps}{rest}")
+            yield step
 
     # Evaluation
 
@@ -114,7 +127,10 @@ class Session:
         by Ctrl-C, or no checkpoint knows of it."""
         step, c = self.completed_step, self.config
         if is_due(step, c.eval_every, c.steps) and self.progress.evaluated_step != step:
+            phases.heading(f"step {step}/{c.steps}")
+            clock = Clock()
             metrics = self.evaluate(step)
+            self.time_left.note({"time/eval_s": clock.total()})
             self.watch(step, metrics)
             if step:
                 self.logger.amend(step, metrics)
@@ -178,7 +194,8 @@ class Session:
             "rollout/engine_idle_share": log.engine_idle_s / seconds,
             "memory/peak_bytes": clock.peak_bytes(),
         }
-        self.logger.show_step(step, metrics, timings)
+        self.time_left.note(timings)
+        self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
             raise TrainingError(collapse)
         if self.stop.agreed():
@@ -197,7 +214,8 @@ class Session:
         """A checkpoint of the state after `step`. Collective."""
         state = self.identity() | self.progress.state_dict()
         worker = self.worker
-        checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
+        with phases.phase("saving"):
+            checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
         self.saved_step = step
         self.tidy_up(step)
 

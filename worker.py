@@ -35,6 +35,7 @@ from evaluate import evaluate_policy
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import masked_mean
 from models import describe, load_critic, load_policy, load_tokenizer, num_parameters, num_trained
+from reporting.plan import plan
 from rollout import (
     RolloutLog,
     RolloutRequest,
@@ -48,8 +49,8 @@ from runtime.clock import return_freed
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
+from runtime.phases import phase, playing
 from runtime.servers import Served, start_servers
-from runtime.vllm_engine import make_engine
 from runtime.vllm_engine import make_engine
 from schedulers import make_scheduler
 from sft import start_model
@@ -83,6 +84,8 @@ class Worker:
         with refusing():
             self.tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
             self.eval_tasks = held_out_tasks(config)
+        for line in plan(config, run.path, len(self.tasks), len(self.eval_tasks)):
+            distributed.say(line)
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(config.seed)
@@ -104,8 +107,10 @@ class Worker:
         with refusing():
             self.pool = stack.enter_context(EnvPool(config.env, urls))
         self.check_budget()
-        self.load_models()
-        self.engine = self.start_engine(stack)
+        with phase("loading the models"):
+            self.load_models()
+        with phase("starting the sampler"):
+            self.engine = self.start_engine(stack)
         stack.callback(self.engine.close)
         self.scheduler = make_scheduler(
             config.rounds_scheduler, config.rounds, config.steps_scaling_inter
@@ -217,7 +222,7 @@ class Worker:
         step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(max_rounds), weight_version=step - 1)
         try:
-            return self.play(requests, settings, f"step {step} rollout", log), log
+            return self.play(requests, settings, "rollout", log), log
         except (EngineError, distributed.RankError):
             self.run.write_trajectories(f"step_{step:06d}", log.ended)
             raise
@@ -236,11 +241,12 @@ class Worker:
         own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:
-            with self.stop.allowed(), rundir.progress_bar(len(share), label) as log.on_end:
+            with self.stop.allowed():
                 handlers = collect(self.engine, self.pool, self.chat, share, own, log)
                 return handlers, (log.seconds, log.engine_idle_s, log.generated_tokens)
 
-        parts = distributed.apart("rolling out", work)
+        with playing(label, len(share)) as log.on_end:  # and waiting for the others
+            parts = distributed.apart("rolling out", work)
         seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
         log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
         log.generated_tokens = sum(generated)
@@ -257,15 +263,16 @@ class Worker:
         log-probs, values."""
         c, policy, device = self.config, self.policy.model, self.device
         self.engine.sleep()  # its memory is the trainer's until new weights wake it
-        if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
-            batch.old_log_probs = score_policy(policy, batch, c, device)
-        if self.reference is not None:
-            batch.ref_log_probs = score_policy(self.reference, batch, c, device)
-        elif self.has_reference:  # with LoRA: the base, without a second copy of it
-            with adapters_off(policy):
-                batch.ref_log_probs = score_policy(policy, batch, c, device)
-        if self.critic is not None:
-            batch.values = score_critic(self.critic.model, batch, c, device)
+        with phase("log-probs"):
+            if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
+                batch.old_log_probs = score_policy(policy, batch, c, device)
+            if self.reference is not None:
+                batch.ref_log_probs = score_policy(self.reference, batch, c, device)
+            elif self.has_reference:  # with LoRA: the base, without a second copy of it
+                with adapters_off(policy):
+                    batch.ref_log_probs = score_policy(policy, batch, c, device)
+            if self.critic is not None:
+                batch.values = score_critic(self.critic.model, batch, c, device)
 
     def penalize_kl(self, batch: Batch) -> dict[str, float]:
         """With --kl-coef, take the KL to the start policy off the step's rewards."""
@@ -322,7 +329,8 @@ class Worker:
         """The policy's weights to the sampler; bytes sent. Collective."""
         word = self.precision.dtype if self.config.engine == "vllm" else "float32"
         dtype: torch.dtype = getattr(torch, word)
-        return sync.send_weights(self.policy.model, self.engine, dtype)
+        with phase("weight sync"):
+            return sync.send_weights(self.policy.model, self.engine, dtype)
 
     # 7: measuring, and what a checkpoint holds
 
@@ -333,7 +341,7 @@ class Worker:
         def play(
             requests: Sequence[RolloutRequest], settings: RolloutSettings
         ) -> list[RolloutHandler]:
-            return self.play(requests, settings, f"step {step} evaluation", RolloutLog())
+            return self.play(requests, settings, "held-out evaluation", RolloutLog())
 
         settings = self.settings(c.evaluation_rounds)
         return evaluate_policy(play, self.eval_tasks, c.eval_samples, settings, step)

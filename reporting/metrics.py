@@ -28,7 +28,8 @@ nothing about the policy: it is in no mean, and counted in `train/env_failures` 
 Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and
 completes 1.5 %.
 
-Read next: reporting/plots.py, which draws these numbers; session.py, which logs them.
+Read next: reporting/table.py and reporting/plots.py, which show these numbers; session.py, which
+logs them.
 """
 
 import json
@@ -39,8 +40,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from reporting import table
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
+from runtime import phases
 from runtime.files import flush, make_folder
 from trajectory import LOST, STOP_REASONS, RolloutHandler
 
@@ -115,21 +118,6 @@ TIMINGS: dict[str, str] = {
 
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 
-# The console table: heading, name, format. The same columns at every step.
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("return", "train/return_mean", "8.3f"),
-    ("success", "train/success_rate", "8.1%"),
-    ("turns", "train/turns_mean", "6.1f"),
-    ("signal", "signal", "7"),  # groups that carry signal / groups
-    ("loss", "policy/loss", "9.4f"),
-    ("kl", "policy/kl", "9.5f"),
-    ("entropy", "policy/entropy", "8.3f"),
-    ("grad", "policy/grad_norm", "8.3f"),
-    ("rollout s", "time/rollout_s", "10.1f"),
-    ("update s", "time/update_s", "9.1f"),
-    ("eval", "eval/avg", "7.1%"),
-)
-HEADER_EVERY = 20
 NGRAM = 4  # tokens in a row that count as said again
 
 
@@ -276,21 +264,28 @@ class MetricsLogger:
         """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
         self._append("timings.jsonl", TIMINGS, step, timings)
 
-    def show_step(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
-        """A step's last words: its line of `timings.jsonl`, its row of the table, the picture."""
-        self.timings(step, timings)
-        self.print_row(step, metrics, timings)
-        if self.writes:
-            plot(self.run_dir)
+    def show_step(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        timings: dict[str, Any],
+        last_step: int | None = None,
+        left_s: float | None = None,
+    ) -> None:
+        """A step's last words: its line of `timings.jsonl`, its row of the table, the picture.
 
-    def print_row(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
-        """The step's line of the console table, with the heading above every 20th."""
+        Args:
+            last_step, left_s: of the run, see `table.row`.
+        """
+        self.timings(step, timings)
         if not self.writes:
             return
-        if self._rows_printed % HEADER_EVERY == 0:
-            print(console_header(), flush=True)
+        if self._rows_printed % table.HEADER_EVERY == 0:
+            print(table.header())
         self._rows_printed += 1
-        print(console_row(step, metrics | timings), flush=True)
+        print(table.row(step, metrics | timings, last_step, left_s), flush=True)
+        phases.spoke()
+        plot(self.run_dir)
 
     def __enter__(self) -> Self:
         return self
@@ -331,26 +326,3 @@ def _number(value: Any) -> float | int | None:
         return value
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-def console_header() -> str:
-    """The heading of the table that `console_row` prints."""
-    return "step".rjust(6) + "".join(head.rjust(_width(head, spec)) for head, _, spec in COLUMNS)
-
-
-def console_row(step: int, values: dict[str, Any]) -> str:
-    """One aligned line; "-" stands for what is missing or not finite."""
-    cells = [str(step).rjust(6)]
-    for head, name, spec in COLUMNS:
-        value: Any = values.get(name)
-        if name == "signal" and values.get("train/groups") is not None:
-            flat = values.get("train/groups_zero_variance", 0)
-            value = f"{values['train/groups'] - flat}/{values['train/groups']}"
-        elif (value := _number(value)) is not None:
-            value = format(value, spec)
-        cells.append(("-" if value is None else value.strip()).rjust(_width(head, spec)))
-    return "".join(cells)
-
-
-def _width(head: str, spec: str) -> int:
-    return max(len(head) + 2, int(spec.split(".")[0]) + 1)

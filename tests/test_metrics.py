@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reporting import metrics
+from reporting import metrics, table
 from reporting.metrics import (
     GLOSSARY,
     METRICS,
     STOP_REASONS,
     TIMINGS,
     MetricsLogger,
-    console_header,
-    console_row,
     read_log,
     repeated_tokens,
     summarize_trajectories,
@@ -169,10 +167,6 @@ def test_deterministic_metrics_hold_no_time_rate_or_size():
     ]
 
 
-def test_the_console_table_shows_only_names_of_the_glossary():
-    assert {name for _, name, _ in metrics.COLUMNS} - {"signal"} <= set(GLOSSARY)
-
-
 # ------------------------------------------------------------- MetricsLogger
 
 
@@ -257,24 +251,12 @@ def test_a_new_run_refuses_a_directory_that_holds_a_log(tmp_path):
 # ------------------------------------------------------------- the console
 
 
-def test_every_row_of_the_table_is_as_wide_as_its_heading():
-    rows = [
-        console_row(1, {}),
-        console_row(99999, {"train/return_mean": 0.5, "policy/loss": -123.4567, "eval/avg": 1.0}),
-        console_row(
-            7, {"train/groups": 64, "train/groups_zero_variance": 3, "policy/kl": float("nan")}
-        ),
-    ]
-    assert {len(row) for row in rows} == {len(console_header())}
-    assert rows[0].split() == ["1"] + ["-"] * len(metrics.COLUMNS)
-    assert "61/64" in rows[2]
-
-
-def test_the_heading_returns_every_twenty_steps(tmp_path, logger, capsys):
+def test_the_heading_returns_every_twenty_steps(tmp_path, logger, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "plot", lambda run_dir: None)
     for step in range(1, 42):
-        logger.print_row(step, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
+        logger.show_step(step, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
     lines = capsys.readouterr().out.splitlines()
-    assert [i for i, line in enumerate(lines) if line == console_header()] == [0, 21, 42]
+    assert [i for i, line in enumerate(lines) if line == table.header()] == [0, 21, 42]
     assert len(lines) == 41 + 3
 
 
@@ -309,11 +291,11 @@ def test_only_the_last_line_can_be_amended(tmp_path, logger):
 def test_a_steps_last_words_are_its_timings_its_row_and_the_picture(tmp_path, logger, capsys):
     metrics, timings = {"train/return_mean": 0.5}, {"time/rollout_s": 2.0}
     logger.log(1, metrics)
-    logger.show_step(1, metrics, timings)
+    logger.show_step(1, metrics, timings, last_step=60, left_s=600.0)
     assert read_log(tmp_path / "timings.jsonl") == [{"step": 1, "time/rollout_s": 2.0}]
     assert capsys.readouterr().out.splitlines() == [
-        console_header(),
-        console_row(1, metrics | timings),
+        table.header(),
+        table.row(1, metrics | timings, 60, 600.0),
     ]
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,42 @@
+"""What a run is about to do, in its first lines: a mistake is seen before it has cost hours.
+
+Read next: reporting/timeleft.py, which says from the first step on how long it takes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from config import Config
+
+
+def plan(config: Config, path: Path, num_tasks: int, num_held_out: int) -> list[str]:
+    """
+    Lines to print before anything is loaded.
+
+    Args:
+        path: the run's directory.
+        num_tasks, num_held_out: tasks to train on, and to measure on.
+    """
+    c = config
+    how = f"adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
+    batch = f"{c.tasks_per_step} tasks x {c.group_size} samples"
+    lines = [
+        f"run: {c.steps} steps of {c.algorithm}, each of {batch}, {horizons(c)}; files in {path}",
+        f"model: {c.model}, {how} learn, {c.engine} samples",
+    ]
+    tasks = f"tasks: {num_tasks} of {c.env} to train on"
+    if num_held_out and c.eval_every:
+        tasks += (
+            f"; {num_held_out} held out, {c.eval_samples} samples of each, "
+            f"now and every {c.eval_every} steps, at most {c.evaluation_rounds} turns"
+        )
+    else:
+        tasks += "; nothing is held out, so that no checkpoint is known as the best"
+    return [*lines, tasks]
+
+
+def horizons(config: Config) -> str:
+    """`at most 10 turns`, or `at most 10, then 20, then 30 turns (100 steps each)`."""
+    turns = f"at most {', then '.join(map(str, config.rounds))} turns"
+    return f"{turns} ({config.steps_scaling_inter} steps each)" if len(config.rounds) > 1 else turns
