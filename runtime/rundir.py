@@ -1,4 +1,4 @@
-"""A run on disk and at the terminal: its directory, its lock, its progress.
+"""A run on disk: its directory, its lock, its files.
 
     runs/textcraft-grpo-20261121-101500/
         config.json        every option resolved, versions, commit, hardware, command line
@@ -25,7 +25,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -148,20 +148,3 @@ def circumstances() -> dict[str, Any]:
         },
         "command": shlex.join(sys.argv),
     }
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, label: str) -> Iterator[Callable[[RolloutHandler], None]]:
-    """A bar that counts ended trajectories (rank 0's own) and shows their success so far."""
-    from tqdm import tqdm
-
-    solved = []
-    hidden = distributed.rank() > 0 or not sys.stderr.isatty()
-    with tqdm(total=total, desc=label, unit="traj", leave=False, disable=hidden) as bar:
-
-        def tick(trajectory: RolloutHandler) -> None:
-            solved.append(trajectory.success)
-            bar.set_postfix(success=f"{sum(solved) / len(solved):.0%}", refresh=False)
-            bar.update()
-
-        yield tick
