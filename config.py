@@ -161,6 +161,8 @@ class Config(Objective):
     """where everything goes (none: runs/<env>-<algorithm>-<date-time>)"""
     resume: bool = False
     """go on from the newest checkpoint of --run-dir"""
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """send each step's row there too; the packages are optional (reporting/trackers.py)"""
     seed: int = 0
     """of task order, environments and sampling"""
     deterministic: bool = False

@@ -5,6 +5,7 @@ Read first: `config.py`, the options.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -31,7 +32,15 @@ def check(config: Config) -> None:
     with refusing():
         make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
         _check_ranges(config)
+        _check_trackers(config)
         _check_together(config)
+
+
+def _check_trackers(config: Config) -> None:
+    """The packages of --log-to are optional: each must be there, by the name that it has here."""
+    for name in config.log_to:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log-to {name} needs the package: pip install {name}")
 
 
 def _check_ranges(config: Config) -> None:

@@ -15,7 +15,7 @@ from config import Config, Misuse, flag
 # How far, where and how much at a time: what a resumed run may change.
 CHANGEABLE = {
     *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
-    *("engine_url", "engine_devices", "on_collapse"),
+    *("engine_url", "engine_devices", "on_collapse", "log_to"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
 
