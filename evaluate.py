@@ -65,6 +65,7 @@ from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.cli import complain, parse_command_line
 from runtime.files import make_folder, write_json, write_text
+from runtime.phases import playing
 from trajectory import Trajectory
 
 PROG = "evaluate.py"
@@ -270,8 +271,6 @@ def _measure(
     config: EvalConfig, play: Play, pool: EnvPool, tasks: Sequence[Task], out: Path
 ) -> tuple[dict[str, Any], Outcome]:
     """Play, then write the three files of `out`; what has ended is written whatever happens."""
-    from tqdm import tqdm
-
     asked = _asked(config, pool.env)
     settings = RolloutSettings(
         max_rounds=asked["max_rounds"][-1],
@@ -290,15 +289,14 @@ def _measure(
     outcome = Outcome(0, None)
     with (
         open(out / "trajectories.jsonl", "w", encoding="utf-8") as log,
-        tqdm(total=len(requests), unit="episode", disable=None, leave=False) as bar,
+        playing(f"evaluation in {pool.env}", len(requests)) as tick,
     ):
 
         def progress(trajectory: Trajectory) -> None:
             ended.append(trajectory)
             log.write(trajectory.to_json())
             log.flush()
-            bar.set_postfix(solved=sum(t.success for t in ended), refresh=False)
-            bar.update()
+            tick(trajectory)
 
         try:
             play(pool, requests, settings, progress)

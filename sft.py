@@ -206,8 +206,10 @@ def warm_start(
     records, is_there = distributed.first("demonstrations", play)
     folder = folder_of(records)
     if not is_there:
+        steps = settings.epochs * math.ceil(len(records) / settings.batch_size)
         distributed.say(
-            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, then cached"
+            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, {steps} steps; "
+            "made once, then cached"
         )
         train = partial(
             train_to, model=model, records=records, settings=settings, accelerator=accelerator

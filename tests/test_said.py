@@ -1,11 +1,16 @@
 """What a run says of itself while it works: what will happen, what is happening, how long yet."""
 
+import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 from toy_env import flags, options, serve, train_main
 
+import evaluate
+from envs import load_tasks
 from reporting import metrics
+from reporting.evalconfig import EvalConfig
 from runtime import phases
 
 
@@ -85,3 +90,22 @@ def test_the_row_of_a_step_says_which_of_how_many_and_how_long_yet(said):
     assert [row[0] for row in rows] == ["1/3", "2/3", "3/3", "4/4"]
     assert [row[-1] for row in rows][2:] == ["-", "-"]
     assert all(row[-1] in ("s", "min") for row in rows[:2])
+
+
+def test_an_evaluation_by_hand_is_a_phase_that_counts_episodes(monkeypatch, tmp_path):
+    shown = []
+
+    @contextlib.contextmanager
+    def playing(label, total):
+        shown.append((label, total))
+        yield shown.append
+
+    episode = SimpleNamespace(success=True, to_line=dict, to_json=lambda: "{}\n")
+    monkeypatch.setattr(evaluate, "playing", playing)
+    monkeypatch.setattr(evaluate, "summarize", lambda *_, **__: {})
+    monkeypatch.setattr(evaluate, "plot_curves", lambda *_: None)
+    pool = SimpleNamespace(env="textcraft")
+    config = EvalConfig(env="textcraft", samples=3, model="tiny")
+    tasks = load_tasks("textcraft", "test")[:2]
+    evaluate._measure(config, lambda *words: words[-1](episode), pool, tasks, tmp_path)
+    assert shown == [("evaluation in textcraft", 6), episode]
