@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import complain, refuse_misuse, training_options
+from runtime.cli import complain, refuse_misuse, say_remarks, training_options
 
 PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
@@ -66,7 +66,7 @@ from envs import Task
 from reporting.metrics import summarize_trajectories
 from rollout import RolloutRequest, TooManyEnvFailures
 from runtime import checkpoint, distributed
-from runtime.checks import check
+from runtime.checks import check, check_here
 from runtime.clock import Clock, OutOfMemory
 from runtime.rundir import Run
 from runtime.sync import SyncError
@@ -97,6 +97,7 @@ def train(config: Config) -> Run:
     with refusing():
         config = complete(config)
     check(config)
+    check_here(config)
     with at_work(config) as session:
         w = session.worker
         session.evaluate_start()
@@ -229,7 +230,9 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
     try:
-        run = train(training_options(argv, PROG, SUMMARY))
+        config = training_options(argv, PROG, SUMMARY)
+        say_remarks(config, argv)
+        run = train(config)
         distributed.say(f"done: {run.path}\n  evaluate with: python evaluate.py --model {run.best}")
         distributed.leave()
         return 0

@@ -30,7 +30,7 @@ from chat import ChatTemplate
 from config import Config, Misuse, refusing
 from engines import Engine, EngineError
 from envclient import EnvPool, local_server
-from envs import Task, load_tasks
+from envs import load_tasks
 from evaluate import evaluate_policy
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import masked_mean
@@ -45,6 +45,7 @@ from rollout import (
     sampling_seed,
 )
 from runtime import checkpoint, distributed, precision, rundir, sync
+from runtime.checks import held_out_tasks
 from runtime.clock import return_freed
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
@@ -359,12 +360,3 @@ class Worker:
         """What is trained: name -> (model, optimizer)."""
         learners = {"policy": self.policy, "critic": self.critic}
         return {n: (ln.model, ln.optimizer) for n, ln in learners.items() if ln is not None}
-
-
-def held_out_tasks(config: Config) -> list[Task]:
-    """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
-    if not config.eval_every:
-        return []
-    subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
-    split = None if config.eval_tasks else "test"
-    return load_tasks(config.env, split, config.eval_tasks, subtasks)

@@ -1,17 +1,29 @@
 """What no run can honour, refused before anything is loaded or written, in one line each.
 
+    check        options by themselves and together
+    check_given  options that were given and change nothing
+    check_here   what they name, on this machine: tasks, model, memory, directory
+    remarks      what is allowed and perhaps not meant
+
 Read first: `config.py`, the options.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from advantages import ESTIMATORS
-from config import Config, flag, refusing
+from config import Config, Misuse, flag, refusing
+from envs import Task, load_tasks, settings_of
+from runtime.envhttp import checked_url
+from runtime.find_model import check_length, check_model, is_at_hub
+from runtime.room import check_room
 from schedulers import make_scheduler
 
 POSITIVE = (
@@ -20,7 +32,7 @@ POSITIVE = (
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
     *("clip_ratio", "value_clip", "max_sync_error", "eval_samples", "save_every", "keep_last"),
 )
-NOT_NEGATIVE = ("lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
+NOT_NEGATIVE = ("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
 
 
 def check(config: Config) -> None:
@@ -33,6 +45,7 @@ def check(config: Config) -> None:
         make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
         _check_ranges(config)
         _check_trackers(config)
+        _check_addresses(config)
         _check_together(config)
 
 
@@ -61,8 +74,27 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
 
 
+def _check_addresses(config: Config) -> None:
+    """Each is one, and is given once."""
+    for name in ("env_addr", "engine_url", "engine_devices"):
+        given = getattr(config, name)
+        for address in given if name != "engine_devices" else ():
+            try:
+                checked_url(address)
+            except ValueError as error:
+                raise ValueError(f"{flag(name)}: {error}") from error
+        twice = sorted({each for each in given if given.count(each) > 1})
+        if twice:
+            raise ValueError(f"{flag(name)} {' '.join(given)}: {twice[0]} stands there twice")
+
+
 def _check_together(config: Config) -> None:
     """Options that contradict each other."""
+    if config.rounds_scheduler != "fixed" and len(config.rounds) < 2:
+        raise ValueError(
+            f"--rounds {config.rounds[0]} with --rounds-scheduler {config.rounds_scheduler} never "
+            "changes; give several numbers, or choose fixed"
+        )
     if config.group_size < 2 and ESTIMATORS[config.algorithm].needs_group:
         others = " or ".join(name for name, e in ESTIMATORS.items() if not e.needs_group)
         raise ValueError(
@@ -80,13 +112,6 @@ def _check_together(config: Config) -> None:
         )
     if config.kl_loss_coef and config.kl_estimator == "k1":
         raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
-    if (
-        config.warm_start not in ("auto", "never")
-        and not Path(config.warm_start, "config.json").exists()
-    ):
-        raise ValueError(
-            f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
-        )
     if config.engine_url and config.engine_devices:
         raise ValueError(
             "--engine-url and --engine-devices exclude each other: servers that run already, or "
@@ -97,3 +122,136 @@ def _check_together(config: Config) -> None:
         raise ValueError(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
     if config.resume and not config.run_dir:
         raise ValueError("--resume needs --run-dir, the run to go on with")
+
+
+# ------------------------------------------------------------------------------- without effect
+
+
+def check_given(config: Config, given: Collection[str]) -> None:
+    """Refuse options that were given and change nothing.
+
+    Args:
+        config: before `complete`, which may replace them.
+        given: fields that the command line names.
+    Raises:
+        Misuse: the first of them, and what would give it an effect.
+    """
+    for name, why in _without_effect(config):
+        if name in given:
+            raise Misuse(f"{flag(name)} has no effect here: {why}")
+
+
+def _without_effect(c: Config) -> Iterator[tuple[str, str]]:
+    """(field, why it changes nothing)."""
+    for name in ("gamma", "lam"):
+        users = [
+            algorithm
+            for algorithm, estimator in ESTIMATORS.items()
+            if name in inspect.signature(estimator.function).parameters
+        ]
+        if c.algorithm not in users:
+            yield name, f"it is of {' and '.join(users)}, not of --algorithm {c.algorithm}"
+    if not c.needs_critic:
+        users = [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic]
+        for name in ("critic_learning_rate", "value_clip"):
+            yield name, f"only {' and '.join(users)} has a critic, not --algorithm {c.algorithm}"
+    if not ESTIMATORS[c.algorithm].needs_group:
+        yield "skip_zero_variance", f"--algorithm {c.algorithm} compares no groups"
+    if c.rounds_scheduler == "fixed":
+        yield "steps_scaling_inter", "add --rounds-scheduler scaling_inter_stepwise"
+    if not c.kl_loss_coef:
+        yield "kl_estimator", "it is of the KL in the loss; set --kl-loss-coef above 0"
+    if c.deterministic and c.engine == "vllm":
+        yield "engine", "--deterministic samples with transformers"
+    if c.tasks:
+        yield "split", f"--tasks {c.tasks} says which tasks; give one of the two"
+
+
+def remarks(config: Config, given: Collection[str] = ()) -> list[str]:
+    """Lines about what will run and is perhaps not meant.
+
+    Args:
+        given: fields that the command line names.
+    """
+    c, lines = config, list[str]()
+    changes_at = c.steps_scaling_inter * (len(c.rounds) - 1)
+    if c.rounds_scheduler != "fixed" and c.steps <= changes_at:
+        lines.append(
+            f"--rounds {' '.join(map(str, c.rounds))} reaches {c.rounds[-1]} turns after step "
+            f"{changes_at}, this run ends with step {c.steps}; see --steps-scaling-inter"
+        )
+    unused = [
+        flag(n)
+        for n in ("eval_tasks", "eval_subtasks", "eval_samples", "eval_rounds")
+        if n in given
+    ]
+    if not c.eval_every and unused:
+        lines.append(f"{' '.join(unused)} wait for --eval-every above 0")
+    if "mini_batch_size" in given and c.mini_batch_size > c.tasks_per_step * c.group_size:
+        lines.append(
+            f"--mini-batch-size {c.mini_batch_size} is more than a step's "
+            f"{c.tasks_per_step * c.group_size} trajectories: one optimizer step takes them all"
+        )
+    if is_at_hub(c.model):
+        lines.append(f"--model {c.model} is not on this machine: it comes from the model hub")
+    if may_not_fit := check_room(c):
+        lines.append(may_not_fit)
+    return lines
+
+
+# ------------------------------------------------------------------------------ what options name
+
+
+def check_here(config: Config) -> None:
+    """Refuse tasks, models and directories that are not there or will not do on this machine.
+
+    Args:
+        config: complete.
+    Raises:
+        Misuse: one line, naming the flag, what it got and what to do.
+    """
+    with refusing():
+        package = settings_of(config.env).package
+        if package and not config.env_addr and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--env {config.env} needs the package {package}: run `make setup "
+                f"ENV={config.env}`, or give --env-addr"
+            )
+        load_tasks(config.env, config.split, config.tasks, config.subtasks)
+        held_out_tasks(config)
+    check_run_dir(config)
+    check_model(config.model)
+    if config.warm_start not in ("auto", "never"):
+        if not Path(config.warm_start).is_dir():
+            raise Misuse(
+                f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
+            )
+        check_model(config.warm_start, "--warm-start")
+    check_length(config.model, config.max_trajectory_tokens + 1)
+    check_room(config)
+
+
+def held_out_tasks(config: Config) -> list[Task]:
+    """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
+    if not config.eval_every:
+        return []
+    subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
+    split = None if config.eval_tasks else "test"
+    return load_tasks(config.env, split, config.eval_tasks, subtasks)
+
+
+def check_run_dir(config: Config) -> None:
+    """Refuse a directory that holds a run, or that cannot be made."""
+    path = Path(config.run_dir or "runs")
+    if config.run_dir:
+        holds_run = (path / "config.json").exists()
+        if holds_run and not config.resume:
+            raise Misuse(
+                f"--run-dir {path} holds a run; add --resume to go on with it, or choose another"
+            )
+        if config.resume and not holds_run:
+            raise Misuse(f"--run-dir {path} holds no run to resume")
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is no folder"
+        raise Misuse(f"--run-dir {path} cannot be made: {there} {why}")

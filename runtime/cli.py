@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from config import Config, Misuse, complete, preset_of, refusing, with_preset
 from runtime import usage
-from runtime.checks import check
+from runtime.checks import check, check_given, check_here, remarks
 from runtime.saved import check_unchanged, saved_config
 
 ConfigType = TypeVar("ConfigType")
@@ -73,15 +73,28 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
         SystemExit: what tyro ends with, see `parse_command_line`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    given = usage.named(Config, words)
     config = parse_command_line(Config, words, prog, starting_from(words), description)
     if config.resume:  # what is not given again is what the run was started with
         saved = saved_config(config.run_dir)
         config = parse_command_line(Config, words, prog, saved)
         check_unchanged(config, saved)
+        given.clear()
+    asked = config
     with refusing():
         config = complete(config)
     check(config)
+    check_given(asked, given)
+    check_here(config)
     return config
+
+
+def say_remarks(config: Config, argv: Sequence[str] | None) -> None:
+    """Print what is allowed and perhaps not meant; of several processes the first does."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        words = sys.argv[1:] if argv is None else argv
+        for line in remarks(config, usage.named(Config, words)):
+            print(f"note: {line}", flush=True)
 
 
 def starting_from(argv: Sequence[str]) -> Config:

@@ -16,11 +16,34 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from runtime.files import build_folder
+from runtime.lazytorch import torch
 
+# What their config.json says of their size, known before they are built.
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -89,7 +112,10 @@ def build_tiny(folder: Path) -> None:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=SHAPES["tiny"]["vocab_size"],
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -99,14 +125,7 @@ def build_tiny(folder: Path) -> None:
         chat_template=CHATML,
     )
     config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+        **SHAPES["tiny"],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -1,10 +1,10 @@
-"""What recipes/memory.py says of an update, measured: the bytes of live tensors, on a CPU.
+"""What runtime/memory.py says of an update, measured: the bytes of live tensors, on a CPU.
 
     .venv/bin/python tests/measure_memory.py           prints the table, in a few minutes
     .venv/bin/python tests/measure_memory.py --write   and writes it to recipes/results/memory.*
 
 Two small models take a real update. What an allocator adds, fragmentation above all, is in
-`recipes.memory.MARGIN`.
+`runtime.memory.MARGIN`.
 """
 
 import json
@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 from batching import Batch  # noqa: E402
 from models import HEAD_BYTES, PolicyModel  # noqa: E402
 from recipes.common import RESULTS, Result, markdown, read_json, write_json  # noqa: E402
-from recipes.memory import HEADING, POLICY_SHARE, Shape, state_bytes, transient_bytes  # noqa: E402
+from recipes.memory import HEADING  # noqa: E402
 from runtime import distributed  # noqa: E402
 from runtime.files import write_text  # noqa: E402
 from runtime.lora import add_lora  # noqa: E402
+from runtime.memory import POLICY_SHARE, Shape, state_bytes, transient_bytes  # noqa: E402
 from update import Learner, Objective, update_policy  # noqa: E402
 
 SMALL = {
@@ -203,7 +204,7 @@ def report(rows: Sequence[Result]) -> str:
 ## Measured on a CPU
 
 MB (10⁶ bytes) of one process; of two, the one that holds more. Weights, gradients and moments agree
-with the formulas of `recipes/memory.py` to the byte (a number in brackets would be the formula's).
+with the formulas of `runtime/memory.py` to the byte (a number in brackets would be the formula's).
 The rest of the peak of an update is activations, logits and copies of weights, in brackets by
 formula.
 

@@ -1,4 +1,4 @@
-"""What fits where: the formulas of recipes/memory.py against updates and what was committed."""
+"""What fits where: the formulas of runtime/memory.py against updates and what was committed."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import measure_memory
 import pytest
 
 from recipes import memory
+from runtime.memory import transient_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -32,7 +33,7 @@ def test_the_formulas_are_what_an_update_of_tiny_holds(rank):
     state = memory.state_bytes(shape, 1, rank)
     for part in measure_memory.STATE:
         assert found[part] == state[part], part
-    expected = memory.transient_bytes(shape, 256, 1, rank, False, 24 << 20)
+    expected = transient_bytes(shape, 256, 1, rank, False, 24 << 20)
     assert found["transient"] == pytest.approx(expected, rel=0.15)
 
 
@@ -57,7 +58,7 @@ def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, c
         return found["transient"]
 
     def formula(tokens):
-        return memory.transient_bytes(shape, tokens, 2, rank, checkpointing, 24 << 20)
+        return transient_bytes(shape, tokens, 2, rank, checkpointing, 24 << 20)
 
     assert more(measured) == pytest.approx(more(formula), rel=0.1)
 

@@ -1,0 +1,188 @@
+"""Is there room for a run? Its bytes by the formulas, against what the machine has.
+
+    a GPU     the trainer's state and one update; beside the state the sampler, which leaves the
+              card during the update
+    a CPU     all of it in one process, its libraries, and what a heap loses between buffers
+
+The formulas are close and no more, so a run is refused only where it clearly cannot fit, and one
+that may not is told so in a line. Cheap to ask: no model is loaded for it.
+
+Read next: `runtime/clock.py`, the peaks that were reached.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from config import Config, Misuse
+from runtime.find_model import model_config
+from runtime.memory import (
+    GIB,
+    GPU_HEAD_BYTES,
+    MARGIN,
+    SAMPLER_SHARE,
+    Shape,
+    cache_bytes,
+    shape_of,
+    state_bytes,
+    transient_bytes,
+)
+
+CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES
+# Of a CPU process, beside what the formulas count: Python, torch and vLLM; vLLM's keys and values.
+PROGRAMS, CPU_CACHE = 1.5 * GIB, 2 * GIB
+CPU_MARGIN = 1.25  # a heap's losses: the laptop's run peaked at 13 GB where the parts are 10.3
+CLEARLY = 1.25  # so many times the memory are refused; less is a warning
+
+
+class Room(NamedTuple):
+    """Bytes of the machine, or of its first card; of `free`, other processes may take."""
+
+    total: float
+    free: float
+    what: str  # "this machine", "the GPU"
+    is_gpu: bool
+
+
+class Need(NamedTuple):
+    """Bytes that a run takes there: from step to step, and at most."""
+
+    state: float
+    peak: float
+
+
+def check_room(config: Config, room: Room | None = None) -> str | None:
+    """A warning if the run may not fit; None if it will, or if nobody knows.
+
+    Raises:
+        Misuse: it clearly does not; the line names what to lower.
+    """
+    shape = shape_of(config.model, model_config(config.model) or {})
+    room = room or room_here()
+    if shape is None or room is None:
+        return None
+    need = needed(config, shape, room.is_gpu)
+    said = (
+        f"{config.model} with these options needs about {need.peak / 1e9:.3g} GB "
+        f"({need.state / 1e9:.3g} GB of it weights and optimizer)"
+    )
+    if max(need.state, need.peak / CLEARLY) > room.total:
+        have = f"{room.what} has {room.total / 1e9:.3g} GB"
+        raise Misuse(f"out of memory before it begins: {said}, {have}; {advice(config, room)}")
+    if need.peak > room.free:
+        have = f"{room.what} has {room.free / 1e9:.3g} GB free of {room.total / 1e9:.3g}"
+        return f"memory may not suffice: {said}, {have}; if it does not, {advice(config, room)}"
+    return None
+
+
+def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
+    """The bytes of a run, on each card or on the machine.
+
+    Args:
+        shape: of the policy, and of PPO's critic.
+    """
+    c, world = config, int(os.environ.get("WORLD_SIZE", 1))
+    rank = c.lora_rank
+    parts = state_bytes(shape, world, rank)
+    if not (c.kl_coef or c.kl_loss_coef):
+        parts["reference"] = 0
+    state = sum(parts.values())
+    if c.needs_critic:
+        state += sum(parts[name] for name in ("weights", "gradients", "moments"))
+    in_step = c.tasks_per_step * c.group_size * c.max_trajectory_tokens
+    tokens = min(max(c.max_tokens_per_micro_batch, c.max_trajectory_tokens), in_step)
+    head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
+    update = transient_bytes(shape, tokens, world, rank, c.gradient_checkpointing, head)
+    sequence = cache_bytes(shape, c.max_trajectory_tokens)
+    sampler = 0.0 if c.engine_url or c.engine_devices else 2 * shape.parameters + sequence
+    if is_gpu:
+        beside = (MARGIN * state + sampler) if sampler else 0.0
+        return Need(state, max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update)))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own = CPU_CACHE if sampler and c.engine == "vllm" else 0.0
+    return Need(
+        state * processes,
+        CPU_MARGIN * processes * (state + update + sampler + own + PROGRAMS),
+    )
+
+
+def advice(config: Config, room: Room) -> str:
+    """The first of some smaller settings that fits, or that none does."""
+    shape = shape_of(config.model, model_config(config.model) or {})
+    for smaller, words in _smaller(config):
+        if shape and needed(smaller, shape, room.is_gpu).peak <= room.total:
+            return f"try {words}"
+    return "take a smaller --model" + (", or more cards" if room.is_gpu else "")
+
+
+def _smaller(config: Config) -> Iterator[tuple[Config, str]]:
+    """Cheaper settings with the words that ask for them, the least costly first."""
+    tokens = max(config.max_trajectory_tokens, 1024)
+    if config.max_tokens_per_micro_batch > tokens:
+        config = replace(config, max_tokens_per_micro_batch=tokens)
+        yield config, f"--max-tokens-per-micro-batch {tokens}"
+    if not config.gradient_checkpointing:
+        config = replace(config, gradient_checkpointing=True)
+        yield config, "--gradient-checkpointing"
+    words = f"--gradient-checkpointing --max-tokens-per-micro-batch {tokens}"
+    yield config, words
+    if not config.lora_rank:
+        config = replace(config, lora_rank=16)
+        yield config, f"--lora-rank 16 {words}"
+
+
+# ----------------------------------------------------------------------------------- the machine
+
+
+def room_here() -> Room | None:
+    """Of the first GPU if torch can use one, else of the machine; None where nothing tells."""
+    from config import has_gpu
+
+    if has_gpu():
+        import torch
+
+        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
+        return Room(total, free, "the GPU", is_gpu=True)
+    return cpu_room()
+
+
+def cpu_room(root: Path = Path("/")) -> Room | None:
+    """Memory of the machine, or of the control group of this process where that is less."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (s.split(":") for s in lines)}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    what = "this machine"
+    for limit, used in _limits(root):
+        if limit < total:
+            total, free, what = limit, min(free, limit - used), "this container"
+    return Room(total, max(free, 0), what, is_gpu=False)
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group that holds this process and has a limit."""
+    groups = root / "sys/fs/cgroup"
+    try:
+        names = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        names = []
+    own = next((line.split(":", 2)[2].strip("/") for line in names if ":memory:" in line), None)
+    own = own or next((line[3:].strip("/") for line in names if line.startswith("0::")), "")
+    folders = [groups, groups / "memory"]
+    for part in Path(own).parts:
+        folders += [folders[-2] / part, folders[-1] / part]
+    for folder in folders:
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                yield int((folder / limit).read_text()), int((folder / used).read_text())
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
