@@ -23,15 +23,15 @@ Read next: rollout.py, which plays many clients at once.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from envs import ParseError, env_name, get_env
+from runtime.envaddresses import Address, Addresses
 from runtime.envhttp import (  # noqa: F401 - callers find the errors here
-    BACK_OFF_S,
+    CLOSE_TIMEOUT_S,
     ActionRejected,
     AllServersDown,
     EnvConnectionError,
@@ -46,9 +46,10 @@ from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     Transport,
     UnknownTask,
     WrongWorld,
-    checked_url,
 )
 from runtime.envserver import local_server  # noqa: F401
+
+MAX_CLOSING = 64  # threads that close sessions
 
 
 class StepResult(NamedTuple):
@@ -72,11 +73,12 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     Arguments:
         env: as for envs.get_env; says how text is parsed and what is called what on the wire.
         base_url: http://HOST:PORT of the server.
-        timeout_s: the longest silence of the server that is waited for, in seconds.
+        timeout_s: the longest that a request may take, repetitions included, in seconds.
         num_retries: repetitions of a request that is safe to repeat.
         busy_wait_s: how long 429 is waited for, in seconds.
         parse: another action format than the environment's own: text -> action, or ParseError.
         on_failure, on_close: called with each error raised, and once by close(); for EnvPool.
+        tries_at_close: how often close() tells the server (None: 1 + num_retries); for EnvPool.
 
     Raises ValueError for an unknown environment, or an address that is no URL.
     """
@@ -92,6 +94,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         parse: Callable[[str], str] | None = None,
         on_failure: Callable[[EnvError], None] = lambda error: None,
         on_close: Callable[["EnvClient"], None] = lambda client: None,
+        tries_at_close: Callable[[], int | None] = lambda: None,
     ) -> None:
         env_class = get_env(env)
         self.env = env
@@ -101,6 +104,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.parse: Callable[[str], str] = parse or env_class.parse
         self._wire = env_class.WIRE
         self._on_failure, self._on_close = on_failure, on_close
+        self._tries_at_close = tries_at_close
         self._session_id: int | None = None
         self._is_running = False  # between reset() and the end of the episode
         self._is_closed = False
@@ -200,18 +204,30 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return tuple(self._field(answer, path, name, str) for name in ("thought", "action"))
 
     def close(self) -> bool:
-        """Free the session; True if the server says it did. Never raises EnvError: a server that
-        cannot be told evicts idle sessions by itself."""
+        """Free the session; True if the server says it did.
+
+        Never raises EnvError, and takes CLOSE_TIMEOUT_S at most: a server that cannot be told
+        evicts idle sessions by itself. What another thread is asking ends there at once, as an
+        EnvConnectionError that no pool counts.
+        """
         if self._is_closed:
             return False
-        was_open = False
+        self._is_closed, self._is_running, was_open = True, False, False
+        if self._transport.is_busy:
+            abandoned, self._transport = self._transport, self._transport.renewed()
+            abandoned.hang_up()
+        tries = self._tries_at_close()
+        if tries:
+            self._transport.num_retries = tries - 1
         try:
-            if self._session_id is not None:
-                was_open = self._call("POST", "/close") is True
+            if self._session_id is not None and tries != 0:
+                fields = {self._wire.session_field: self._session_id}
+                timeout_s = min(self._transport.timeout_s, CLOSE_TIMEOUT_S)
+                was_open = self._request("POST", "/close", fields, timeout_s) is True
         except EnvError:
             pass  # told to on_failure; nothing is left to be done with this session
         finally:
-            self._is_closed, self._is_running, self._session_id = True, False, None
+            self._session_id = None
             self._transport.close()
             self._on_close(self)
         return was_open
@@ -243,36 +259,37 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._on_failure(error)
         return error
 
-    def _request(self, method: str, path: str, fields: dict[str, Any]) -> Any:
+    def _request(
+        self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
+    ) -> Any:
+        transport = self._transport
         try:
-            return self._transport.request(method, path, fields)
+            return transport.request(method, path, fields, timeout_s)
         except EnvError as error:
-            self._on_failure(error)
+            if transport is self._transport:  # else close() has ended it, and no server failed
+                self._on_failure(error)
             raise
 
 
-@dataclass
-class _Address:
-    url: str
-    load: int = 0  # clients open
-    num_failures: int = 0  # since it last worked
-    retry_at: float = 0.0  # time.monotonic() from when on it may be used
-    is_probed: bool = False  # after failures one client at a time tries it
-    last_error: EnvError | None = None
-    is_checked: bool = False  # it serves this world
+def close_all(clients: Iterable[EnvClient]) -> None:
+    """Close clients at once, so that servers that hang cost one time-out, not one each."""
+    todo = list(clients)
+    with ThreadPoolExecutor(min(len(todo), MAX_CLOSING) or 1) as threads:
+        list(threads.map(EnvClient.close, todo))
 
 
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
-    A new client goes to the address with the fewest. An address that cannot be reached is left
-    alone for back_off_s, twice as long after each further failure, up to max_back_off_s; then one
-    client tries it while the others go elsewhere. A full one (429) is left alone for a moment.
+    A new client goes to the address with the fewest; one that fails is left alone for a while
+    (runtime/envaddresses.py).
 
     Arguments:
-        dead_wait_s: how long client() waits, in seconds, when no address can be used; long enough
-            for a server to be restarted.
-        options: of every EnvClient: timeout_s, num_retries, busy_wait_s, parse.
+        dead_wait_s: how long client() waits, in seconds, for servers that have worked before; long
+            enough for one to be restarted. Where nobody has ever listened it does not wait.
+        back_off_s, max_back_off_s: first and longest rest of an address that failed, in seconds.
+        busy_wait_s: how long 429 is waited for, in seconds.
+        options: of every EnvClient: timeout_s, num_retries, parse.
 
     Raises ValueError for no address, one that is no URL, or the same twice.
     """
@@ -288,33 +305,38 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         busy_wait_s: float = 60.0,
         **options: Any,
     ) -> None:
-        self.env, self.urls = env, [checked_url(url) for url in urls]
-        if not self.urls or len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"--env-addr {' '.join(urls)}: give each server's address once")
+        self.addresses = Addresses(
+            env,
+            urls,
+            dead_wait_s=dead_wait_s,
+            busy_wait_s=busy_wait_s,
+            back_off_s=back_off_s,
+            max_back_off_s=max_back_off_s,
+        )
+        self.env, self.urls = env, [address.url for address in self.addresses.all]
         self.prompt: list[dict[str, str]] = get_env(env).PROMPT
-        self.dead_wait_s, self.busy_wait_s = dead_wait_s, busy_wait_s
-        self.back_off_s, self.max_back_off_s = back_off_s, max_back_off_s
-        self._options = options
-        self._addresses = [_Address(url) for url in self.urls]
+        self.busy_wait_s, self._options = busy_wait_s, options
         self._clients: set[EnvClient] = set()
-        self._changed = threading.Condition()  # guards both
+        self._lock = threading.Lock()  # guards them
 
     def client(self) -> EnvClient:
         """An open session on the least loaded address that works; close() it after use.
 
         Raises:
             TooManySessions: every server answered 429 for busy_wait_s.
-            AllServersDown: no address worked for dead_wait_s; names each with its last error.
+            AllServersDown: no address worked, for dead_wait_s where one had worked before; names
+                each with its last error. Or the pool was closed.
         """
         started = time.monotonic()
         while True:
-            address = self._pick(started)
+            address = self.addresses.pick(started)
             client = EnvClient(
                 self.env,
                 address.url,
                 busy_wait_s=0.0,  # a full server is passed over, not waited for
-                on_failure=partial(self._note_failure, address),
+                on_failure=partial(self.addresses.note_failure, address),
                 on_close=partial(self._release, address),
+                tries_at_close=address.tries_at_close,
                 **self._options,
             )
             try:
@@ -328,71 +350,23 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                     continue  # on_failure has noted it: another address is next
                 raise
             client._transport.busy_wait_s = self.busy_wait_s
-            with self._changed:
-                address.num_failures, address.is_probed, address.last_error = 0, False, None
-                address.retry_at = 0.0
+            with self._lock:
                 self._clients.add(client)
-                self._changed.notify_all()
+            self.addresses.note_success(address)
             return client
 
     def close(self) -> None:
-        """Close every client that is still open."""
-        with self._changed:
+        """Close every client that is still open; whoever waits for one gets AllServersDown."""
+        self.addresses.close()
+        with self._lock:
             clients = list(self._clients)
-        with ThreadPoolExecutor(max_workers=16) as threads:
-            list(threads.map(EnvClient.close, clients))
+        close_all(clients)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _pick(self, started: float) -> _Address:
-        """Wait for an address that may be used and count a client to it."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                usable = [a for a in self._addresses if now >= a.retry_at and not a.is_probed]
-                if usable:
-                    address = min(usable, key=lambda a: a.load)
-                    address.load += 1
-                    address.is_probed = address.num_failures > 0
-                    return address
-                is_full = any(isinstance(a.last_error, TooManySessions) for a in self._addresses)
-                give_up_at = started + (self.busy_wait_s if is_full else self.dead_wait_s)
-                if now >= give_up_at:
-                    raise self._nothing_usable()
-                wake_at = [a.retry_at for a in self._addresses if not a.is_probed]
-                self._changed.wait(min([give_up_at, *wake_at]) - now)
-
-    def _nothing_usable(self) -> EnvError:
-        errors = [address.last_error for address in self._addresses]
-        where = ", ".join(self.urls)
-        if all(isinstance(error, TooManySessions) for error in errors):
-            what = f"full for {self.busy_wait_s:g} s; raise --max-sessions or add servers"
-            return TooManySessions(what, where, 429, str(errors[0]))
-        lines = "".join(
-            f"\n  {address.url} ({address.num_failures} failures): {address.last_error}"
-            for address in self._addresses
-        )
-        return AllServersDown(f"no {self.env} server can be used; last errors:{lines}", where)
-
-    def _note_failure(self, address: _Address, error: EnvError) -> None:
-        """Leave the address alone for a while if the error is the server's, not one session's."""
-        is_down = isinstance(error, (EnvConnectionError, EnvTimeout))
-        is_down = is_down or (error.url.endswith("/create") and error.status != 429)
-        with self._changed:
-            now = time.monotonic()
-            address.last_error = error
-            if isinstance(error, TooManySessions):
-                address.retry_at = max(address.retry_at, now + BACK_OFF_S)
-            elif is_down and now >= address.retry_at:  # many notice one crash: count it once
-                address.num_failures += 1
-                pause = self.back_off_s * 2 ** min(address.num_failures - 1, 20)
-                address.retry_at = now + min(pause, self.max_back_off_s)
-
-    def _release(self, address: _Address, client: EnvClient) -> None:
-        with self._changed:
-            address.load -= 1
-            if client not in self._clients:  # it never opened: whoever waits may try now
-                address.is_probed = False
+    def _release(self, address: Address, client: EnvClient) -> None:
+        with self._lock:
+            has_opened = client in self._clients
             self._clients.discard(client)
-            self._changed.notify_all()
+        self.addresses.release(address, has_opened)

@@ -7,11 +7,12 @@ server teaches nothing: it raises, and the trajectory is left out and counted, n
 
     what happens                                what the caller of EnvClient sees
     the text holds no action                    StepResult, reward 0, info["parse_error"]; none sent
-    413, or 422 about the action                StepResult, reward 0, info["rejected"]
+    our 413, or 422 about the action            StepResult, reward 0, info["rejected"]
     refused, reset or cut connection            EnvConnectionError
-    silence for timeout_s                       EnvTimeout
+    no whole answer within timeout_s            EnvTimeout
     5xx                                         EnvServerError
     HTML, nothing, a field missing, {"error"}   EnvProtocolError
+    too large, too deep, compressed, no HTTP    EnvProtocolError
     the server does not know the session        SessionLost
     no such task / step outside an episode      UnknownTask / StepOutsideEpisode
     429 for longer than busy_wait_s             TooManySessions
@@ -20,30 +21,32 @@ server teaches nothing: it raises, and the trajectory is left out and counted, n
     a server of another world                   WrongWorld, when a pool first uses it
 
 What is repeated: /create, /reset, /close and every GET, `num_retries` times after a lost connection
-or a 5xx; they can be done twice without harm (a session created in vain is evicted by its server).
+or a 5xx, as long as timeout_s is not over; they can be done twice without harm (a session created
+in vain is evicted by its server).
 /step never: an action whose answer was lost may have been carried out. A time-out is not repeated
 either, the caller goes to another server. 429 means "not done", so anything waits and repeats.
 
 A status of our servers and the {"error": ...} that AgentGym's send with status 200 become the same
 classes.
 
-Read next: envclient.py, which speaks of episodes instead of requests.
+Read next: runtime/exchange.py, which bounds what an answer may cost; envclient.py, which speaks of
+episodes instead of requests.
 """
 
 import json
 import re
 import time
 from typing import Any
+from urllib.parse import urlencode
 
-import urllib3
-from urllib3.exceptions import HTTPError, NewConnectionError
-from urllib3.exceptions import TimeoutError as HTTPTimeout
+from runtime.exchange import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
 
-CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is not worth timeout_s
 BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
 # NOTE: uvicorn closes a connection after 5 idle seconds, and a policy may think for longer. A /step
 # sent into a closing connection is lost and may not be repeated, so idle ones are dropped first.
 IDLE_CONNECTION_S = 4.0
+# A session that is not closed is evicted by its server; to tell a hung one is not worth timeout_s.
+CLOSE_TIMEOUT_S = 2.0
 BODY_CHARS = 500  # of an answer, in error messages
 
 
@@ -61,7 +64,7 @@ class EnvConnectionError(EnvError):
 
 
 class EnvTimeout(EnvError):
-    """The server was silent for timeout_s."""
+    """The answer was not complete within timeout_s."""
 
 
 class EnvServerError(EnvError):
@@ -109,7 +112,7 @@ class Transport:
 
     Arguments:
         base_url: http://HOST:PORT of the server.
-        timeout_s: the longest silence of the server that is waited for, in seconds.
+        timeout_s: the longest that a request may take, repetitions included, in seconds.
         num_retries: repetitions of a request that is safe to repeat.
         busy_wait_s: how long 429 is waited for, in seconds.
 
@@ -122,67 +125,95 @@ class Transport:
     ) -> None:
         self.base_url = checked_url(base_url)
         self.timeout_s, self.num_retries, self.busy_wait_s = timeout_s, num_retries, busy_wait_s
-        # NOTE: urllib3, not requests on top of it: every step pays for that layer, in CPU time that
-        # the sampler needs. It reads neither HTTP_PROXY, which would apply even to 127.0.0.1, nor
-        # .netrc, which adds credentials.
-        connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
-        timeout = urllib3.Timeout(connect=connect_s, read=timeout_s)
-        self._http = urllib3.PoolManager(timeout=timeout, retries=False)
+        self.is_busy = False  # a request is under way
+        self._line = Line(self.base_url, timeout_s)
         self._last_used = time.monotonic()
 
-    def request(self, method: str, path: str, fields: dict[str, Any]) -> Any:
-        """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError."""
-        give_up_at = time.monotonic() + self.busy_wait_s
+    def request(
+        self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
+    ) -> Any:
+        """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError.
+
+        Arguments:
+            timeout_s: in place of the transport's own time-out and of its busy_wait_s.
+        """
+        total_s = timeout_s or self.timeout_s
+        now = time.monotonic()
+        busy_until = now + (timeout_s or self.busy_wait_s)
+        give_up_at = now + total_s
         num_failures, pause = 0, BACK_OFF_S
-        while True:
-            try:
-                return self._request_once(method, path, fields)
-            except TooManySessions:  # refused, so not done: any request may be repeated
-                if time.monotonic() + pause > give_up_at:
-                    raise
-            except (EnvConnectionError, EnvServerError):
-                num_failures += 1
-                if path == "/step" or num_failures > self.num_retries:
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, MAX_BACK_OFF_S)
+        self.is_busy = True
+        try:
+            while True:
+                try:
+                    return self._request_once(method, path, fields, give_up_at - time.monotonic())
+                except TooManySessions:  # refused, so not done: any request may be repeated
+                    again_at = time.monotonic() + pause
+                    give_up_at = again_at + total_s  # it has answered, the clock begins again
+                    if again_at > busy_until:
+                        raise
+                except (EnvConnectionError, EnvServerError):
+                    num_failures += 1
+                    may_repeat = path != "/step" and not self._line.hung_up
+                    is_late = time.monotonic() + pause >= give_up_at
+                    if not may_repeat or is_late or num_failures > self.num_retries:
+                        raise
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_BACK_OFF_S)
+        finally:
+            self.is_busy = False
+
+    def renewed(self) -> "Transport":
+        """The same, with nothing under way."""
+        return Transport(self.base_url, self.timeout_s, self.num_retries, self.busy_wait_s)
+
+    def hang_up(self) -> None:
+        """End what another thread asks: EnvConnectionError there; nothing is asked any more."""
+        self._line.hang_up()
 
     def close(self) -> None:
-        self._http.clear()
+        self._line.close()
 
-    def _request_once(self, method: str, path: str, fields: dict[str, Any]) -> Any:
+    def _request_once(
+        self, method: str, path: str, fields: dict[str, Any], timeout_s: float
+    ) -> Any:
         url = self.base_url + path
         if time.monotonic() - self._last_used > IDLE_CONNECTION_S:
-            self._http.clear()  # drops the connection; the next request opens another
-        sent: dict[str, Any] = {"fields": fields}
-        if method != "GET":
-            sent = {"body": json.dumps(fields), "headers": {"Content-Type": "application/json"}}
+            self._line.close()  # drops the connection; the next request opens another
         try:
-            answer = self._http.request(method, url, redirect=False, **sent)
-        except HTTPError as error:
-            # A refused connection is a NewConnectionError, which urllib3 counts as a time-out.
-            if isinstance(error, HTTPTimeout) and not isinstance(error, NewConnectionError):
-                what = f"no answer within {self.timeout_s:g} s; the server is overloaded or hangs"
-                raise EnvTimeout(f"{method} {what}", url) from error
-            what = f"{method} lost its connection ({_root_cause(error)}); is the server running?"
+            if method == "GET":
+                asked = path + (f"?{urlencode(fields)}" if fields else "")
+                answer = self._line.ask(method, asked, timeout_s=timeout_s)
+            else:
+                body = json.dumps(fields).encode()
+                answer = self._line.ask(method, path, body, JSON_HEADERS, timeout_s)
+        except TimedOut as error:
+            what = f"{method}: {error}; the server is overloaded or hangs"
+            raise EnvTimeout(what, url) from error
+        except Lost as error:
+            what = f"{method} lost its connection ({error}); is the server running?"
             raise EnvConnectionError(what, url) from error
+        except Unbelievable as error:
+            what = f"{method}: {error}; is this the address of an environment server?"
+            raise EnvProtocolError(what, url) from error
         finally:
             self._last_used = time.monotonic()
-        return _read_answer(url, answer.status, answer.data.decode(errors="replace"))
+        return _read_answer(url, answer.status, answer.body)
 
 
 # Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
 _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
 
 
-def _read_answer(url: str, status: int, body: str) -> Any:
+def _read_answer(url: str, status: int, content: bytes) -> Any:
     """The JSON value of a good answer, or the error that this answer is."""
-    path = "/" + url.rpartition("/")[2]
+    path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
     try:
-        answer = encodable(json.loads(body))
+        answer = parse(content)
         reason = _reason(answer)
-    except (ValueError, RecursionError):  # the second: brackets in brackets, thousands of them
-        answer, reason = None, "the answer is not JSON" if body.strip() else "the answer is empty"
+    except ValueError as error:
+        answer = None
+        reason = f"the answer is not JSON ({error})" if body.strip() else "the answer is empty"
     reports_error = isinstance(answer, dict) and "error" in answer  # AgentGym's, with status 200
     if 200 <= status < 300 and answer is not None and not reports_error:
         return answer
@@ -202,24 +233,14 @@ def _read_answer(url: str, status: int, body: str) -> Any:
         kind, what = SessionLost, "the server does not know this session; reset() opens another"
     elif status == 404:
         kind, what = UnknownTask, f"no such task: {reason}"
-    elif path == "/step" and (status == 413 or (status == 422 and "body.action" in reason)):
+    elif path == "/step" and (
+        # 413 of a proxy is a page, and no word about what the policy wrote.
+        (status == 413 and reports_error) or (status == 422 and "body.action" in reason)
+    ):
         kind, what = ActionRejected, f"The action was refused: {reason}"
     elif reports_error:
         what = f"the server reports an error: {reason}"
     raise kind(what, url, status, body)
-
-
-def encodable(value: Any) -> Any:
-    """JSON with half surrogate pairs replaced: it can hold them, no tokenizer and no file can."""
-    if isinstance(value, str):
-        return (
-            value
-            if value.isascii()
-            else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        )
-    if isinstance(value, dict):
-        return {encodable(key): encodable(item) for key, item in value.items()}
-    return [encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _reason(answer: Any) -> str:
@@ -231,16 +252,3 @@ def _reason(answer: Any) -> str:
         return "; ".join(f"{'.'.join(map(str, i.get('loc', [])))}: {i.get('msg')}" for i in items)
     parts = [str(answer[key]) for key in ("error", "hint", "detail") if answer.get(key)]
     return "; ".join(parts) or "an unexpected answer"
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}"
-
-
-def checked_url(url: str) -> str:
-    """`url` without a final slash; ValueError if it is no http URL."""
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-        raise ValueError(f"{url!r} is not an address; expected http://HOST:PORT")
-    return url.rstrip("/")

@@ -30,7 +30,8 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 from urllib3.exceptions import TimeoutError as HTTPTimeout
 
 from engines import EngineError, Generation
-from runtime.envhttp import BODY_CHARS, CONNECT_TIMEOUT_S
+from runtime.envhttp import BODY_CHARS
+from runtime.exchange import CONNECT_TIMEOUT_S
 from runtime.processes import NotReady, child
 
 COMPLETIONS = "/v1/completions"

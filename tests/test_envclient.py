@@ -92,8 +92,11 @@ class FlakyServer:
 
             do_GET = do_POST = answer
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.http.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128  # with 5, connections of a busy machine wait a second
+
+        self.http = Server(("127.0.0.1", port), Handler)
         self.port = self.http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
@@ -286,7 +289,11 @@ OURS = STEP | {"terminated": False, "truncated": False, "info": {"success": Fals
     ("answer", "expected"),
     [
         ("[" * 100_000, "not JSON"),
+        ("[" * 65 + "]" * 65, "more than 64"),
         ('{"observation": "x", "done": false, "reward": 1' + "0" * 400 + "}", "a finite reward"),
+        ('{"observation": "x", "done": false, "reward": 1e999}', "inf is not a finite number"),
+        (STEP | {"info": {"success": False, "score": float("nan")}}, "NaN is not a finite number"),
+        (STEP | {"observation": "x" * 1_100_000}, "larger than 1048576 bytes"),
         (STEP | {"reward": -5}, "sum to -5"),
         (STEP | {"reward": 7}, "sum to 7"),
         (STEP | {"reward": 1e308}, r"sum to 1e\+308"),
@@ -345,6 +352,16 @@ def test_an_action_that_the_server_refuses_earns_0_and_the_reason(server, status
     assert result.info["rejected"] == result.observation
     assert "bytes" in result.observation or "not valid unicode" in result.observation
     assert client.step(ACTION).reward == 0.0, "the episode goes on"
+
+
+@pytest.mark.parametrize("page", ["<html>413 Request Entity Too Large</html>", "", "[]", '"no"'])
+def test_a_413_that_is_not_our_servers_is_not_blamed_on_the_policy(server, page):
+    """A proxy's limit is a mistake of ours: it would have scored 0 for every long action."""
+    client = playing(server)
+    server.script["/step"] = [(413, page)]
+    with pytest.raises(EnvProtocolError) as caught:
+        client.step(ACTION)
+    assert caught.value.status == 413
 
 
 def test_a_422_about_another_field_is_not_blamed_on_the_policy(server):
@@ -430,6 +447,17 @@ def test_a_server_that_hangs_is_a_time_out_at_step_and_at_reset_and_not_repeated
             call()
         assert time.monotonic() - started < 1.5
         assert server.count(path) == before + 1
+
+
+def test_repetitions_end_with_the_time_out(server, monkeypatch):
+    monkeypatch.setattr(envhttp, "BACK_OFF_S", 0.2)
+    client = playing(server, timeout_s=0.5, num_retries=99)
+    server.script["/observation"] = [(500, "down")] * 99
+    started = time.monotonic()
+    with pytest.raises(EnvServerError):
+        client.observation()
+    assert time.monotonic() - started < 2.0
+    assert server.count("/observation") < 4
 
 
 def test_silence_in_the_middle_of_a_body_is_a_time_out_too(server):
@@ -678,25 +706,124 @@ def test_when_all_are_dead_one_error_names_each_with_its_last_error(server, othe
 
 
 def test_a_pool_waits_dead_wait_s_for_a_server_that_is_restarted(server):
-    server.close()
     revived = []
     timer = threading.Timer(0.4, lambda: revived.append(FlakyServer(port=server.port)))
-    timer.start()
     with pool_over(server, dead_wait_s=10.0) as pool:
+        pool.client().close()
+        server.close()
+        timer.start()
         assert pool.client().reset(0) == "Goal: craft stick."
     timer.join()
     revived[0].close()
+
+
+def test_an_address_at_which_nobody_ever_listened_is_not_waited_for(server, other, monkeypatch):
+    """A mistyped port cost a minute: 10 s at each of three tries, for every episode."""
+    monkeypatch.setattr(envhttp, "BACK_OFF_S", 0.2)  # the real one
+    server.close()
+    with pool_over(server, dead_wait_s=60.0, back_off_s=30.0) as pool:
+        started = time.monotonic()
+        with ThreadPoolExecutor(8) as threads:
+            tries = [threads.submit(pool.client) for _ in range(24)]
+        assert {type(each.exception()) for each in tries} == {AllServersDown}
+        assert time.monotonic() - started < 10
+    with pool_over(server, other, dead_wait_s=60.0) as pool:
+        assert pool.client().base_url == other.url, "one dead address of two is passed over"
+
+
+# --- An early end --------------------------------------------------------------------------------
+
+
+def test_many_sessions_at_a_server_that_hangs_are_closed_in_one_time_out(server, monkeypatch):
+    """One after the other, as a loop that Ctrl-C has ended does: 5 of them took five time-outs."""
+    monkeypatch.setattr("envclient.CLOSE_TIMEOUT_S", 1.0)
+    with pool_over(server, timeout_s=30.0) as pool:
+        clients = [pool.client() for _ in range(5)]
+        for client in clients:
+            client.reset(0)
+        server.script["/step"] = server.script["/close"] = [(0, "hang")] * 99
+        with ThreadPoolExecutor(5) as threads:
+            steps = [threads.submit(client.step, ACTION) for client in clients]
+            wait_until(lambda: server.count("/step") == 5)
+            started = time.monotonic()
+            for client in clients:
+                assert client.close() is False
+            assert time.monotonic() - started < 2.0
+            ended = [step.exception(timeout=5) for step in steps]
+    assert {type(error) for error in ended} == {EnvConnectionError}
+    assert server.count("/close") == 1, "one was told in vain, and the others were not"
+
+
+def test_sessions_at_a_dead_server_are_closed_without_repetitions(server, monkeypatch):
+    monkeypatch.setattr(envhttp, "IDLE_CONNECTION_S", 0.0)  # every request connects
+    pauses = []
+    with pool_over(server, back_off_s=30.0) as pool:
+        clients = [pool.client() for _ in range(20)]
+        server.close()
+        monkeypatch.setattr(envhttp.time, "sleep", pauses.append)
+        assert [client.close() for client in clients] == [False] * 20
+    assert len(pauses) == 2, "of the first, which found the server dead"
+
+
+def test_closing_takes_no_more_than_its_own_short_time_out(server, monkeypatch):
+    monkeypatch.setattr("envclient.CLOSE_TIMEOUT_S", 0.2)
+    client = playing(server, timeout_s=60.0, busy_wait_s=60.0)
+    for answers in ([(0, "hang")], [(429, {"error": "full"})] * 999):
+        server.script["/close"] = answers
+        started = time.monotonic()
+        assert client.close() is False
+        assert time.monotonic() - started < 5.0
+        client = playing(server, timeout_s=60.0, busy_wait_s=60.0)
+
+
+def test_a_pool_closes_its_sessions_at_the_same_time(server):
+    def wait_for_others(path):
+        if path == "/close":
+            together.wait(timeout=10)
+        return usual(path)
+
+    usual, server.usual = server.usual, wait_for_others
+    together = threading.Barrier(20)
+    with pool_over(server, timeout_s=20.0) as pool:
+        clients = [pool.client() for _ in range(20)]
+        assert len(clients) == 20
+    assert not together.broken and server.count("/close") == 20
+
+
+def test_closing_a_client_in_mid_step_does_not_blame_its_server(server):
+    """Ctrl-C in a rollout: the other sessions of the same server are still told to close."""
+    with pool_over(server, timeout_s=30.0) as pool, ThreadPoolExecutor(1) as threads:
+        stepping, idle = pool.client(), pool.client()
+        stepping.reset(0)
+        server.script["/step"] = [(0, "hang")]
+        step = threads.submit(stepping.step, ACTION)
+        wait_until(lambda: server.count("/step") == 1)
+        assert stepping.close() is True
+        assert isinstance(step.exception(timeout=5), EnvConnectionError)
+        assert pool.addresses.all[0].num_failures == 0
+        assert idle.close() is True
+
+
+def test_whoever_waits_for_a_session_is_told_when_the_pool_is_closed(server):
+    with pool_over(server, busy_wait_s=60.0) as pool, ThreadPoolExecutor(1) as threads:
+        server.script["/create"] = [(429, {"error": "full"})] * 9999
+        waiting = threads.submit(pool.client)
+        wait_until(lambda: server.count("/create") > 0)
+        pool.close()
+        with pytest.raises(AllServersDown, match="the pool is closed"):
+            waiting.result(timeout=10)
 
 
 def test_the_pause_doubles_up_to_its_limit_and_one_crash_counts_once(server, monkeypatch):
     server.close()
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
+    monkeypatch.setattr("runtime.envaddresses.time", clock)
     with pool_over(server, back_off_s=1.0, max_back_off_s=5.0, num_retries=0) as pool:
         with ThreadPoolExecutor(16) as threads:
             waiting = [threads.submit(pool.client) for _ in range(16)]
         assert {type(future.exception()) for future in waiting} == {AllServersDown}
-        (address,) = pool._addresses
+        (address,) = pool.addresses.all
         pauses = [address.retry_at - clock.now]  # 16 clients noticed one crash
         for _ in range(4):
             clock.now = address.retry_at
@@ -733,7 +860,7 @@ def test_64_threads_share_a_pool_and_every_session_is_freed(server, other):
     with pool_over(server, other) as pool, ThreadPoolExecutor(64) as threads:
         results = list(threads.map(episode, range(192)))
         assert results == [["Got 1 oak log"] * 5] * 192
-        assert [address.load for address in pool._addresses] == [0, 0]
+        assert [address.load for address in pool.addresses.all] == [0, 0]
     assert server.count("/close") + other.count("/close") == 192
 
 
