@@ -88,6 +88,15 @@ def test_the_strip_of_the_mask_is_the_trajectory_of_the_lesson():
     assert observed.endswith("Goal:·craft·crimson·hyphae.Got·4·crimson·stem")
 
 
+def test_the_bars_of_credit_are_the_numbers_that_the_lesson_prints(drawn):
+    lines = re.findall(r"^\d\.\d \[(.*)\]$", TEXTS["02_advantages"], re.MULTILINE)
+    printed = [float(number) for line in lines for number in line.split(", ")]
+    shown = [f"{number:+.3g}" for number in printed if number]
+    labels = re.findall(r">([+−][\d.]+)<", drawn["credit"])
+    assert labels == ["+0.707"] * 4 + ["−0.707"] * 3 + shown
+    assert len(lines) == 3
+
+
 def test_a_lesson_that_no_longer_says_what_its_picture_shows_is_named():
     with pytest.raises(LookupError, match=r"02_advantages\.md binds nothing to said"):
         tokens.given("02_advantages", "said")

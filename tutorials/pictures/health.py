@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.plots import running_mean
+from reporting.figures import running_mean
 from reporting.sentinels import Alarm, Sentinels
 from tutorials.pictures.svg import Sheet
 
@@ -59,12 +59,12 @@ def health() -> Sheet:
     """Lesson 10: six numbers of the log, of a run that learns and of one with shuffled rewards."""
     sheet = Sheet(900, 468, "Six logged numbers of a healthy run and of one that fell apart")
     sheet.write(24, 30, "Which numbers knew?", size=15, bold=True)
-    for x, role, words in (
-        (230, "observation", "healthy: GRPO, seed 0"),
-        (440, "action", "the same with shuffled rewards: it collapses"),
+    for start, role, words in (
+        (230.0, "observation", "healthy: GRPO, seed 0"),
+        (440.0, "action", "the same with shuffled rewards: it collapses"),
     ):
-        sheet.line([(x, 26), (x + 26, 26)], role, 2.6)
-        sheet.write(x + 34, 30, words, size=12)
+        sheet.line([(start, 26), (start + 26, 26)], role, 2.6)
+        sheet.write(start + 34, 30, words, size=12)
     panels = {
         name: Panel(sheet, 58 + 286 * (n % 3), 84 + 204 * (n // 3), title, top)
         for n, (name, title, top) in enumerate(

@@ -28,187 +28,144 @@ STEPS = (
 )
 
 
+# Beside the step: x, top, height, name, what it is.
+PARTIES = (
+    (24, 70, 62, "tasks", "a list of ids; drawn by the\nstep's number alone"),
+    (24, 158, 76, "environment servers", "one session a trajectory;\naction text in, observation\n"
+     "and reward out"),
+    (24, 558, 86, "run directory", "metrics, trajectories,\nevaluations, checkpoints,\nreward.png"),
+    (680, 144, 62, "sampler", "a copy of the weights, built\nto generate (vLLM)"),
+    (680, 244, 62, "reference, critic", "frozen start, for a KL term;\n"
+     "PPO's critic, updated in 5 too"),
+    (680, 326, 142, "policy and optimizer", "the weights that learn, and\n"
+     "Adam's two moments of each;\nscored in 3, moved in 5,\ncopied in 6"),
+)  # fmt: skip
+# From point to point, and the words over the middle of a straight one.
+ARROWS = (
+    ("", (220, 110), (260, 110), (260, 168), (300, 168)),  # tasks to 2
+    ("HTTP", (220, 190), (300, 190)),
+    ("", (300, 190), (220, 190)),
+    ("ids", (600, 182), (680, 182)),
+    ("", (680, 182), (600, 182)),
+    ("", (680, 260), (600, 260)),  # reference and critic to 3
+    ("", (680, 342), (640, 342), (640, 280), (600, 280)),  # policy to 3
+    ("gradient", (600, 446), (680, 446)),
+    ("", (600, 534), (888, 534), (888, 182), (876, 182)),  # 6 to the sampler
+    ("files", (300, 622), (220, 622)),
+)
+
+
 def loop() -> Sheet:
     """Lesson 03: the seven banners of a step, and who gives what to whom."""
-    sheet = Sheet(
-        900,
-        696,
-        "One training step: seven banners, the worlds to the left, the models to the right",
-    )
+    title = "One training step: seven banners, the worlds to the left, the models to the right"
+    sheet = Sheet(900, 696, title)
     sheet.write(24, 30, "One step of train.py", size=15, bold=True)
     for x, words in ((24, "worlds and files"), (300, "the step"), (680, "models")):
         sheet.write(x, 56, words, "soft", 12)
-    left, width, height, pitch = 300.0, 300.0, 46.0, 88.0
-    tops = [70 + pitch * n for n in range(7)]
-    for top, name, (does, gives) in zip(tops, banners(), STEPS, strict=True):
-        sheet.box(left, top, width, height, "action", radius=6)
-        sheet.write(left + 14, top + 20, name, "action", 13.5, bold=True)
-        sheet.write(left + 14, top + 37, does, "action", 11.5)
-        x = left + 40
-        sheet.line([(x, top + height), (x, top + pitch - 1)], arrow=True)
-        sheet.write(x + 10, top + height + 25, gives, "soft", 11)
-
-    def party(x: float, top: float, bottom: float, name: str, *more: str) -> None:
-        sheet.box(x, top, 196, bottom - top, "box", radius=6)
+    for n, (name, (does, gives)) in enumerate(zip(banners(), STEPS, strict=True)):
+        top = 70 + 88 * n
+        sheet.box(300, top, 300, 46, "action", radius=6)
+        sheet.write(314, top + 20, name, "action", 13.5, bold=True)
+        sheet.write(314, top + 37, does, "action", 11.5)
+        sheet.line([(340, top + 46), (340, top + 87)], arrow=True)
+        sheet.write(350, top + 71, gives, "soft", 11)
+    for x, top, height, name, words in PARTIES:
+        sheet.box(x, top, 196, height, "box", radius=6)
         sheet.write(x + 14, top + 20, name, "box", 12.5, bold=True)
-        for n, words in enumerate(more):
-            sheet.write(x + 14, top + 37 + 15 * n, words, "soft", 11)
-
-    def arrow(y: float, x0: float, x1: float, words: str, both: bool = False) -> None:
-        sheet.line([(x0, y), (x1, y)], arrow=True)
-        if both:
-            sheet.line([(x1, y), (x0, y)], arrow=True)
+        for n, line in enumerate(words.split("\n")):
+            sheet.write(x + 14, top + 37 + 15 * n, line, "soft", 11)
+    for words, *points in ARROWS:
+        sheet.line(points, arrow=True)
         if words:
+            (x0, y), (x1, _) = points
             sheet.write((x0 + x1) / 2, y - 5, words, "soft", 10.5, "middle")
-
-    x0, x1, x2, x3 = 220.0, left, left + width, 680.0
-    party(24, tops[0], tops[0] + 62, "tasks", "a list of ids; drawn by the", "step's number alone")
-    sheet.line(
-        [(x0, tops[0] + 40), (260, tops[0] + 40), (260, tops[1] + 10), (x1, tops[1] + 10)],
-        arrow=True,
-    )
-    party(
-        24,
-        tops[1],
-        tops[2] - 12,
-        "environment servers",
-        "one session a trajectory;",
-        "action text in, observation",
-        "and reward out",
-    )
-    arrow(tops[1] + 32, x0, x1, "HTTP", both=True)
-    party(
-        24,
-        tops[6] - 40,
-        tops[6] + 46,
-        "run directory",
-        "metrics, trajectories,",
-        "evaluations, checkpoints,",
-        "reward.png",
-    )
-    arrow(tops[6] + 24, x1, x0, "files")
-
-    party(
-        x3,
-        tops[1] - 14,
-        tops[1] + 48,
-        "sampler",
-        "a copy of the weights, built",
-        "to generate (vLLM)",
-    )
-    arrow(tops[1] + 24, x2, x3, "ids", both=True)
-    party(
-        x3,
-        tops[2] - 2,
-        tops[3] - 28,
-        "reference, critic",
-        "frozen start, for a KL term;",
-        "PPO's critic, updated in 5 too",
-    )
-    arrow(tops[2] + 14, x3, x2, "")
-    party(
-        x3,
-        tops[3] - 8,
-        tops[4] + 46,
-        "policy and optimizer",
-        "the weights that learn, and",
-        "Adam's two moments of each;",
-        "scored in 3, moved in 5,",
-        "copied in 6",
-    )
-    sheet.line(
-        [(x3, tops[3] + 8), (640, tops[3] + 8), (640, tops[2] + 34), (x2, tops[2] + 34)], arrow=True
-    )
-    arrow(tops[4] + 24, x2, x3, "gradient")
-    right = 888.0
-    sheet.line(
-        [
-            (x2, tops[5] + 24),
-            (right, tops[5] + 24),
-            (right, tops[1] + 24),
-            (x3 + 196, tops[1] + 24),
-        ],
-        arrow=True,
-    )
-    sheet.write(left + width + 30, tops[5] + 19, "weights, a parameter at a time", "soft", 10.5)
+    sheet.write(630, 529, "weights, a parameter at a time", "soft", 10.5)
     return sheet
+
+
+# ------------------------------------------------------------------------------------ 06: the ranks
+
+RANKS_AT = (190.0, 545.0)  # x of the two columns
 
 
 def ranks() -> Sheet:
     """Lesson 06: two ranks, what each holds, and the three times that they meet."""
-    page = (ROOT / "tutorials/06_from_one_process_to_many.md").read_text(encoding="utf-8")
-    lengths, written = (
-        ast.literal_eval(re.search(rf"^{name} = (\[[\d, ]+\])", page, re.MULTILINE)[1])
-        for name in ("LENGTHS", "WRITTEN")
-    )
-    hands = deal(lengths, ranks=2)
     sheet = Sheet(900, 584, "Two ranks: what each holds alone, and what all get from each other")
     sheet.write(24, 30, "Who holds what: two ranks, one step", size=15, bold=True)
-    columns = (190.0, 545.0)
-    for n, x in enumerate(columns):
+    for n, x in enumerate(RANKS_AT):
         sheet.box(x - 14, 46, 335, 520, "faint", radius=8)
         sheet.write(x, 68, f"rank {n}", size=13.5, bold=True)
-
-    def row(y: float, name: str, *more: str) -> None:
-        sheet.write(24, y + 14, name, size=12, bold=True)
-        for n, words in enumerate(more):
-            sheet.write(24, y + 29 + 14 * n, words, "soft", 10.5)
-
-    def meet(y: float, words: str) -> None:
-        sheet.line([(columns[0] + 40, y), (columns[1] + 270, y)], "action", 2)
-        sheet.line([(columns[0] + 40, y), (columns[0] + 40, y + 14)], "action", 2, arrow=True)
-        sheet.line([(columns[1] + 270, y), (columns[1] + 270, y + 14)], "action", 2, arrow=True)
-        sheet.box(355, y - 10, 330, 20, "action")
-        sheet.write(520, y + 4, words, "action", 11, "middle")
-
-    def strip(x: float, y: float, n: int, whole: bool = True, again: bool = False) -> None:
-        unit = 11.5
-        role = ("prompt", "action") if whole and not again else ("box", "box")
-        start = lengths[n] - written[n]
-        sheet.box(x, y, start * unit, 13, role[0], radius=1, dashed=again)
-        sheet.box(x + start * unit, y, written[n] * unit, 13, role[1], radius=1, dashed=again)
-        note = f"row {n}" + (", again, its loss times 0" if again else "")
-        sheet.write(x + lengths[n] * unit + 8, y + 11, note, "soft", 10.5)
-
-    row(84, "rolls out", "apart: every", "other task, with", "all its samples")
-    for n, x in enumerate(columns):
+    _name(sheet, 84, "rolls out", "apart: every", "other task, with", "all its samples")
+    for n, x in enumerate(RANKS_AT):
         sheet.box(x, 86, 145, 44, "observation", radius=5)
         sheet.write(x + 10, 104, "environment server", "observation", 11.5)
         sheet.write(x + 10, 121, f"tasks {n}, {n + 2}, {n + 4}, ...", "observation", 11)
         sheet.box(x + 160, 86, 145, 44, "box", radius=5)
         sheet.write(x + 170, 104, "sampler", "box", 11.5)
         sheet.write(x + 170, 121, "a copy of the weights", "box", 11)
-    meet(154, "gather: trajectories, once a step")
-    row(176, "trajectories", "all, everywhere:", "metrics and", "advantages are", "computed twice")
-    for x in columns:
-        for n in range(5):
-            strip(x, 178 + 17 * n, n)
-    row(288, "micro-batches", "its hand of", f"the deal: {hands[0]}", f"and {hands[1]}")
-    for hand, x in zip(hands, columns, strict=True):
-        for place, n in enumerate(hand):
-            strip(x, 290 + 17 * place, n)
-        for place in range(len(hand), max(map(len, hands))):
-            cheapest = min(range(5), key=lengths.__getitem__)
-            strip(x, 290 + 17 * place, cheapest, again=True)
-    meet(362, "reduce-scatter: each gets its half of the summed gradient")
-    row(386, "the policy", "weights, gradient,", "two moments:", "half of each one")
-    for n, x in enumerate(columns):
+    _meet(sheet, 154, "gather: trajectories, once a step")
+    _rows_of_a_mini_batch(sheet)
+    _meet(sheet, 362, "reduce-scatter: each gets its half of the summed gradient")
+    _name(sheet, 386, "the policy", "weights, gradient,", "two moments:", "half of each one")
+    for n, x in enumerate(RANKS_AT):
         for line, name in enumerate(("weights", "gradient", "moments")):
             y = 386 + 22 * line
             for half in (0, 1):
                 sheet.box(x + 110 * half, y, 110, 16, "action" if half == n else "faint", radius=1)
             sheet.write(x + 228, y + 12, name, "soft", 10.5)
-    meet(462, "gather, a parameter at a time: weights for the samplers")
-    row(484, "the samplers")
-    for x in columns:
-        sheet.box(x, 484, 305, 26, "box", radius=5)
-        sheet.write(x + 10, 501, "the new weights, a whole copy", "box", 11)
-    row(526, "files")
-    for x, words in zip(
-        columns,
-        ("metrics, trajectories; its part of a checkpoint", "its part of a checkpoint"),
-        strict=True,
+    _meet(sheet, 462, "gather, a parameter at a time: weights for the samplers")
+    new, part = "the new weights, a whole copy", "its part of a checkpoint"
+    for y, name, held in (
+        (484, "the samplers", (new, new)),
+        (526, "files", (f"metrics, trajectories; {part}", part)),
     ):
-        sheet.box(x, 526, 305, 26, "box", radius=5)
-        sheet.write(x + 10, 543, words, "box", 11)
+        _name(sheet, y, name)
+        for x, words in zip(RANKS_AT, held, strict=True):
+            sheet.box(x, y, 305, 26, "box", radius=5)
+            sheet.write(x + 10, y + 17, words, "box", 11)
     return sheet
+
+
+def _name(sheet: Sheet, y: float, name: str, *more: str) -> None:
+    """What a row of the picture is of."""
+    sheet.write(24, y + 14, name, size=12, bold=True)
+    for n, words in enumerate(more):
+        sheet.write(24, y + 29 + 14 * n, words, "soft", 10.5)
+
+
+def _meet(sheet: Sheet, y: float, words: str) -> None:
+    """A collective: an arrow into both ranks."""
+    left, right = RANKS_AT[0] + 40, RANKS_AT[1] + 270
+    sheet.line([(left, y), (right, y)], "action", 2)
+    for x in (left, right):
+        sheet.line([(x, y), (x, y + 14)], "action", 2, arrow=True)
+    sheet.box(355, y - 10, 330, 20, "action")
+    sheet.write(520, y + 4, words, "action", 11, "middle")
+
+
+def _rows_of_a_mini_batch(sheet: Sheet) -> None:
+    """The lesson's five rows: on both ranks as trajectories, dealt out as micro-batches."""
+    page = (ROOT / "tutorials/06_from_one_process_to_many.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^([A-Z]+) = (\[[\d, ]+\])", page, re.MULTILINE))
+    lengths, written = (ast.literal_eval(found[name]) for name in ("LENGTHS", "WRITTEN"))
+    hands = deal(lengths, ranks=2)
+    cheapest = min(range(len(lengths)), key=lengths.__getitem__)
+    unit = 11.5  # pixels of a token
+
+    def strip(x: float, y: float, n: int, again: bool = False) -> None:
+        read, wrote = ("box", "box") if again else ("prompt", "action")
+        start = (lengths[n] - written[n]) * unit
+        sheet.box(x, y, start, 13, read, radius=1, dashed=again)
+        sheet.box(x + start, y, written[n] * unit, 13, wrote, radius=1, dashed=again)
+        note = f"row {n}" + (", again, its loss times 0" if again else "")
+        sheet.write(x + lengths[n] * unit + 8, y + 11, note, "soft", 10.5)
+
+    everywhere = ("all, everywhere:", "metrics and", "advantages are", "computed twice")
+    _name(sheet, 176, "trajectories", *everywhere)
+    _name(sheet, 288, "micro-batches", "its hand of", f"the deal: {hands[0]}", f"and {hands[1]}")
+    for x, hand in zip(RANKS_AT, hands, strict=True):
+        for n in range(len(lengths)):
+            strip(x, 178 + 17 * n, n)
+        for place in range(max(map(len, hands))):
+            y, has_one = 290 + 17 * place, place < len(hand)
+            strip(x, y, hand[place] if has_one else cheapest, again=not has_one)

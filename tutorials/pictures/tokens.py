@@ -3,6 +3,7 @@
 import ast
 from doctest import DocTestParser
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -151,12 +152,13 @@ def credit() -> Sheet:
     )
 
     sheet.write(24, 58, "GRPO: the return against the group's, on every token", size=13, bold=True)
-    for row, y, base in ((0, 90, 165), (1, 188, 211)):
-        grid.strip(y, names[row], f"{'A0 A1'.split()[row]}: return {sum(rewards[row]):g}")
-        grid.bars(base, 45, group[row].tolist())
+    for row, top, floor in ((0, 90, 165), (1, 188, 211)):
+        grid.strip(top, names[row], f"A{row}: return {sum(rewards[row]):g}")
+        grid.bars(floor, 45, group[row].tolist())
     grid.reward(90)
-    sheet.write(24, 122, "mean of the two 0.5,", "soft", 11)
-    sheet.write(24, 137, "standard deviation 0.71", "soft", 11)
+    returns = [sum(rewards[row]) for row in (0, 1)]
+    sheet.write(24, 122, f"mean of the two {fmean(returns):g},", "soft", 11)
+    sheet.write(24, 137, f"standard deviation {stdev(returns):.2f}", "soft", 11)
 
     sheet.line([(24, 275), (876, 275)], "faint")
     sheet.write(

@@ -1,1 +1,0 @@
-"""Pictures of the tutorials; `python -m tutorials.pictures.draw` draws them all."""
