@@ -8,6 +8,7 @@ import pytest
 from fakes import CHATML_SPECIAL, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from chat import ChatTemplate
 from models import load_tokenizer
@@ -119,6 +120,43 @@ def test_pieces_laid_end_to_end_are_the_templates_own_rendering(family, prompt):
             expected = expected.replace(f"<|im_start|>assistant\n{action}", opened)
     assert tokenizer.decode(ids) == expected
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
+
+
+def test_a_tokenizer_that_begins_every_text_by_itself_begins_a_sequence_once():
+    """Llama's and Gemma's put <bos> before whatever is encoded: here that is every piece."""
+    bos = "<|begin_of_text|>"
+    tokenizer = FAMILIES["llama3"][0]()
+    begin = tokenizer.convert_tokens_to_ids(bos)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, begin)]
+    )
+    assert tokenizer.encode("a stick?")[0] == begin
+    chat = ChatTemplate(tokenizer)
+    ids = chat.opening(SYSTEM, "a stick?") + chat.action("get 1 stick") + chat.observation("Got it")
+    messages = [
+        *SYSTEM,
+        {"role": "user", "content": "a stick?"},
+        {"role": "assistant", "content": "get 1 stick"},
+        {"role": "user", "content": "Got it"},
+    ]
+    assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
+    assert ids.count(begin) == 1 == ids.index(begin) + 1
+    assert chat.end_of_turn == tokenizer.convert_tokens_to_ids("<|eot_id|>")
+
+
+def test_an_end_marker_that_was_added_without_being_called_special_ends_a_turn():
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<turn_over>"))
+    tokenizer.add_tokens(["<turn_over>"])
+    over = tokenizer.convert_tokens_to_ids("<turn_over>")
+    assert over not in tokenizer.all_special_ids
+    assert ChatTemplate(tokenizer).end_of_turn == over
+
+
+def test_without_an_end_of_sequence_the_end_of_turn_alone_stops_sampling():
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.eos_token = None
+    chat = ChatTemplate(tokenizer)
+    assert chat.stop_token_ids == (chat.end_of_turn,)
 
 
 def test_the_end_of_turn_is_found_in_the_template_and_stops_sampling(family):

@@ -385,6 +385,12 @@ def test_sampler_weights_are_truncated_from_above_only():
     assert got[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
 
 
+def test_a_cap_of_1_weighs_down_and_never_up():
+    """The smallest cap there is: what the trainer finds likelier counts once."""
+    got = sampler_is_weights(log(0.5, 0.5, 0.1), log(0.4, 0.5, 0.5), ones(3), cap=1.0)
+    assert got[0].tolist() == pytest.approx([1.0, 1.0, 0.2])
+
+
 def test_weights_make_the_samplers_tokens_estimate_the_trainers_gradient():
     """Below the cap, E_sampler[w A ∇log π] = E_trainer[A ∇log π]."""
     logits, log_p, sampler = categorical()
@@ -448,9 +454,11 @@ x = torch.zeros(2, 3)
         (lambda: policy_loss(x, x, x, x, is_weights=x[0]), r"is_weights is \(3,\), expected"),
         (lambda: policy_loss(x, x, x, x, clip_ratio=0.0), r"clip_ratio is 0.0; it must be positi"),
         (lambda: policy_loss(x, x, x, x, denominator=0), r"denominator is 0; it must be the numb"),
+        (lambda: policy_loss(x, x, x, x, denominator=math.inf), r"denominator is inf; it must be"),
         (lambda: policy_loss(x, x, x, x, denominator=math.nan), r"denominator is nan; it must be"),
         (lambda: value_loss(x, x, x[:, :1], x), r"returns is \(2, 1\), expected \(2, 3\)"),
         (lambda: value_loss(x, x, x, x, value_clip=-1), r"value_clip is -1; it must be positive"),
+        (lambda: value_loss(x, x, x, x, value_clip=0.0), r"value_clip is 0.0; it must be positive"),
         (lambda: masked_mean(x, x, denominator=-1), r"denominator is -1; .* skip a mini-batch"),
         (lambda: kl_estimate(x, x, "k4"), r"KL estimator is 'k4'; it must be one of k1, k2, k3"),
         (lambda: kl_estimate(x, x[0], "k1"), r"ref_log_probs is \(3,\), expected \(2, 3\)"),
@@ -461,6 +469,7 @@ x = torch.zeros(2, 3)
         (lambda: AdaptiveKLController(0.1, -1, 1), r"target is -1; the adaptive controller needs"),
         (lambda: AdaptiveKLController(0.1, 1, 0), r"horizon is 0; the adaptive controller needs"),
         (lambda: AdaptiveKLController(0.1, 1, 9).update(math.nan, 1), r"observed KL is nan; the c"),
+        (lambda: AdaptiveKLController(0.1, 1, 9).update(math.inf, 1), r"observed KL is inf; the c"),
         (
             lambda: AdaptiveKLController(0.1, 1, 9).update(0, 45),
             r"45 trajectories in one update ar",

@@ -43,6 +43,7 @@ from rollout import (
     RolloutLog,
     RolloutRequest,
     TooManyEnvFailures,
+    check_failures,
     collect,
     sampling_seed,
 )
@@ -216,6 +217,64 @@ def test_the_engine_is_never_asked_for_more_than_the_turn_or_the_trajectory_allo
     engine.asked.clear()
     collect(engine, pool, chat, requests_of(1), settings)
     assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == [(15, 8), (28, 4)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked"),
+    [
+        (16, []),  # the opening and an end-of-turn fill it
+        (17, [(15, 1)]),  # one token of an answer
+        (18, [(15, 2)]),
+    ],
+)
+def test_the_opening_may_fill_the_budget_but_for_a_token_and_its_end(chat, budget, asked):
+    engine = ScriptedEngine(saying("light lamp<e>"))
+    settings = settings_of(max_trajectory_tokens=budget)
+    (handler,) = collect(engine, FakePool(playing()), chat, requests_of(1), settings)
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == asked
+    assert handler.stop_reason == "length" and len(handler.turns) == len(asked)
+    assert len(handler.input_ids) == (budget if asked else 15)
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked"),
+    [
+        (29, [(15, 13)]),  # 18 + 10 of the observation, and no room for a token and its end
+        (30, [(15, 14), (28, 1)]),
+        (31, [(15, 15), (28, 2)]),
+    ],
+)
+def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, budget, asked):
+    pool = FakePool(playing(observe("bright", 0.5), observe("home", 0.5, True)))
+    engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
+    settings = settings_of(max_trajectory_tokens=budget)
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings)
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == asked
+    assert handler.stop_reason == "length" and handler.total_return == 0.5
+    assert len(handler.input_ids) == (budget if len(asked) > 1 else 18)
+
+
+def test_a_turn_that_ends_on_the_budgets_last_token_is_played(chat):
+    """Prompt 15, turn 3, observation 10, turn 3: 31 of 32, where one is kept for an end-of-turn
+    that did not come; with 31 the second turn's own end does not fit."""
+    for budget, reason in ((32, "success"), (31, "length")):
+        pool = FakePool(playing(observe("bright"), observe("home", 1.0, True)))
+        engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
+        settings = settings_of(max_trajectory_tokens=budget)
+        (handler,) = collect(engine, pool, chat, requests_of(1), settings)
+        assert (handler.stop_reason, len(handler.input_ids)) == (reason, 31)
+        assert len(handler.turns) == 2
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_trajectory_that_is_cut_keeps_that_the_task_was_solved(chat, truncated):
+    """By the world's limit, or by an observation that does not fit."""
+    last = observe("no" if truncated else "no " * 50, 1.0, truncated=truncated, success=True)
+    engine = ScriptedEngine(saying("light lamp<e>"))
+    settings = settings_of(max_trajectory_tokens=60)
+    (handler,) = collect(engine, FakePool(playing(last)), chat, requests_of(1), settings)
+    assert handler.stop_reason == ("env_limit" if truncated else "length")
+    assert handler.success and handler.truncated and not handler.terminated
 
 
 @pytest.mark.parametrize(
@@ -410,6 +469,18 @@ def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat
     assert "http://10.0.0.7:36005/step: no browser [HTTP 500: chrome died]" in str(failure.value)
     assert len(str(failure.value).splitlines()) == 1
     assert len(finished) == 8
+
+
+def test_what_was_lost_is_a_share_of_all_that_were_asked_for(chat):
+    """Of several processes each knows its own trajectories, and the limit is for all of them."""
+    engine = ScriptedEngine(saying("open door<e>"))
+    pool = FakePool(failing(2))
+    lost = collect(engine, pool, chat, requests_of(1), settings_of())
+    check_failures(lost, limit=0.25, total=4)
+    with pytest.raises(TooManyEnvFailures, match="1 of 3 trajectories were lost"):
+        check_failures(lost, limit=0.25, total=3)
+    with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories were lost"):
+        check_failures(lost, limit=0.25)
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "policy"])
