@@ -251,7 +251,9 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
         path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
     if not path.exists():
-        raise ValueError(f"cannot read the id list {path}: no such file; lists of {name}: {known}")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        what = f"cannot read the id list {path}: no such file{where}; lists of {name}: {known}"
+        raise ValueError(what)
     return path
 
 
