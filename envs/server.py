@@ -18,12 +18,14 @@ AgentGym: GET /health, /available_actions?id= (a list), /state?id= (a dict), /or
 Errors are status codes with {"error": what was got, "hint": what to do}, so that a failure of the
 world is never scored as a failure of the policy.
     404 unknown session or task   409 step before reset or after the end   413 body too large
-    422 malformed request         429 too many sessions                    500 the world failed
+    422 malformed request         429 too many sessions or connections     500 the world failed
     403 a web page asks: with an Origin, or, where only this machine is served, by another name
+    408 a body that does not arrive     409 also a step out of turn, for clients that say which
 /create shows a first observation where AgentGym's does, but an episode begins with /reset.
 
 Run it:  python -m envs.server --env textcraft --port 36005
-Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
+Read next: envs/sessions.py (who waits for whom), envs/seal.py (an answer names its question),
+envs/limits.py (what a request may cost), then envclient.py, the other end of the wire.
 """
 
 import argparse
@@ -39,15 +41,26 @@ from typing import Any
 
 import anyio.to_thread
 import uvicorn
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, StrictInt, StrictStr, create_model
 from starlette.exceptions import HTTPException
 
-from envs import ENVS, VERSION, Wire, env_name, get_env
-from envs.sessions import Answer, ApiError, BodyLimit, Episodes, NoWebPages, Sessions, error_answer
+from envs import VERSION, Wire, env_name, get_env
+from envs.limits import (
+    OWN_FILES,
+    BodyLimit,
+    NoWebPages,
+    bounded_protocol,
+    end_unread_answers,
+    raise_file_limit,
+)
+from envs.options import parse
+from envs.seal import TURN_HEADER, TURN_PATTERN, Sealed
+from envs.sessions import Answer, ApiError, Episodes, Sessions, error_answer
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
+TURN = Header(None, alias=TURN_HEADER, pattern=TURN_PATTERN)
 
 
 def create_app(
@@ -55,6 +68,7 @@ def create_app(
     max_sessions: int = 1024,
     idle_timeout_s: float = 1800.0,
     max_body_bytes: int = 1_000_000,
+    request_timeout_s: float = 30.0,
     env_class: Any = None,
     first_id: int | None = None,
     hosts: frozenset[str] = frozenset(),
@@ -65,6 +79,7 @@ def create_app(
         max_sessions: sessions that may be open at once; one more /create is answered 429.
         idle_timeout_s: seconds without a request after which a session is closed.
         max_body_bytes: larger request bodies are answered 413.
+        request_timeout_s: seconds for a request's body to arrive; then 408.
         first_id: number of the first session; None: at random (envs/sessions.py).
         hosts: names that it answers to, as a request's Host; none: any.
 
@@ -79,8 +94,9 @@ def create_app(
         version=VERSION,
         lifespan=lambda _: _lifespan(sessions),
     )
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=request_timeout_s)
     app.add_middleware(NoWebPages, hosts=hosts)
+    app.add_middleware(Sealed)
     app.state.sessions = sessions
     _add_playing(app, episodes)
     _add_questions(app, episodes)
@@ -142,16 +158,16 @@ def _add_playing(app: FastAPI, episodes: Episodes) -> None:
 
     @app.post("/reset")
     @_takes(reset_body)
-    async def reset(body: Any) -> Answer:
+    async def reset(body: Any, turn: str | None = TURN) -> Answer:
         async with sessions.use(body.session_id) as session:
-            turn = await episodes.begin(session, body.task_index, body.seed)
-            return Answer(wire.reset(session.session_id, turn, body.task_index))
+            shown = await episodes.begin(session, body.task_index, body.seed, turn)
+            return Answer(wire.reset(session.session_id, shown, body.task_index))
 
     @app.post("/step")
     @_takes(_step_body(wire))
-    async def step(body: Any) -> Answer:
+    async def step(body: Any, turn: str | None = TURN) -> Answer:
         async with sessions.use(body.session_id) as session:
-            return Answer(wire.step(await episodes.step(session, body.action)))
+            return Answer(wire.step(await episodes.step(session, body.action, turn)))
 
     @app.post("/close")
     @_takes(_body(wire, "CloseBody"))
@@ -200,9 +216,9 @@ def _add_path(app: FastAPI, episodes: Episodes, path: str, http_method: str, met
             return Answer(await episodes.ask(session, method))
 
     @_takes(_step_body(wire))
-    async def with_step(body: Any) -> Answer:
+    async def with_step(body: Any, turn: str | None = TURN) -> Answer:
         async with sessions.use(body.session_id) as session:
-            answer = wire.step(await episodes.step(session, body.action))
+            answer = wire.step(await episodes.step(session, body.action, turn))
             return Answer(answer | await episodes.ask(session, method))
 
     endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
@@ -275,58 +291,39 @@ class _Server(uvicorn.Server):
             print(self.line, flush=True)
 
 
-def _positive(kind: type) -> Callable:
-    def convert(text: str) -> Any:
-        if not 0 < kind(text) < float("inf"):
-            raise ValueError
-        return kind(text)
-
-    convert.__name__ = f"positive {kind.__name__}"
-    return convert
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options; misuse ends the process with one line and exit code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m envs.server",
-        description="Serve one environment over HTTP.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    # argparse prints its usage and an error; misuse is one line here.
-    parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
-    known = f"which world to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
-    parser.add_argument("--env", required=True, help=known)
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
-    parser.add_argument(
-        "--max-sessions", type=_positive(int), default=1024, help="open at once, then 429"
-    )
-    parser.add_argument(
-        "--idle-timeout-s", type=_positive(float), default=1800.0, help="then a session is closed"
-    )
-    options = parser.parse_args(arguments)
-    if not 0 <= options.port <= 65535:
-        parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
-    try:
-        get_env(options.env)
-    except ValueError as error:
-        parser.error(f"--env: {error}")
-    except ImportError:
-        pass  # the world is there and lacks a package: main() says so
-    return options
+def _max_connections(options: argparse.Namespace) -> int:
+    """As many as were asked for, if so many files may be open."""
+    asked = getattr(options, "max_connections", 2 * options.max_sessions + 256)
+    files = raise_file_limit()
+    possible = max(files - OWN_FILES, files // 2)
+    if asked > possible:
+        print(
+            f"envs.server: warning: {possible} connections at once, not {asked}: this process may "
+            "open no more files; ulimit -Hn says how many",
+            file=sys.stderr,
+        )
+    return min(asked, possible)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parse(arguments)
+    options = parse(arguments)
     try:
         is_local = options.host in ("127.0.0.1", "localhost", "::1")
         hosts = LOCAL if is_local else frozenset[str]()
-        app = create_app(options.env, options.max_sessions, options.idle_timeout_s, hosts=hosts)
+        app = create_app(
+            options.env,
+            options.max_sessions,
+            options.idle_timeout_s,
+            options.max_body_bytes,
+            options.request_timeout_s,
+            hosts=hosts,
+        )
         if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
             get_env(options.env).open_shared()
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+        end_unread_answers(listener, options.request_timeout_s)
     except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
         where = f"{options.host}:{options.port}"
         print(f"envs.server: cannot serve {options.env} on {where}: {error}", file=sys.stderr)
@@ -339,7 +336,15 @@ def main(arguments: list[str] | None = None) -> int:
         )
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    protocol = bounded_protocol(_max_connections(options), options.request_timeout_s)
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
     server = _Server(config)
     server.line = f"listening on {url} (env {options.env}, version {VERSION})"
     # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.

@@ -1,8 +1,7 @@
 """Sessions: which request may touch which instance of the world, and when.
 
 A session is one instance of an environment with a number. This file holds the table of sessions,
-the episodes that are played in them, and the three limits that keep a server alive: how many may be
-open, how long one may be idle, how large a request body may be.
+how many may be open and how long one may be idle, and the episodes that are played in them.
 
 Who waits for whom. All endpoints are coroutines on one event loop, and only that loop touches the
 table of sessions, so the table needs no lock. A session is used by one request at a time: each has
@@ -15,7 +14,8 @@ Numbers begin at random in every server process. If they began at 0, a client th
 a restart would name a session that is somebody else's by now, and its episode would go on there
 without an error; so an old number is unknown, and nobody guesses one.
 
-Measured: benchmarks/server.py. Read next: envs/server.py, the paths.
+Measured: benchmarks/server.py. Read next: envs/seal.py (whose episode it is), then envs/limits.py
+(what a request may cost).
 """
 
 import asyncio
@@ -23,10 +23,9 @@ import contextlib
 import itertools
 import json
 import logging
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,12 +33,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
+from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, seal
 
 NUM_THREADS = 128  # for worlds that are not fast
-DRAIN_BYTES = 16_000_000  # what is read and dropped of a too large body, so the client sees the 413
 log = logging.getLogger("envs.server")
 
 
@@ -58,9 +55,11 @@ class ApiError(Exception):
         self.status, self.error, self.hint = status, error, hint
 
 
-def error_answer(status: int, error: str, hint: str) -> Answer:
-    headers = {"Retry-After": "1"} if status == 429 else None
-    return Answer({"error": error, "hint": hint}, status, headers)
+def error_answer(
+    status: int, error: str, hint: str, headers: Mapping[str, str] | None = None
+) -> Answer:
+    more = {"Retry-After": "1"} if status == 429 else {}
+    return Answer({"error": error, "hint": hint}, status, more | dict(headers or {}))
 
 
 @dataclass
@@ -72,6 +71,8 @@ class Session:
     turn: dict | None = None
     task_index: int = 0
     has_episode: bool = False  # /reset was called
+    episode: str | None = None  # the name that its client gave it, if it did
+    num_played: int = 0  # its steps
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -190,18 +191,30 @@ class Episodes:
         info = {"success": False, "score": 0}
         return self._set_turn(session, (observation, 0, False, False, info))
 
-    async def begin(self, session: Session, task_index: int, seed: int) -> dict:
-        turn = await self.show(session, task_index, seed)
+    async def begin(
+        self, session: Session, task_index: int, seed: int, turn: str | None = None
+    ) -> dict:
+        shown = await self.show(session, task_index, seed)
         session.has_episode = True
-        return turn
+        session.episode, session.num_played = seal.episode_of(turn), 0
+        return shown
 
-    async def step(self, session: Session, action: str) -> dict:
-        """Raises ApiError 409 before an episode and after its end."""
+    async def step(self, session: Session, action: str, turn: str | None = None) -> dict:
+        """Raises ApiError 409 before an episode, after its end, and out of turn (envs/seal.py)."""
         self._require_episode(session)
+        if not seal.follows(turn, session.episode, session.num_played):
+            raise ApiError(
+                409,
+                f"{turn or 'a step without a name'} is not the next turn of the episode that is "
+                f"played in session {session.session_id}",
+                "POST /reset starts another episode; POST /create opens a session of your own",
+            )
         if session.turn is not None and session.turn["done"]:
             hint = "POST /reset starts the next episode"
             raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-        return self._set_turn(session, await self._play(session, session.env.step, action))
+        outcome = await self._play(session, session.env.step, action)
+        session.num_played += 1
+        return self._set_turn(session, outcome)
 
     async def ask(self, session: Session, method: str) -> Any:
         """What a method of the world answers that changes nothing."""
@@ -243,59 +256,3 @@ class Episodes:
             "subtask": self.env_class.subtask(session.task_index),
         }
         return session.turn
-
-
-class NoWebPages:
-    """ASGI middleware: a page in somebody's browser must neither play here nor read along.
-
-    Its requests carry an Origin; and one whose own name was made to mean this machine (DNS
-    rebinding) carries that name as Host. `hosts`: the names to answer to; none: to any.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self.app, self.hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            host = re.sub(r":\d*$", "", headers.get(b"host", "")).lower()
-            problem = "requests of web pages are refused" if b"origin" in headers else ""
-            if self.hosts and host not in self.hosts:
-                problem = f"this server does not answer to the name {host!r}"
-            if problem:
-                hint = "ask from a program, at the address that the server printed"
-                await error_answer(403, problem, hint)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-class BodyLimit:
-    """ASGI middleware: reads the body itself and stops at the limit, so neither a missing nor a
-    wrong Content-Length makes the server hold more than `max_body_bytes` a request."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self.app, self.max_body_bytes = app, max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            await self.app(scope, receive, send)
-            return
-        body, num_bytes, more = bytearray(), 0, True
-        while more and num_bytes <= DRAIN_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            num_bytes += len(message.get("body", b""))
-            if num_bytes <= self.max_body_bytes:
-                body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if num_bytes > self.max_body_bytes:
-            error = f"the body is larger than {self.max_body_bytes} bytes"
-            await error_answer(413, error, "send a shorter action")(scope, receive, send)
-            return
-        replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def receive_body() -> Message:
-            return replay.pop() if replay else await receive()
-
-        await self.app(scope, receive_body, send)
