@@ -133,9 +133,8 @@ def circumstances() -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    ask = ["sh", "-c", "git rev-parse HEAD"]  # by a shell: git may not be installed
+    git = subprocess.run(ask, capture_output=True, text=True, cwd=Path(__file__).parent)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+from runtime.rundir import circumstances
 from tools.setup_env import SETS, known_environments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,3 +50,10 @@ def test_what_is_made_here_stays_out_of_the_image() -> None:
     missing = [name for name in made if not {name, f"**/{name}"} & set(ignored)]
     assert missing == []
     assert ".git" in ignored
+
+
+def test_a_run_starts_where_git_is_not_installed(tmp_path: Path, monkeypatch) -> None:
+    """In the image it is not: the commit is then unknown."""
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert circumstances()["git_commit"] is None
