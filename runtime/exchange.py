@@ -70,6 +70,10 @@ class Unbelievable(ExchangeError, HTTPError):  # urllib3 lets its own errors thr
     """The answer is no HTTP, too large, or in an encoding that was not asked for."""
 
 
+class NotFinite(ValueError):
+    """JSON that holds NaN or infinity."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """Whole, and within its bounds."""
@@ -286,7 +290,8 @@ def parse(body: bytes) -> Any:
     """The JSON value of an answer.
 
     Raises:
-        ValueError: it is none, deeper than MAX_DEPTH, or holds a number that is not finite.
+        ValueError: it is none, or deeper than MAX_DEPTH.
+        NotFinite: a number is not finite.
     """
     try:
         return _believable(
@@ -297,7 +302,7 @@ def parse(body: bytes) -> Any:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not a finite number")
+    raise NotFinite(f"{name} is not a finite number")
 
 
 def _believable(value: Any, depth: int) -> Any:
@@ -305,7 +310,7 @@ def _believable(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):  # 1e999
-        raise ValueError(f"{value} is not a finite number")
+        raise NotFinite(f"{value} is not a finite number")
     if isinstance(value, list | dict) and not depth:
         raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
     if isinstance(value, dict):

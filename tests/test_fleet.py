@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ class FakeServer:
     def __init__(self, port=0, seed=0, mode="processed_logprobs", dev=True):
         self.config = {"seed": seed, "logprobs_mode": mode}
         self.dev, self.script, self.log, self.num_hung_up = dev, {}, [], 0
+        self.name = "my/model"
         self.free = threading.Event()
         self.free.set()
         self.connections = set()
@@ -103,8 +105,13 @@ class FakeServer:
     def usual(self, path, fields):
         if path == "/health":
             return 200, ""
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": [{"id": self.name, "root": "my/model"}]}
+        if path == "/v1/completions" and fields["model"] != self.name:
+            return 404, {"error": {"message": f"The model `{fields['model']}` does not exist."}}
         if path == "/v1/completions":
-            return 200, completion(fields["prompt"][-fields["max_tokens"] :])
+            answer = completion(fields["prompt"][-fields["max_tokens"] :])
+            return 200, {"model": self.name, **answer}
         if not self.dev:
             return 404, {"detail": "Not Found"}
         return 200, {
@@ -201,6 +208,7 @@ def test_a_request_leaves_nothing_to_the_models_generation_config(two):
     ((path, fields),) = servers[0].log
     assert path == "/v1/completions"
     assert fields == {
+        "model": "my/model",
         "prompt": [5, 6, 7],
         "max_tokens": 4,
         "temperature": 0.7,
@@ -303,7 +311,8 @@ def test_a_server_that_died_is_used_again_only_once_it_has_the_weights(two):
         run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
         assert back.log == []
         engine.load_weights(weights_of().items())
-        assert [path for path, _ in back.log] == ["/collective_rpc", "/reset_prefix_cache"]
+        paths = ["/v1/models", "/collective_rpc", "/reset_prefix_cache"]
+        assert [path for path, _ in back.log] == paths
         run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
         assert len(back.prompts) == 1 and len(other.prompts) == 5
     finally:
@@ -356,7 +365,7 @@ def test_a_server_that_falls_silent_is_left_out(tmp_path):
     with fakes(2) as servers, fleet_of(servers, tmp_path, timeout_s=0.2) as engine:
         servers[0].free.clear()
         assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
-        assert "TimeoutError" in engine._servers[0].lost
+        assert "no answer within 0.2 s" in engine._servers[0].lost
         servers[0].free.set()
 
 
@@ -377,11 +386,21 @@ def test_a_request_that_no_server_would_take_is_an_error_at_once(two):
         ({"logprobs": None}, "is it vLLM 0.32"),
         ({"token_ids": []}, "0 ids and 2 log-probs"),
         ({"token_ids": [5, 6, 7]}, "3 ids and 2 log-probs"),
-        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "one for each sampled token"),
+        ({"logprobs": {"token_logprobs": [-0.1]}}, "2 ids and 1 log-probs"),
         ({"finish_reason": "error"}, "a reason to end"),
+        ({"logprobs": {"token_logprobs": [-0.1, None]}}, "the log-prob None"),
+        ({"logprobs": {"token_logprobs": [-0.1, "-1"]}}, "the log-prob '-1'"),
+        ({"logprobs": {"token_logprobs": [-0.1, 0.5]}}, "the log-prob 0.5, expected .* up to 0"),
+        ({"logprobs": {"token_logprobs": [-0.1, float("nan")]}}, "NaN is not a finite number"),
+        ({"logprobs": {"token_logprobs": [-0.1, -math.inf]}}, "-Infinity is not a finite"),
+        ({"token_ids": [5, -1]}, "the token id -1, expected 0 to"),
+        ({"token_ids": [5, 1 << 31]}, "the token id 2147483648"),
+        ({"token_ids": [5, 6.0]}, "the token id 6.0"),
+        ({"token_ids": [5, True]}, "the token id True"),
+        (completion([5] * 5)["choices"][0], "5 tokens, 4 were asked for"),
     ],
 )
-def test_an_answer_without_one_log_prob_for_each_id_is_an_error(two, changed, said):
+def test_an_answer_without_one_good_log_prob_for_each_good_id_is_an_error(two, changed, said):
     engine, servers = two
     answer = completion([5, 6])
     answer["choices"][0].update(changed)
@@ -389,6 +408,68 @@ def test_an_answer_without_one_log_prob_for_each_id_is_an_error(two, changed, sa
     engine.submit("a", [5], SETTINGS)
     with pytest.raises(EngineError, match=said):
         finish(engine)
+
+
+def test_token_ids_are_those_of_the_model_where_it_is_at_hand(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    with fakes(1) as (server,):
+        engine = FleetEngine([server.url], tmp_path / "weights", Served(str(tmp_path), 512))
+        assert run(engine, a=([9], SETTINGS))["a"].token_ids == [9]
+        engine.submit("b", [10], SETTINGS)
+        with pytest.raises(EngineError, match="the token id 10, expected 0 to 9"):
+            finish(engine)
+        engine.close()
+
+
+def test_a_log_prob_of_one_rounding_above_0_is_one(two):
+    engine, servers = two
+    answer = completion([5])
+    answer["choices"][0]["logprobs"]["token_logprobs"] = [1e-6]
+    servers[0].script["/v1/completions"] = [(200, answer)]
+    assert run(engine, a=([5], SETTINGS))["a"].log_probs == [1e-6]
+
+
+def test_a_long_answer_is_read_where_a_long_one_was_asked_for(tmp_path):
+    with fakes(1) as (server,), fleet_of([server], tmp_path) as engine:
+        padded = {**completion([5]), "padding": "x" * 1_200_000}
+        server.script["/v1/completions"] = [(200, padded)] * 9
+        done = run(engine, a=([5], SamplingSettings(1000)))
+        assert done["a"].token_ids == [5]
+        engine.submit("b", [5], SamplingSettings(10))
+        with pytest.raises(EngineError, match="4 tries failed.*larger than"):
+            finish(engine)
+
+
+def test_a_server_whose_place_another_has_taken_is_left_out(two):
+    """Its samples would be of other weights, and our weights would go to it."""
+    engine, servers = two
+    servers[0].name = "a/stranger"
+    run(engine, a=([5], SETTINGS))
+    assert "another server than at the start" in engine._servers[0].lost
+    servers[0].log.clear()
+    engine.load_weights(weights_of().items())
+    assert [path for path, _ in servers[0].log] == ["/v1/models"]
+    assert "its model is 'a/stranger', not 'my/model'" in engine._servers[0].lost
+    servers[0].name = "my/model"
+    engine.load_weights(weights_of().items())
+    assert engine._servers[0].lost is None
+    servers[0].script["/v1/completions"] = [(200, {"model": "a/stranger", **completion([5])})]
+    assert run(engine, b=([6], SETTINGS))["b"].token_ids == [6]
+    assert "its model is 'a/stranger'" in engine._servers[0].lost
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": []}, {"data": [{}]}, {"data": 5}])
+def test_what_names_no_model_is_no_server(tmp_path, answer):
+    with fakes(1) as (server,), pytest.raises(EngineError, match="names no model; is it vLLM"):
+        server.script["/v1/models"] = [(200, answer)]
+        start(tmp_path, server.url)
+
+
+@pytest.mark.parametrize("info", [{"vllm_config": 5}, {"vllm_config": {"model_config": []}}])
+def test_a_server_that_says_little_about_itself_is_taken(tmp_path, info):
+    with fakes(1) as (server,):
+        server.script["/server_info"] = [(200, info)]
+        start(tmp_path, server.url)
 
 
 def test_a_bug_in_a_thread_surfaces_in_the_loop(two, monkeypatch):
@@ -500,7 +581,7 @@ def test_every_server_reads_the_folder_and_forgets_the_old_prefixes(two):
     engine.load_weights(weights_of().items())
     (folder,) = engine.weights_dir.iterdir()
     for server, resets in zip(servers, (3, 1), strict=True):
-        (path, fields), *others = server.log
+        _, (path, fields), *others = server.log
         assert path == "/collective_rpc"
         assert fields == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         assert others == [("/reset_prefix_cache", {})] * resets
@@ -547,6 +628,8 @@ class Handler(BaseHTTPRequestHandler):
         said = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")}
         said["pid"] = os.getpid()
         said["words"] = sys.argv[1:]
+        name = os.environ.get("STRANGER") or sys.argv[sys.argv.index("--served-model-name") + 1]
+        said["data"] = [{"id": name}]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(said).encode())
@@ -555,7 +638,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 
 def said_by(url):
-    return json.loads(servers._exchange(url, "GET", "/", timeout_s=5)[1])
+    return servers.Server(url, SERVED, 0).call("GET", "/", timeout_s=5)
 
 
 def is_alive(pid):
@@ -579,8 +662,16 @@ def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
             assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
             assert words[:3] == [servers.SERVER_MODULE, "--model", "my/model"]
             assert words[-2:] == ["--swap", "0"]
+            assert words[words.index("--served-model-name") + 1].startswith("sampler-")
             assert "--enforce-eager" not in words and url.startswith("http://127.0.0.1:")
     assert not any(is_alive(s["pid"]) for s in said)
+
+
+def test_a_stranger_on_the_port_does_not_pass_for_the_server_that_was_started(monkeypatch):
+    monkeypatch.setattr(processes, "_RUN_WHILE_STDIN_IS_OPEN", STAND_IN)
+    monkeypatch.setenv("STRANGER", "my/model")
+    with pytest.raises(EngineError, match="another process listens at .*model is 'my/model'"):
+        started(["cpu"])
 
 
 def started(devices, **options):
