@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from reporting.logs import LogError, read_log, require_steps
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
 from reporting.timeleft import TimeLeft
+from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog
 from runtime import checkpoint, distributed, phases, rundir
 from runtime.clock import Clock
@@ -102,8 +104,10 @@ class Session:
             if loaded:
                 check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
                 distributed.first("resuming", check)
-            self.logger = MetricsLogger(path, resume_step, writes=self.run.writes)
-        except LogError as error:
+            names = self.config.log_to if self.run.writes else ()
+            trackers = Trackers(names, path, asdict(self.config), resume_step)
+            self.logger = MetricsLogger(path, resume_step, self.run.writes, trackers)
+        except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
         if loaded:
             for timings in read_log(path / "timings.jsonl") if self.run.writes else []:

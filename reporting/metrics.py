@@ -43,6 +43,7 @@ from typing import Any, Self
 from reporting import table
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
+from reporting.trackers import Trackers
 from runtime import phases
 from runtime.files import flush, make_folder
 from trajectory import LOST, STOP_REASONS, RolloutHandler
@@ -214,13 +215,18 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, run_dir: str | Path, resume_step: int | None = None, writes: bool = True
+        self,
+        run_dir: str | Path,
+        resume_step: int | None = None,
+        writes: bool = True,
+        trackers: Trackers | None = None,
     ) -> None:
         """
         Args:
             run_dir: the run's directory; made if it is missing.
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
             writes: False on the processes of a run that must not write: names are checked only.
+            trackers: get a copy of each step's row; closed with the logs.
         Raises:
             FileExistsError: a new run, but the directory holds a log.
             LogError: a line other than the last is not a JSON object with a step.
@@ -228,6 +234,7 @@ class MetricsLogger:
         self.run_dir = Path(run_dir)
         make_folder(self.run_dir)
         self._rows_printed = 0
+        self._trackers = trackers
         self._files: dict[str, Any] = {}
         self.writes = writes
         if not writes:
@@ -259,6 +266,8 @@ class MetricsLogger:
         self._files["metrics.jsonl"].close()
         truncate_log(path, step - 1, then=_line(METRICS, "metrics.jsonl", step, last | metrics))
         self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        if self._trackers:
+            self._trackers.amend(step, _numbers(metrics))
 
     def timings(self, step: int, timings: dict[str, Any]) -> None:
         """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
@@ -286,6 +295,8 @@ class MetricsLogger:
         print(table.row(step, metrics | timings, last_step, left_s), flush=True)
         phases.spoke()
         plot(self.run_dir)
+        if self._trackers:
+            self._trackers.send(step, _numbers(metrics | timings))
 
     def __enter__(self) -> Self:
         return self
@@ -296,6 +307,8 @@ class MetricsLogger:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+        if self._trackers:
+            self._trackers.close()
 
     def _append(
         self, name: str, allowed: dict[str, str], step: int, values: dict[str, Any]
@@ -316,8 +329,11 @@ def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any])
             raise ValueError(
                 f"metric {key!r} is not in the glossary; define it in metrics.py first"
             )
-    numbers = {k: _number(v) for k, v in values.items()}
-    return json.dumps({"step": step} | numbers, allow_nan=False) + "\n"
+    return json.dumps({"step": step} | _numbers(values), allow_nan=False) + "\n"
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> float | int | None:
