@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 import losses
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import (
+    Objective,
+    Scored,
     entropy_from_logits,
     masked_mean,
     masked_sum,
     policy_loss,
+    policy_objective,
     sampler_is_weights,
     value_loss,
 )
@@ -404,6 +407,63 @@ def test_weights_make_the_samplers_tokens_estimate_the_trainers_gradient():
         if w is not None:
             corrected = gradient
     torch.testing.assert_close(corrected, gradient)
+
+
+# --------------------------------------------------------- what an optimizer step descends
+def scored(ref=None):
+    """Three policy tokens: ratios 1, 1.5, 0.5; sampler log-probs above, below and equal."""
+    return Scored(
+        log_probs=log(0.4, 0.6, 0.1, 0.9),
+        entropy=torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double(),
+        old_log_probs=log(0.4, 0.4, 0.2, 0.5),
+        rollout_log_probs=log(0.5, 0.1, 0.2, 0.1),
+        ref_log_probs=ref,
+        advantages=torch.tensor([[1.0, 1.0, -2.0, 7.0]]).double(),
+        loss_mask=torch.tensor([[1, 1, 1, 0]]),
+    )
+
+
+CLIPPED = [0.8 * 1.0, 2.0 * 1.2, -1.0 * 2 * 0.8]  # w · min(ρA, clip(ρ)A); w = 0.8, cap 2, 1
+
+
+def test_a_step_descends_its_terms_and_logs_them_by_hand():
+    """Denominator 6, as if three more tokens were in another micro-batch; a quarter says nothing,
+    which scales the clipped loss and nothing else, and is not in what is logged."""
+    objective = Objective(entropy_coef=0.1, kl_loss_coef=0.5, kl_estimator="k2", sampler_is_cap=2)
+    loss, metrics = policy_objective(scored(ref=log(0.2, 0.6, 0.4, 0.1)), objective, 6, 0.75)
+    clipped, entropy = -sum(CLIPPED) / 6, (1 + 2 + 3) / 6
+    kl = (0.5 * math.log(2) ** 2 + 0 + 0.5 * math.log(4) ** 2) / 6
+    others = -0.1 * entropy + 0.5 * kl
+    assert loss.item() == pytest.approx(0.75 * clipped + others)
+    got = {name: value.item() for name, value in metrics.items()}
+    assert got == pytest.approx(
+        {
+            "policy/loss": clipped + others,
+            "policy/entropy": entropy,
+            "policy/kl": kl,
+            "policy/clip_frac": 2 / 6,
+            "policy/approx_kl": (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 6,
+            "sampler/log_prob_diff_mean": (math.log(1.25) + math.log(4)) / 6,
+            "max:sampler/log_prob_diff_max": math.log(4),
+            "sampler/is_weight_mean": (0.8 + 2 + 1) / 6,
+        }
+    )
+
+
+@pytest.mark.parametrize(("cap", "weights"), [(0, None), (1, (0.8, 1, 1)), (5, (0.8, 4, 1))])
+def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
+    _, metrics = policy_objective(scored(), Objective(sampler_is_cap=cap), 3)
+    terms = [x / w for x, w in zip(CLIPPED, (0.8, 2, 1))]
+    clipped = [x * w for x, w in zip(terms, weights or (1, 1, 1))]
+    assert metrics["policy/loss"].item() == pytest.approx(-sum(clipped) / 3)
+    assert ("sampler/is_weight_mean" in metrics) == (weights is not None)
+    if weights:
+        assert metrics["sampler/is_weight_mean"].item() == pytest.approx(sum(weights) / 3)
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(63, 3), (64, 3), (65, 6), (128, 6), (129, 9)])
+def test_a_part_of_a_mini_batch_is_an_optimizer_step_too(rows, steps):
+    assert Objective(mini_batch_size=64, ppo_epochs=3).num_optimizer_steps(rows) == steps
 
 
 # ---------------------------------------------------------------------------- controllers
