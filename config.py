@@ -66,6 +66,8 @@ class Config(Objective):
     preset: Literal["laptop", "paper", "none"] = "laptop"
     """laptop: for two cores, the default without a GPU and for smollm2-135m and tiny anywhere;
     paper: AgentGym-RL's, the default with a GPU; none: each option's own, in config.py"""
+    config: str | None = None
+    """a run's config.json: its options are the defaults; those given here win"""
     # The world and its tasks
     env: str = "textcraft"
     """environment to act in: textcraft, babyai, sciworld, or package.module:Class of your own"""
@@ -77,7 +79,11 @@ class Config(Objective):
     subtasks: tuple[str, ...] = ()
     """train on these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (all if empty)"""
     env_addr: tuple[str, ...] = ()
-    """addresses of environment servers, http://host:port; none: one is started here"""
+    """addresses of environment servers, http://host:port; none: one is started here; local: no
+    server, the world plays in this process"""
+    prompt: str | None = None
+    """file with another prompt than the world's: JSON [{"role", "content"}, ...], or a text in
+    place of its instruction"""
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen/Qwen2.5-3B-Instruct]"""
@@ -153,6 +159,8 @@ class Config(Objective):
     """trajectories per held-out task (trajectories) [paper: 1]"""
     eval_rounds: int | None = None
     """most turns in evaluation (turns; none: the longest of --rounds) [paper: 30]"""
+    stop_at: float | None = None
+    """end once this share of the held-out tasks is solved (0..1; none: after --steps)"""
     save_every: int = 20
     """write a checkpoint every so many steps, and after the last (steps) [paper: 25]"""
     keep_last: int = 2

@@ -48,6 +48,7 @@ from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     WrongWorld,
 )
 from runtime.envserver import local_server  # noqa: F401
+from runtime.localworld import transport_to
 
 MAX_CLOSING = 64  # threads that close sessions
 
@@ -72,11 +73,12 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     Arguments:
         env: as for envs.get_env; says how text is parsed and what is called what on the wire.
-        base_url: http://HOST:PORT of the server.
+        base_url: http://HOST:PORT of the server, or "local": no server, a world in this process.
         timeout_s: the longest that a request may take, repetitions included, in seconds.
         num_retries: repetitions of a request that is safe to repeat.
         busy_wait_s: how long 429 is waited for, in seconds.
         parse: another action format than the environment's own: text -> action, or ParseError.
+        prompt: other messages before the first observation than the environment's own.
         on_failure, on_close: called with each error raised, and once by close(); for EnvPool.
         tries_at_close: how often close() tells the server (None: 1 + num_retries); for EnvPool.
 
@@ -92,15 +94,16 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         num_retries: int = 2,
         busy_wait_s: float = 60.0,
         parse: Callable[[str], str] | None = None,
+        prompt: list[dict[str, str]] | None = None,
         on_failure: Callable[[EnvError], None] = lambda error: None,
         on_close: Callable[["EnvClient"], None] = lambda client: None,
         tries_at_close: Callable[[], int | None] = lambda: None,
     ) -> None:
         env_class = get_env(env)
         self.env = env
-        self._transport = Transport(base_url, timeout_s, num_retries, busy_wait_s)
+        self._transport = transport_to(env, base_url, timeout_s, num_retries, busy_wait_s)
         self.base_url = self._transport.base_url
-        self.prompt: list[dict[str, str]] = env_class.PROMPT
+        self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
         self.parse: Callable[[str], str] = parse or env_class.parse
         self._wire = env_class.WIRE
         self._on_failure, self._on_close = on_failure, on_close
@@ -289,7 +292,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             enough for one to be restarted. Where nobody has ever listened it does not wait.
         back_off_s, max_back_off_s: first and longest rest of an address that failed, in seconds.
         busy_wait_s: how long 429 is waited for, in seconds.
-        options: of every EnvClient: timeout_s, num_retries, parse.
+        options: of every EnvClient: timeout_s, num_retries, parse, prompt.
 
     Raises ValueError for no address, one that is no URL, or the same twice.
     """
@@ -314,7 +317,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             max_back_off_s=max_back_off_s,
         )
         self.env, self.urls = env, [address.url for address in self.addresses.all]
-        self.prompt: list[dict[str, str]] = get_env(env).PROMPT
+        self.prompt: list[dict[str, str]] = options.get("prompt") or get_env(env).PROMPT
         self.busy_wait_s, self._options = busy_wait_s, options
         self._clients: set[EnvClient] = set()
         self._lock = threading.Lock()  # guards them

@@ -119,10 +119,21 @@ class Session:
     def steps_left(self) -> Iterator[int]:
         """Numbers of the steps to do, counted from 1; what is said in one begins with it."""
         for step in range(self.completed_step + 1, self.config.steps + 1):
+            if self.is_good_enough():
+                return
             left = self.time_left.after(step - 1)
             rest = "" if left is None else f", {phases.duration(left)} left"
             phases.heading(f"step {step}/{self.config.steps}{rest}")
             yield step
+
+    def is_good_enough(self) -> bool:
+        """Whether held-out success has reached --stop-at; then there is a checkpoint to show."""
+        wanted, best = self.config.stop_at, self.progress.best
+        if wanted is None or best is None or best < wanted:
+            return False
+        distributed.say(f"held-out success {best:.1%} has reached --stop-at {wanted:g}")
+        self.save_what_is_done()
+        return True
 
     # Evaluation
 

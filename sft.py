@@ -54,6 +54,7 @@ from runtime.default_models import cache_dir, resolve_model
 from runtime.files import build_folder, write_json
 from runtime.lora import add_lora
 from runtime.phases import phase
+from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
 from update import Learner, Metrics, optimize
@@ -187,15 +188,18 @@ def warm_start(
     settings: SftSettings,
     accelerator: Any,
     urls: Sequence[str] = (),
+    prompt: Messages | None = None,
 ) -> str:
     """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached.
 
-    `urls` are servers of the environment; none: one is started here. Collective.
+    `urls` are servers of the environment; none: one is started here. `prompt` stands before the
+    demonstrations in place of the world's. Collective.
     """
 
     def play() -> tuple[list[Conversation], bool]:
         with refusing():
             records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
+        records = reprompted(records, env, prompt)
         return records, folder_of(records).exists()
 
     def folder_of(records: list[Conversation]) -> Path:
@@ -230,8 +234,8 @@ def start_model(config: TrainConfig, accelerator: Any) -> str:
     tasks = load_tasks(config.env, config.split, config.tasks)
     names = shown_subtasks(sorted({task.subtask for task in tasks}), config.subtasks)
     shown = [task for task in tasks if task.subtask in names]
-    urls = config.env_addr
-    return warm_start(config.model, config.env, shown, SftSettings(), accelerator, urls)
+    urls, prompt = config.env_addr, prompt_of(config)
+    return warm_start(config.model, config.env, shown, SftSettings(), accelerator, urls, prompt)
 
 
 def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:

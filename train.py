@@ -68,6 +68,7 @@ from rollout import RolloutRequest, TooManyEnvFailures
 from runtime import checkpoint, distributed
 from runtime.checks import check, check_here
 from runtime.clock import Clock, OutOfMemory
+from runtime.prompts import with_prompt
 from runtime.rundir import Run
 from runtime.sync import SyncError
 from session import TrainingError, at_work
@@ -95,7 +96,7 @@ def train(config: Config) -> Run:
         FAILURES: what ended it, in a line; what was saved stays.
     """
     with refusing():
-        config = complete(config)
+        config = complete(with_prompt(config))
     check(config)
     check_here(config)
     with at_work(config) as session:

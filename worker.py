@@ -51,6 +51,7 @@ from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.phases import phase, playing
+from runtime.prompts import prompt_of
 from runtime.servers import Served, start_servers
 from runtime.vllm_engine import make_engine
 from schedulers import make_scheduler
@@ -106,7 +107,8 @@ class Worker:
         self.pad_id = self.tokenizer.pad_token_id or 0
         urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
         with refusing():
-            self.pool = stack.enter_context(EnvPool(config.env, urls))
+            pool = EnvPool(config.env, urls, prompt=prompt_of(config))
+            self.pool = stack.enter_context(pool)
         self.check_budget()
         with phase("loading the models"):
             self.load_models()

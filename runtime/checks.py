@@ -23,6 +23,7 @@ from config import Config, Misuse, flag, refusing
 from envs import Task, load_tasks, settings_of
 from runtime.envhttp import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
+from runtime.localworld import LOCAL, check_local
 from runtime.room import check_room
 from schedulers import make_scheduler
 
@@ -68,6 +69,8 @@ def _check_ranges(config: Config) -> None:
     for name in ["gamma", "lam", "max_env_failures"]:
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must lie between 0 and 1")
+    if config.stop_at is not None and not 0 < config.stop_at <= 1:
+        raise ValueError(f"--stop-at {config.stop_at} must be a share of solved tasks, 0 to 1")
     if config.eval_rounds is not None and config.eval_rounds < 1:
         raise ValueError(f"--eval-rounds {config.eval_rounds} must be at least 1")
     if 0 < config.sampler_is_cap < 1:
@@ -78,7 +81,11 @@ def _check_addresses(config: Config) -> None:
     """Each is one, and is given once."""
     for name in ("env_addr", "engine_url", "engine_devices"):
         given = getattr(config, name)
+        if name == "env_addr" and LOCAL in given:
+            _check_local(config)
         for address in given if name != "engine_devices" else ():
+            if name == "env_addr" and address == LOCAL:
+                continue
             try:
                 checked_url(address)
             except ValueError as error:
@@ -86,6 +93,15 @@ def _check_addresses(config: Config) -> None:
         twice = sorted({each for each in given if given.count(each) > 1})
         if twice:
             raise ValueError(f"{flag(name)} {' '.join(given)}: {twice[0]} stands there twice")
+
+
+def _check_local(config: Config) -> None:
+    """--env-addr local: a world that needs no process beside this one."""
+    if len(config.env_addr) > 1:
+        raise ValueError(
+            f"--env-addr {' '.join(config.env_addr)}: {LOCAL} is no server; give it alone"
+        )
+    check_local(config.env)
 
 
 def _check_together(config: Config) -> None:
@@ -101,6 +117,8 @@ def _check_together(config: Config) -> None:
             f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
             f"compare with; use 2 or more, or --algorithm {others}"
         )
+    if config.stop_at is not None and not config.eval_every:
+        raise ValueError("--stop-at waits for held-out success; set --eval-every above 0")
     if config.max_tokens_per_turn >= config.max_trajectory_tokens:
         raise ValueError(
             f"--max-tokens-per-turn {config.max_tokens_per_turn} does not fit into "
@@ -212,7 +230,8 @@ def check_here(config: Config) -> None:
     """
     with refusing():
         package = settings_of(config.env).package
-        if package and not config.env_addr and importlib.util.find_spec(package) is None:
+        here = config.env_addr in ((), (LOCAL,))
+        if package and here and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"--env {config.env} needs the package {package}: run `make setup "
                 f"ENV={config.env}`, or give --env-addr"

@@ -14,12 +14,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from config import Config, Misuse, complete, preset_of, refusing, with_preset
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
-from runtime.saved import check_unchanged, saved_config
+from runtime.prompts import with_prompt
+from runtime.saved import check_unchanged, options_from, saved_config
 
 ConfigType = TypeVar("ConfigType")
 
@@ -77,10 +79,10 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
     config = parse_command_line(Config, words, prog, starting_from(words), description)
     if config.resume:  # what is not given again is what the run was started with
         saved = saved_config(config.run_dir)
-        config = parse_command_line(Config, words, prog, saved)
+        config = with_prompt(parse_command_line(Config, words, prog, saved))
         check_unchanged(config, saved)
         given.clear()
-    asked = config
+    asked = config = with_prompt(config)
     with refusing():
         config = complete(config)
     check(config)
@@ -98,11 +100,17 @@ def say_remarks(config: Config, argv: Sequence[str] | None) -> None:
 
 
 def starting_from(argv: Sequence[str]) -> Config:
-    """The values of what a command line does not name: those of a preset."""
+    """The values of what a command line does not name: those of --config, then of a preset."""
     given = {name: words[0] for name, words in usage.named(Config, argv).items() if words}
-    env, model = given.get("env", Config.env), given.get("model")
+    file, saved = given.get("config"), dict[str, Any]()
+    if file is not None:
+        if "preset" in given:
+            raise Misuse("--config and --preset both say where to start from; give one")
+        saved = options_from(file) | {"config": file}
+    asked = saved | given
+    env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():
-        return with_preset(given.get("preset") or preset_of(model), env)
+        return replace(with_preset(asked.get("preset") or preset_of(model), env), **saved)
 
 
 def refuse_misuse(prog: str, description: str) -> None:

@@ -22,6 +22,7 @@ from runtime.envhttp import (
     TooManySessions,
 )
 from runtime.exchange import checked_url
+from runtime.localworld import LOCAL
 
 UNREACHABLE = (EnvConnectionError, EnvTimeout)
 
@@ -67,7 +68,7 @@ class Addresses:
         back_off_s: float,
         max_back_off_s: float,
     ) -> None:
-        self.all = [Address(checked_url(url, "--env-addr")) for url in urls]
+        self.all = [Address(u if u == LOCAL else checked_url(u, "--env-addr")) for u in urls]
         if not self.all or len({a.url for a in self.all}) < len(self.all):
             raise ValueError(f"--env-addr {' '.join(urls)}: give each server's address once")
         self.env, self.dead_wait_s, self.busy_wait_s = env, dead_wait_s, busy_wait_s

@@ -198,14 +198,14 @@ class Transport:
             raise EnvProtocolError(what, url) from error
         finally:
             self._last_used = time.monotonic()
-        return _read_answer(url, answer.status, answer.body)
+        return read_answer(url, answer.status, answer.body)
 
 
 # Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
 _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
 
 
-def _read_answer(url: str, status: int, content: bytes) -> Any:
+def read_answer(url: str, status: int, content: bytes) -> Any:
     """The JSON value of a good answer, or the error that this answer is."""
     path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
     try:

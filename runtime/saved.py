@@ -1,4 +1,4 @@
-"""A run's options, read back from what it left: for `--resume`.
+"""A run's options, read back from what it left: for `--resume` and `--config`.
 
 Read first: `config.py`, the options.
 """
@@ -15,9 +15,10 @@ from config import Config, Misuse, flag
 # How far, where and how much at a time: what a resumed run may change.
 CHANGEABLE = {
     *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
-    *("engine_url", "engine_devices", "on_collapse", "log_to"),
+    *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
+OF_ONE_RUN = {"config", "run_dir", "resume"}  # what another run does not take over
 
 
 def saved_config(run_dir: str | None) -> Config:
@@ -31,17 +32,59 @@ def saved_config(run_dir: str | None) -> Config:
     path = Path(run_dir) / "config.json"
     if not path.exists():
         raise Misuse(f"--run-dir {run_dir} holds no run to resume")
-    known = {f.name for f in fields(Config)}
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["config"]
-        options: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        values = _checked(_options_in(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, Misuse):
+            raise
         raise Misuse(
             f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
         ) from None
-    return replace(Config(**options), run_dir=run_dir, resume=True)
+    return replace(Config(**values), run_dir=run_dir, resume=True)
+
+
+def options_from(file: str) -> dict[str, Any]:
+    """The options in a run's config.json, or in a JSON object of options, for a new run.
+
+    Raises:
+        Misuse: it cannot be read, or holds what no option of this version can be.
+    """
+    try:
+        found = _options_in(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misuse(f"--config {file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise Misuse(f"--config {file} is not a run's config.json ({error})") from error
+    values = _checked(found, f"--config {file}")
+    return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
+
+
+def _options_in(text: str) -> dict[str, Any]:
+    """ValueError if `text` is not JSON that holds options."""
+    content = json.loads(text)
+    options = content.get("config", content) if isinstance(content, dict) else None
+    if not isinstance(options, dict) or not options:
+        raise ValueError("it holds no options")
+    return options
+
+
+def _checked(options: dict[str, Any], where: str) -> dict[str, Any]:
+    """The options with the types that they must have; Misuse where they are others."""
+    import pydantic
+
+    unknown = sorted(options.keys() - {field.name for field in fields(Config)})
+    if unknown:
+        raise Misuse(
+            f"{where} holds what is no option of this version: {', '.join(unknown)}; leave it "
+            "out, or use the version that wrote it"
+        )
+    try:
+        text = json.dumps(options)
+        config = pydantic.TypeAdapter(Config).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
+    return {name: getattr(config, name) for name in options}
 
 
 def check_unchanged(given: Config, saved: Config) -> None:

@@ -1,0 +1,166 @@
+"""--env-addr local: a world in this process is played as one behind HTTP."""
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fakes import ScriptedEngine, byte_tokenizer, requests_of, settings_of
+from toy_env import NAME, Letters, registered, serve
+
+from chat import ChatTemplate
+from envclient import (
+    EnvPool,
+    EnvServerError,
+    NotSupported,
+    StepOutsideEpisode,
+    UnknownTask,
+    connect,
+    local_server,
+)
+from envs import EpisodeEndedError, get_env
+from rollout import collect
+from runtime.localworld import LOCAL, MAX_BODY_BYTES, check_local
+
+
+def play(env, address):
+    """Trajectories of a scripted policy: moves of the world, nonsense, texts without an action."""
+    tokenizer = byte_tokenizer()
+    chat = ChatTemplate(tokenizer)
+    world = get_env(env)
+    moves = ["get 1 stick", "turn left", "go to red ball 1", "abc xyz"]
+    texts = [world.say("I try.", move) for move in moves] + ["no action here", "Action: \ud83d ?"]
+
+    def answer(request_id, prompt_ids):
+        text = random.Random(f"{request_id}/{len(prompt_ids)}").choice(texts)
+        return chat.action(text.encode("utf-8", "replace").decode())
+
+    settings = settings_of(
+        max_rounds=5, max_tokens_per_turn=80, max_trajectory_tokens=20_000, record_state=True
+    )
+    with EnvPool(env, [address]) as pool:
+        handlers = collect(ScriptedEngine(answer), pool, chat, requests_of(4, 3), settings)
+    kept = []
+    for handler in handlers:
+        line = handler.to_line()
+        for turn in line["turns"]:
+            turn.pop("env_s"), turn.pop("generate_s")
+        kept.append(line)
+    return kept
+
+
+@pytest.mark.parametrize("env", ["textcraft", "babyai"])
+def test_trajectories_are_those_of_a_server(env):
+    if env == "babyai":
+        pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
+    with local_server(env) as url:
+        over_http = play(env, url)
+    here = play(env, LOCAL)
+    assert here == over_http
+    assert all(turn["state"] for line in here for turn in line["turns"])
+    kinds = {bool(turn["parse_error"]) for line in here for turn in line["turns"]}
+    assert kinds == {True, False}
+
+
+def both(env_class=Letters):
+    """A client over HTTP and one in this process."""
+    with serve(env_class) as url, connect(NAME, url) as http, connect(NAME, LOCAL) as local:
+        yield http
+        yield local
+
+
+class Brittle(Letters):
+    """It breaks at the word that is not to be said."""
+
+    def step(self, action):
+        if action == "m":
+            raise RuntimeError("the world broke")
+        if action == "over":
+            raise EpisodeEndedError("over")
+        return super().step(action)
+
+
+def refused(client, what, kind):
+    with pytest.raises(kind) as error:
+        what(client)
+    assert client.base_url in error.value.url
+    return error.value.what, error.value.status
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        (lambda c: c.reset(8), UnknownTask),
+        (lambda c: c.step("a"), StepOutsideEpisode),
+        (
+            lambda c: (c.reset(0), c._request("GET", "/nothing", {"id": c._session_id})),
+            NotSupported,
+        ),
+        (lambda c: (c.reset(0), c.step("m")), EnvServerError),
+        (lambda c: (c.reset(0), c.step("over")), StepOutsideEpisode),
+        (lambda c: [c.reset(0), *(c.step("a") for _ in range(3))], StepOutsideEpisode),
+    ],
+)
+def test_errors_are_those_of_a_server(what, kind):
+    http, local = (refused(client, what, kind) for client in both(Brittle))
+    assert local == http
+
+
+def test_a_text_too_long_for_a_server_is_too_long_here():
+    http, local = ((client.reset(0), client.step("a" * MAX_BODY_BYTES))[1] for client in both())
+    assert local == http
+    assert "rejected" in local.info
+
+
+def test_what_a_client_may_ask_is_what_a_server_answers():
+    asked = [
+        (
+            client.reset(3, seed=5),
+            client.observation(),
+            client.available_actions(),
+            client.state(),
+            client.oracle(),
+            client.step("abc"),
+            client.close(),
+            client.close(),
+        )
+        for client in both()
+    ]
+    assert asked[0] == asked[1]
+
+
+def test_a_fast_world_is_called_by_one_thread_at_a_time_and_each_client_has_its_own():
+    inside, most, lock = [0], [0], threading.Lock()
+
+    class Counting(Letters):
+        def step(self, action):
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            os.sched_yield()
+            with lock:
+                inside[0] -= 1
+            return super().step(action)
+
+    import toy_env
+
+    toy_env.Counting = Counting
+    Counting.__module__ = toy_env.__name__
+    with registered(Counting), EnvPool(NAME, [LOCAL]) as pool:
+
+        def episode(task):
+            with pool.client() as client:
+                first = client.reset(task)
+                return first, client.step("abc").reward, client.step("xyz").terminated
+
+        with ThreadPoolExecutor(16) as threads:
+            ended = list(threads.map(episode, [n % 8 for n in range(200)]))
+    assert ended == [(f"craft {n % 8}", 0.5, True) for n in range(200)]
+    assert most == [1]
+
+
+def test_a_world_with_a_process_of_its_own_says_so():
+    with pytest.raises(ValueError, match="sciworld plays in a process of its own"):
+        check_local("sciworld")
+    check_local("babyai")
