@@ -1,7 +1,8 @@
 """`--log-to tensorboard wandb trackio`: the curves of a run in somebody's dashboard, as it goes.
 
 A run's own record is metrics.jsonl and timings.jsonl; a tracker gets a copy, one row for a step,
-and of a run nothing else but its options: no code, no git state, no machine, no console.
+and of a run nothing else but its options and its folder's name: no code, no git state, no host, no
+console. (wandb adds the time, its own and Python's version, and the kind of system.)
 
     tensorboard   <run>/tensorboard/      tensorboard --logdir runs
     wandb         <run>/wandb/, and the service unless WANDB_MODE=offline
@@ -69,6 +70,7 @@ class Wandb:
         import wandb
 
         settings = wandb.Settings(
+            host="hidden",
             disable_git=True,
             disable_code=True,
             save_code=False,

@@ -89,6 +89,7 @@ def test_nothing_of_the_machine_or_the_code_is_sent(tmp_path, fake):
         off = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
         assert all(getattr(settings, name) for name in (*off, "x_disable_machine_info"))
         assert (settings.save_code, settings.console) == (False, "off")
+        assert settings.host == "hidden"
         assert not settings.x_save_requirements
     else:
         assert options["auto_log_cpu"] is options["auto_log_gpu"] is False
