@@ -3,7 +3,7 @@
 The blocks of one document share one namespace, as if typed into one session, and run from the
 repository root; `>>>` lines must print what the page shows. A block after `<!-- skip: next -->` is
 shown only. A tutorial whose blocks take long has `slow` in its file name's stem, as in
-`10_learning_slow.md`, and is run by `make test-slow`. Pages about a world whose packages are not
+`11_learning_slow.md`, and is run by `make test-slow`. Pages about a world whose packages are not
 installed are skipped, and say so; with CI set they fail.
 """
 

@@ -152,7 +152,7 @@ def test_the_lesson_on_health_explains_every_column_and_every_sentinel():
 
 
 def test_the_lesson_on_health_names_metrics_and_options_that_exist():
-    names = re.findall(r"`([a-z]+/[a-z_]+)`", HEALTHY)
+    names = re.findall(r"`([a-z]+(?:/[a-z_]+)+)`", HEALTHY)
     assert len(names) > 10
     folders = {"checkpoints", "trajectories", "eval"}
     wrong = [n for n in names if n not in GLOSSARY and n.partition("/")[0] not in folders]
