@@ -21,10 +21,12 @@ What can go wrong, and what becomes of it:
     429, 408, 409, 5xx, time-out, connection      asked again with back-off (`Retry-After` counts);
     lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
-    any other 4xx (key, model name, option)       nothing will go better for the next: the run stops
+    any other 4xx (key, model name, option), 3xx  nothing will go better for the next: the run stops
     an answer without text                        the model said "": an unparsable action, reward 0
     the environment server fails                  as in rollout.py: a reset is tried 3 times, an
                                                   episode once more from its reset; then `env_error`
+
+An answer is bounded in bytes and in total time, as every server's (runtime/exchange.py).
 
 Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 """
@@ -50,9 +52,11 @@ from rollout import (
     sampling_seed,
     take_result,
 )
+from runtime.exchange import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
 from trajectory import Trajectory, Turn
 
 MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again
+NUM_IDLE = 64  # connections that are kept for the next turns
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
 
@@ -79,8 +83,10 @@ class ChatApi:
     Args:
         base_url: what an OpenAI client takes as base_url; a bare http://host:port gets /v1.
         api_key: sent as bearer token; never logged.
-        timeout_s: seconds for one answer.
+        timeout_s: seconds for one answer, to its last byte.
         max_retries: further attempts after the first; 8 wait about 40 s in all.
+
+    Raises ValueError for an address that is none, or that holds a user, a password or a key.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class ChatApi:
         timeout_s: float = 300.0,
         max_retries: int = 8,
     ) -> None:
-        base = base_url.rstrip("/")
+        base = checked_url(base_url, "--api-base")
         base += "" if urlsplit(base).path else "/v1"
         self.url, self.model = f"{base}/chat/completions", model
         self.stopped = threading.Event()  # once set, nothing is asked any more
@@ -102,7 +108,10 @@ class ChatApi:
             api_key=api_key or "none",
             timeout=timeout_s,
             max_retries=max_retries,
-            http_client=openai.DefaultHttpxClient(event_hooks={"response": [_must_be_completion]}),
+            http_client=httpx2.Client(
+                transport=_BoundedTransport(base, timeout_s),
+                event_hooks={"response": [_must_be_completion]},
+            ),
         )
         self._client.stopped = self.stopped
 
@@ -128,16 +137,18 @@ class ChatApi:
         except openai.APIStatusError as error:
             status, body = error.status_code, error.response.text
             problem = f"HTTP {status}: {' '.join(body[:300].split())}"
+            if 300 <= status < 400:
+                problem += f" (it leads to {error.response.headers.get('location', '')[:300]!r})"
             is_about_length = any(words in body.lower() for words in LENGTH_WORDS)
             if status in (400, 413) and is_about_length:
                 raise ContextFull(f"{self.url} answered {problem}") from None
-            if 400 <= status < 500 and status not in MAY_PASS:
+            if 300 <= status < 500 and status not in MAY_PASS:
                 raise ApiRefused(f"{self.url} answered {problem}") from None
             raise self._no_answer(error, problem) from None
         except openai.APIConnectionError as error:  # time-outs are of this kind
             cause = error.__cause__ or error
             raise self._no_answer(error, f"{type(cause).__name__}: {cause}") from None
-        return _message_text(answer.http_response) or ""
+        return str(answer.http_response.extensions["text"])
 
     def stop(self) -> None:
         """No more questions: what waits for a retry ends now."""
@@ -169,10 +180,45 @@ class _Client(openai.OpenAI):
             raise Stopped
 
 
+class _BoundedTransport(httpx2.BaseTransport):
+    """What carries that client's requests: a Line, through the proxy of the user's environment."""
+
+    def __init__(self, base_url: str, timeout_s: float) -> None:
+        parts = urlsplit(base_url)
+        self._line = Line(
+            f"{parts.scheme}://{parts.netloc}",
+            timeout_s,
+            proxy_url=proxy_of(base_url),
+            ssl_context=httpx2.create_ssl_context(),  # the certificates that httpx trusts
+            maxsize=NUM_IDLE,
+        )
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        # What httpx2 offers to undo is not asked for; the length is urllib3's to say.
+        unwanted = ("accept-encoding", "content-length", "host", "connection")
+        headers = {n: v for n, v in request.headers.items() if n not in unwanted}
+        path = request.url.raw_path.decode()
+        try:
+            answer = self._line.ask(request.method, path, request.read(), headers)
+        except TimedOut as error:
+            raise httpx2.ReadTimeout(str(error)) from error
+        except Lost as error:
+            raise httpx2.ConnectError(str(error)) from error
+        except Unbelievable as error:
+            raise httpx2.DecodingError(str(error)) from error
+        got = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in answer.headers.items()]
+        return httpx2.Response(answer.status, headers=got, content=answer.body)
+
+    def close(self) -> None:
+        self._line.hang_up()
+        self._line.close()
+
+
 def _must_be_completion(response: httpx2.Response) -> None:
     """Another answer than a chat completion is asked again, like one that never came."""
     response.read()
-    if response.is_success and _message_text(response) is None:
+    text = response.extensions["text"] = _message_text(response)
+    if response.is_success and text is None:
         body = " ".join(response.text[:300].split())
         raise httpx2.DecodingError(f"no chat completion: {body}", request=response.request)
 
@@ -180,11 +226,10 @@ def _must_be_completion(response: httpx2.Response) -> None:
 def _message_text(response: httpx2.Response) -> str | None:
     """The text of a chat completion, "" if its content is null; None if it is no completion."""
     try:
-        content = response.json()["choices"][0]["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        content = parse(response.content)["choices"][0]["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    # Half a surrogate pair, of a character cut by max_tokens, can be neither sent nor written.
-    return content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
+    return content if isinstance(content, str) else ""
 
 
 # ----------------------------------------------------------------------------------------------

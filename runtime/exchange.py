@@ -294,33 +294,35 @@ def parse(body: bytes) -> Any:
         NotFinite: a number is not finite.
     """
     try:
-        return _believable(
-            json.loads(body.decode(errors="replace"), parse_constant=_no_number), MAX_DEPTH
-        )
+        root = [json.loads(body.decode(errors="replace"), parse_constant=_no_number)]
     except RecursionError:
         raise ValueError("brackets in brackets, thousands of them") from None
+    # Mended in place: a copy would double what a hostile answer costs.
+    level: list[list[Any] | dict[str, Any]] = [root]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for value in level for inner in _mend(value)]
+    if level:
+        raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
+    return root[0]
 
 
 def _no_number(name: str) -> float:
     raise NotFinite(f"{name} is not a finite number")
 
 
-def _believable(value: Any, depth: int) -> Any:
-    """`value`, mended in place: a copy would double what a hostile answer costs."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, float) and not math.isfinite(value):  # 1e999
-        raise NotFinite(f"{value} is not a finite number")
-    if isinstance(value, list | dict) and not depth:
-        raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
+def _mend(value: list[Any] | dict[str, Any]) -> Iterator[list[Any] | dict[str, Any]]:
+    """Make the strings of one list or object encodable; yields the lists and objects in it."""
     if isinstance(value, dict):
         for key in [key for key in value if encodable(key) != key]:
             value[encodable(key)] = value.pop(key)
-    if isinstance(value, list | dict):
-        for place, item in enumerate(value) if isinstance(value, list) else value.items():
-            if not isinstance(item, int):
-                value[place] = _believable(item, depth - 1)
-    return value
+    places: Any = value.items() if isinstance(value, dict) else enumerate(value)
+    for place, item in places:
+        if isinstance(item, str):
+            value[place] = encodable(item)
+        elif isinstance(item, float) and not math.isfinite(item):  # 1e999
+            raise NotFinite(f"{item} is not a finite number")
+        elif isinstance(item, list | dict):
+            yield item
 
 
 def encodable(text: str) -> str:

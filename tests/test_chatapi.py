@@ -1,8 +1,10 @@
 """The message loop against a real environment and a chat server that follows a script."""
 
+import gzip
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -29,13 +31,14 @@ class ChatServer:
                 with outer.lock:
                     outer.requests.append((self.path, self.headers, body))
                 status, headers, content = outer.answer(body)
-                text = content if isinstance(content, str) else json.dumps(content)
+                data = content if isinstance(content, bytes | str) else json.dumps(content)
+                data = data.encode() if isinstance(data, str) else data
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(text.encode())))
+                self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write(data)
 
             def log_message(self, *_):
                 pass
@@ -199,6 +202,60 @@ def test_a_silent_server_and_a_dead_one_are_errors_and_not_hangs(serve):
         ask(ChatApi("http://127.0.0.1:9", "m", max_retries=1))
 
 
+def test_an_address_that_holds_a_password_is_refused_without_repeating_it():
+    with pytest.raises(ValueError, match="--api-key-env") as caught:
+        ChatApi("http://me:s3cret@host", "m")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_redirect_is_not_followed_but_told(serve):
+    """The key would go wherever the answer says, and each hop may take a time-out."""
+    server = serve(fails(307, Location="http://elsewhere/v1/chat/completions"))
+    with pytest.raises(ApiRefused, match="HTTP 307.*leads to 'http://elsewhere/v1/chat/comp"):
+        ask(api_of(server, api_key="secret"))
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_was_compressed_unasked_is_none(serve):
+    packed = gzip.compress(json.dumps(says("hi")[2]).encode())
+    server = serve((200, {"Content-Encoding": "gzip"}, packed))
+    with pytest.raises(ApiError, match="encoded"):
+        ask(api_of(server, max_retries=0))
+    assert "Accept-Encoding" not in server.requests[0][1] or (
+        server.requests[0][1]["Accept-Encoding"] == "identity"
+    )
+
+
+def test_the_proxy_of_the_environment_is_asked(serve, monkeypatch):
+    proxy = serve(says("hi"))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    assert ask(ChatApi("http://chat.invalid/v1", "m", api_key="given")) == "hi"
+    path, headers, _ = proxy.requests[0]
+    assert path == "http://chat.invalid/v1/chat/completions"
+    assert (headers["Host"], headers["Authorization"]) == ("chat.invalid", "Bearer given")
+
+
+def test_a_stop_ends_a_question_under_way(serve):
+    asked, answered = threading.Event(), threading.Event()
+
+    def waits(_):
+        asked.set()
+        answered.wait(20)
+        return says("too late")
+
+    api = api_of(serve(waits), timeout_s=20.0)
+    with ThreadPoolExecutor(1) as threads:
+        question = threads.submit(ask, api)
+        assert asked.wait(10)
+        began = time.monotonic()
+        api.stop()
+        assert isinstance(question.exception(timeout=15), (ApiError, Stopped))
+        assert time.monotonic() - began < 10
+    answered.set()
+
+
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 def test_what_will_never_pass_is_asked_once(serve, status):
     server = serve(fails(status, "no such model"))
@@ -223,7 +280,7 @@ def test_an_answer_without_text_is_the_empty_string(serve, content):
 def test_half_a_character_cut_by_max_tokens_can_be_sent_again_and_written(serve):
     server = serve((200, {}, '{"choices": [{"message": {"content": "ok \\ud83d"}}]}'))
     text = ask(api_of(server))
-    assert text == "ok ?"
+    assert text == "ok \ufffd"
     text.encode("utf-8")
 
 
