@@ -21,6 +21,7 @@ from envs.sciworld.tasks import find_task
 from recipes import scaling_inter, worlds
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from reporting.evalconfig import EvalConfig
+from reporting.table import header
 from tools.setup_env import SETS
 from update import SHARING_PAYS
 
@@ -117,6 +118,11 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
     headings = re.findall(r"^#+ (.*)", "\n".join(PAGES.values()), flags=re.M)
     slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(anchors) <= slugs
+
+
+def test_the_rows_shown_from_a_run_have_the_columns_of_the_table() -> None:
+    (shown,) = re.findall(r"^ +step +return.*", README, flags=re.M)
+    assert shown == header()
 
 
 def test_what_set_up_asks_for_is_what_is_said() -> None:
