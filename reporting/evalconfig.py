@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from envs import settings_of
+from runtime.exchange import checked_url
 
 ALL = "all"  # --env all
 
@@ -141,11 +142,10 @@ class EvalConfig:
         for holds, problem in rules:
             if not holds:
                 raise ValueError(problem)
-        for flag, url in [("--env-addr", url) for url in self.env_addr] + [
-            ("--api-base", self.api_base or "http://")
-        ]:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{flag} {url} is not a URL; expected http://HOST:PORT")
+        for url in self.env_addr:
+            checked_url(url, "--env-addr")
+        if self.api_base:
+            checked_url(self.api_base, "--api-base")
         if self.env == ALL:
             self._check_all()
         out = Path(self.out or "")

@@ -189,6 +189,27 @@ def test_an_address_that_holds_a_secret_is_refused_without_repeating_it(url):
     assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.py", "--env-addr", "http://me:s3cret@127.0.0.1:9"],
+        ["train.py", "--engine-url", "http://me:s3cret@127.0.0.1:9"],
+        ["evaluate.py", "--env-addr", "http://me:s3cret@127.0.0.1:9", "--model", "tiny"],
+        ["evaluate.py", "--api-base", "http://me:s3cret@127.0.0.1:9", "--api-model", "m"],
+    ],
+)
+def test_a_password_in_an_address_is_neither_printed_nor_written(options, tmp_path):
+    folder = "--run-dir" if options[0] == "train.py" else "--out"
+    done = subprocess.run(
+        [sys.executable, *options, folder, str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert options[1] in done.stderr and done.stderr.count("\n") == 1
+    assert "s3cret" not in done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("url", ["host:1", "", "ftp://x", "http://", "http://a b", "http://h:x/"])
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError, match="expected http://HOST:PORT"):
