@@ -1,0 +1,111 @@
+"""runtime/saved.py: options read back, for --resume and --config."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from config import Config, Misuse, complete, with_preset
+from runtime.cli import starting_from, training_options
+from runtime.saved import OF_ONE_RUN, options_from, saved_config
+
+
+def keep(folder, config):
+    """What a run leaves."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps({"config": asdict(config), "versions": {}, "command": "train.py"}))
+    return str(file)
+
+
+def test_a_runs_options_are_the_defaults_of_the_next_and_the_command_line_wins(tmp_path):
+    first = replace(complete(with_preset("laptop", "babyai")), seed=7, rounds=(2, 4), steps=9)
+    file = keep(tmp_path / "run", replace(first, run_dir=str(tmp_path / "run"), resume=True))
+    config = starting_from(["--config", file, "--steps", "3"])
+    assert config == replace(first, config=file), "and neither its directory nor its --resume"
+    argv = ["--config", file, "--steps", "3", "--rounds-scheduler", "scaling_inter_stepwise"]
+    config = training_options(argv, "train.py", "")
+    assert (config.seed, config.rounds, config.steps) == (7, (2, 4), 3)
+    assert (config.env, config.tasks) == ("babyai", first.tasks)
+
+
+def test_a_few_options_in_a_file_stand_on_the_preset_that_they_ask_for(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('{"preset": "paper", "env": "babyai", "learning_rate": 3e-6}')
+    config = starting_from(["--config", str(file)])
+    assert config == replace(with_preset("paper", "babyai"), learning_rate=3e-6, config=str(file))
+    assert starting_from(["--config", str(file), "--env", "sciworld"]).max_tokens_per_turn == 200
+
+
+def test_every_option_comes_back_as_it_was(tmp_path):
+    config = replace(
+        with_preset("paper"),
+        subtasks=("depth 1",),
+        eval_subtasks=(),
+        env_addr=("http://a:1",),
+        kl_target=0.5,
+        stop_at=0.9,
+        algorithm="ppo",
+        log_to=(),
+    )
+    values = options_from(keep(tmp_path, config))
+    assert values == {n: v for n, v in asdict(config).items() if n not in OF_ONE_RUN}
+    assert saved_config(str(tmp_path)) == replace(config, run_dir=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is not a run's config.json"),
+        ("[]", "it holds no options"),
+        ("{}", "it holds no options"),
+        ("\xff", "is not a run's config.json"),
+        ('{"config": {"depth_of_field": 3, "aperture": 1}}', "aperture, depth_of_field"),
+        ('{"versions": {}, "git_commit": null}', "no option of this version"),
+        ('{"steps": "ten"}', "steps 'ten'"),
+        ('{"steps": 2.5}', "steps 2.5"),
+        ('{"resume": 1}', "resume 1"),
+        ('{"rounds": 6}', "rounds 6"),
+        ('{"algorithm": "a2c"}', "algorithm 'a2c'"),
+        ('{"env": null}', "env None"),
+    ],
+)
+def test_a_file_that_holds_no_options_of_this_version_is_one_line(tmp_path, content, said):
+    file = tmp_path / "config.json"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(Misuse, match=said) as error:
+        options_from(str(file))
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_of_a_newer_version_is_not_resumed_with_its_options_dropped(tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {"seed": 1, "aperture": 2}}')
+    with pytest.raises(Misuse, match=r"config\.json holds what is no option .* aperture"):
+        saved_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("argv", [["--config", "x.json", "--preset", "none"], ["--config", "no"]])
+def test_a_file_and_a_preset_exclude_each_other_and_a_file_must_be_there(argv):
+    with pytest.raises(Misuse, match="--config"):
+        starting_from(argv)
+
+
+def test_a_resumed_run_takes_no_other_runs_options(tmp_path):
+    file = keep(tmp_path / "run", complete(Config(model="tiny")))
+    argv = ["--resume", "--run-dir", str(tmp_path / "run"), "--config", file]
+    with pytest.raises(Misuse, match="leave out --config"):
+        training_options(argv, "train.py", "")
+
+
+def test_a_resumed_run_notices_another_prompt_and_takes_the_same_one(tmp_path):
+    (tmp_path / "prompt").write_text("Craft it.")
+    argv = ["--model", "tiny", "--prompt", str(tmp_path / "prompt")]
+    first = training_options(argv, "train.py", "")
+    keep(tmp_path / "run", first)
+    again = ["--resume", "--run-dir", str(tmp_path / "run")]
+    assert training_options(again, "train.py", "").prompt == first.prompt
+    given = [*again, "--prompt", str(tmp_path / "prompt")]
+    assert training_options(given, "train.py", "").prompt == first.prompt
+    (tmp_path / "prompt").write_text("Craft it now.")
+    with pytest.raises(Misuse, match="leave out --prompt"):
+        training_options(given, "train.py", "")
