@@ -663,7 +663,7 @@ BAD_COMMANDS = {
     "--api-model m": "--api-base and --api-model go together",
     "--api-key-env PATH": "--api-key-env has a use only with --api-base",
     "--api-base http://h --api-model m --api-key-env NO_SUCH_KEY": "NO_SUCH_KEY",
-    "--api-base h:1 --api-model m": "--api-base h:1 is not a URL",
+    "--api-base h:1 --api-model m": "--api-base 'h:1' is not an address",
     "--env-addr localhost": "--env-addr 'localhost' is not an address",
     "--env mars": "unknown environment 'mars'",
     "--limit 0": "--limit 0 must be at least 1",
