@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from envs import ParseError, env_name, get_env
+from envs.seal import Turns
 from runtime.envaddresses import Address, Addresses
 from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     CLOSE_TIMEOUT_S,
@@ -112,6 +113,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._is_running = False  # between reset() and the end of the episode
         self._is_closed = False
         self._score = 0.0  # sum of this episode's rewards
+        self._turns = Turns()
 
     def open(self) -> None:
         """Create the session now; reset() does it where this was not called."""
@@ -142,6 +144,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             EnvError: see runtime/envhttp.py.
         """
         self._is_running = False
+        self._turns.begin()
         self.open()
         body = {self._wire.index_field: task_index, "seed": seed}
         try:
@@ -171,6 +174,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             return self._unheard(str(error), "parse_error")
         try:
             answer = self._call("POST", "/step", action=action)
+            self._turns.played += 1
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
@@ -267,7 +271,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     ) -> Any:
         transport = self._transport
         try:
-            return transport.request(method, path, fields, timeout_s)
+            return transport.request(method, path, fields, timeout_s, turn=str(self._turns))
         except EnvError as error:
             if transport is self._transport:  # else close() has ended it, and no server failed
                 self._on_failure(error)

@@ -12,6 +12,7 @@ server teaches nothing: it raises, and the trajectory is left out and counted, n
     no whole answer within timeout_s            EnvTimeout
     5xx                                         EnvServerError
     HTML, nothing, a field missing, {"error"}   EnvProtocolError
+    an answer to another request (envs/seal.py) EnvProtocolError
     too large, too deep, compressed, no HTTP    EnvProtocolError
     the server does not know the session        SessionLost
     no such task / step outside an episode      UnknownTask / StepOutsideEpisode
@@ -39,6 +40,7 @@ import time
 from typing import Any
 from urllib.parse import urlencode
 
+from envs.seal import SEAL_HEADER, TURN_HEADER, problem, seal
 from runtime.exchange import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
 
 BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
@@ -126,16 +128,23 @@ class Transport:
         self.base_url = checked_url(base_url)
         self.timeout_s, self.num_retries, self.busy_wait_s = timeout_s, num_retries, busy_wait_s
         self.is_busy = False  # a request is under way
+        self._is_sealing = False  # an answer had a seal, so that each must (envs/seal.py)
         self._line = Line(self.base_url, timeout_s)
         self._last_used = time.monotonic()
 
     def request(
-        self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        fields: dict[str, Any],
+        timeout_s: float | None = None,
+        turn: str = "",
     ) -> Any:
         """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError.
 
         Arguments:
             timeout_s: in place of the transport's own time-out and of its busy_wait_s.
+            turn: where the client's episode stands, as a `Turns` says it.
         """
         total_s = timeout_s or self.timeout_s
         now = time.monotonic()
@@ -146,7 +155,8 @@ class Transport:
         try:
             while True:
                 try:
-                    return self._request_once(method, path, fields, give_up_at - time.monotonic())
+                    left_s = give_up_at - time.monotonic()
+                    return self._request_once(method, path, fields, left_s, turn)
                 except TooManySessions:  # refused, so not done: any request may be repeated
                     again_at = time.monotonic() + pause
                     give_up_at = again_at + total_s  # it has answered, the clock begins again
@@ -175,18 +185,18 @@ class Transport:
         self._line.close()
 
     def _request_once(
-        self, method: str, path: str, fields: dict[str, Any], timeout_s: float
+        self, method: str, path: str, fields: dict[str, Any], timeout_s: float, turn: str
     ) -> Any:
         url = self.base_url + path
+        asked, body, headers = path, None, {TURN_HEADER: turn} if turn else {}
+        if method != "GET":
+            body, headers = json.dumps(fields).encode(), headers | JSON_HEADERS
+        elif fields:
+            asked += f"?{urlencode(fields)}"
         if time.monotonic() - self._last_used > IDLE_CONNECTION_S:
             self._line.close()  # drops the connection; the next request opens another
         try:
-            if method == "GET":
-                asked = path + (f"?{urlencode(fields)}" if fields else "")
-                answer = self._line.ask(method, asked, timeout_s=timeout_s)
-            else:
-                body = json.dumps(fields).encode()
-                answer = self._line.ask(method, path, body, JSON_HEADERS, timeout_s)
+            answer = self._line.ask(method, asked, body, headers, timeout_s)
         except TimedOut as error:
             what = f"{method}: {error}; the server is overloaded or hangs"
             raise EnvTimeout(what, url) from error
@@ -198,6 +208,11 @@ class Transport:
             raise EnvProtocolError(what, url) from error
         finally:
             self._last_used = time.monotonic()
+        found = answer.headers.get(SEAL_HEADER)
+        expected = seal(method, asked, turn, body or b"", answer.status, answer.body)
+        if what := problem(expected, found, answer.status, self._is_sealing):
+            raise EnvProtocolError(what, url, answer.status, answer.text)
+        self._is_sealing |= found is not None
         return read_answer(url, answer.status, answer.body)
 
 

@@ -97,6 +97,12 @@ def test_another_reset_of_the_session_is_noticed_by_whoever_played_in_it(client)
     assert play(client, 0, episode="f" * 16).status_code == 200
 
 
+def test_the_next_episode_of_a_session_begins_at_turn_0(client):
+    for episode in (EPISODE, "f" * 16):
+        client.post("/reset", json=BODY, headers=turn(0, episode))
+        assert [play(client, n, episode=episode).status_code for n in range(3)] == [200] * 3
+
+
 def test_an_episode_without_a_name_is_not_played_by_a_step_with_one(client):
     client.post("/reset", json=BODY)
     assert play(client, 0).status_code == 409
