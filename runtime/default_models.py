@@ -57,17 +57,40 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """`smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; else `name`."""
+    """A folder, or a hub's id, that transformers loads.
+
+    `smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; the id of a model
+    that is in the hub's own cache -> its folder there, so that nobody asks the hub; else `name`.
+    """
     builders: dict[str, Callable[[Path], None]] = {
         "smollm2-135m": build_smollm2,
         "tiny": build_tiny,
     }
     if name not in builders:
-        return name
+        there = cached(name)
+        return str(there) if there else name
     folder = cache_dir() / "models" / name
     if not (folder / "config.json").exists():
         build_folder(folder, builders[name])
     return str(folder)
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a hub's model in the hub's own cache, if its weights are there."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(name).exists():
+        return None
+    try:
+        found = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # no hub id can look like this
+        return None
+    folder = Path(found).parent if isinstance(found, str) else None
+    return folder if folder and has_weights(folder) else None
+
+
+def has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin"))
 
 
 def build_smollm2(folder: Path) -> None:

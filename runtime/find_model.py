@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config import SMALL_MODELS, Misuse
-from runtime.default_models import SHAPES, cache_dir
+from runtime.default_models import SHAPES, cache_dir, cached, has_weights
 
 HUB_TIMEOUT_S = 5.0  # for one small answer
 NUM_SHOWN = 4  # folders that a message names
@@ -81,18 +81,6 @@ def model_config(name: str) -> dict[str, Any] | None:
     return _read(folder / "config.json")
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a hub's model in the hub's own cache, if its weights are there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no hub id can look like this
-        return None
-    folder = Path(found).parent if isinstance(found, str) else None
-    return folder if folder and _has_weights(folder) else None
-
-
 def _problem_of(path: Path) -> str | None:
     """Why a folder cannot be loaded; None if it can."""
     better = next((p for p in (path / "checkpoints" / "best",) if p.exists()), None)
@@ -108,11 +96,7 @@ def _problem_of(path: Path) -> str | None:
         return "cannot be read: its config.json is damaged"
     if not {"model_type", "architectures"} & config.keys():
         return f"holds a config.json that is not a model's{meant}"
-    return None if _has_weights(path) else f"holds no weights (*.safetensors){meant}"
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin"))
+    return None if has_weights(path) else f"holds no weights (*.safetensors){meant}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -160,6 +144,8 @@ def _problem_at_hub(name: str) -> str | None:
 def _config_at_hub(name: str) -> dict[str, Any] | None:
     from huggingface_hub import hf_hub_download
 
+    if _problem_at_hub(name):
+        return None
     try:
         return _read(Path(hf_hub_download(name, "config.json")))
     except Exception:  # as above; whoever loads the model says what is wrong

@@ -1,0 +1,135 @@
+"""runtime/room.py: a run that cannot fit is refused before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from config import Config, Misuse, with_preset
+from runtime import room
+from runtime.find_model import model_config
+from runtime.memory import GIB, Shape, shape_of
+from runtime.room import Room, check_room, cpu_room, needed
+
+LAPTOP = with_preset("laptop")
+QWEN_3B = Shape("3B", 151936, 2048, 11008, 36, 16, 2)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def machine(gib, free=None, is_gpu=False):
+    what = "the GPU" if is_gpu else "this machine"
+    return Room(gib * GIB, (gib if free is None else free) * GIB, what, is_gpu)
+
+
+def bytes_of(config, is_gpu=False, shape=None):
+    return needed(config, shape or shape_of("", model_config(config.model)), is_gpu)
+
+
+def test_the_laptops_run_needs_what_it_was_seen_to_take():
+    need = bytes_of(LAPTOP)
+    assert need.state == pytest.approx(16 * 134.5e6, rel=0.01)
+    assert 11e9 < need.peak < 15e9  # 13 GB
+
+
+def test_enough_is_not_mentioned_little_is_a_line_and_too_little_is_refused():
+    peak = bytes_of(LAPTOP).peak / GIB
+    assert check_room(LAPTOP, machine(2 * peak)) is None
+    for near in (machine(2 * peak, free=0.9 * peak), machine(0.9 * peak)):
+        said = check_room(LAPTOP, near)
+        assert "memory may not suffice" in said and "--max-tokens-per-micro-batch" in said
+    with pytest.raises(Misuse, match="out of memory before it begins") as error:
+        check_room(LAPTOP, machine(0.7 * peak))
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_advised_fits():
+    """The words of the refusal, given, are not refused."""
+    tight = machine(0.7 * bytes_of(LAPTOP).peak / GIB)
+    with pytest.raises(Misuse, match=r"try --(max-tokens-per-micro-batch|gradient)") as error:
+        check_room(LAPTOP, tight)
+    words = str(error.value).rpartition("try ")[2].split()
+    given = dict(zip(words[::2], words[1::2])) if len(words) > 1 else {words[0]: True}
+    names = {word[2:].replace("-", "_"): value for word, value in given.items()}
+    values = {n: v if v is True else int(v) for n, v in names.items()}
+    check_room(replace(LAPTOP, **values), tight)
+
+
+def test_where_nothing_helps_a_smaller_model_is_the_advice():
+    with pytest.raises(Misuse, match="take a smaller --model$"):
+        check_room(LAPTOP, machine(1))
+
+
+@pytest.mark.parametrize(
+    "smaller",
+    [
+        dict(max_tokens_per_micro_batch=1536),
+        dict(gradient_checkpointing=True),
+        dict(lora_rank=16),
+        dict(engine_url=("http://a:1",)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_what_is_said_to_take_less_takes_less(smaller, is_gpu):
+    c = replace(with_preset("paper"), max_trajectory_tokens=1536)
+    less = bytes_of(replace(c, **smaller), is_gpu, QWEN_3B).peak
+    more = bytes_of(c, is_gpu, QWEN_3B).peak
+    assert less < more or (is_gpu and "engine_url" in smaller and less == more)
+
+
+def test_a_critic_and_a_reference_are_counted():
+    plain, ppo, kl = (
+        bytes_of(replace(LAPTOP, **changes)).state
+        for changes in ({}, {"algorithm": "ppo"}, {"kl_coef": 0.1})
+    )
+    assert ppo == 2 * plain
+    assert kl == pytest.approx(plain * 20 / 16)
+
+
+def test_cards_share_the_state_and_processes_of_a_machine_do_not_share_its_memory(monkeypatch):
+    c = with_preset("paper")
+    alone, alone_here = bytes_of(c, True, QWEN_3B), bytes_of(LAPTOP)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert bytes_of(c, True, QWEN_3B).state == alone.state / 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert bytes_of(LAPTOP).state == alone_here.state
+    assert bytes_of(LAPTOP).peak > 2 * alone_here.peak
+
+
+def test_the_papers_run_fits_a_large_card_once_layers_are_computed_again(monkeypatch):
+    monkeypatch.setattr(room, "shape_of", lambda *_: QWEN_3B)
+    monkeypatch.setattr(room, "model_config", lambda name: {})
+    c = with_preset("paper")
+    with pytest.raises(Misuse, match=r"the GPU has 84.8 GB; try --gradient-checkpointing$"):
+        check_room(c, machine(79, is_gpu=True))
+    assert check_room(replace(c, gradient_checkpointing=True), machine(140, is_gpu=True)) is None
+
+
+def test_a_model_of_another_kind_is_let_pass(monkeypatch):
+    monkeypatch.setattr(room, "model_config", lambda name: {"n_embd": 768, "n_layer": 12})
+    assert check_room(Config(model="gpt2"), machine(0.001)) is None
+    assert shape_of("moe", model_config("tiny") | {"num_experts": 8}) is None
+
+
+def test_the_memory_is_the_machines_or_its_containers_where_that_is_less(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 8000000 kB\nMemFree: 1 kB\nMemAvailable: 6000000 kB\n",
+        "proc/self/cgroup": "0::/user/mine\n",
+        "sys/fs/cgroup/user/memory.max": "max\n",
+        "sys/fs/cgroup/user/memory.current": "5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_room(tmp_path) == Room(8_192_000_000, 6_144_000_000, "this machine", False)
+    group = tmp_path / "sys/fs/cgroup/user/mine"
+    group.mkdir()
+    (group / "memory.max").write_text("4000000000\n")
+    (group / "memory.current").write_text("1000000000\n")
+    assert cpu_room(tmp_path) == Room(4_000_000_000, 3_000_000_000, "this container", False)
+    (tmp_path / "proc/meminfo").unlink()
+    assert cpu_room(tmp_path) is None
