@@ -57,7 +57,7 @@ from runtime.phases import phase
 from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
-from update import Learner, Metrics, optimize
+from update import Learner, Metrics, forward_policy, optimize, suited
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class SftSettings:
     batch_size: int = 8  # demonstrations per optimizer step
     max_tokens: int = 4096  # padded tokens per micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
+    share_prefix: bool = True  # compute the instructions that all have in common once a step
     seed: int = 0
 
 
@@ -94,14 +95,14 @@ def imitate(
     objective = Objective(
         mini_batch_size=settings.batch_size,
         max_tokens_per_micro_batch=settings.max_tokens,
-        share_prefix=False,
+        share_prefix=settings.share_prefix,
     )
+    objective = suited(objective, batch)
 
     def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
-        mask = part.loss_mask.to(device)
         with learner.accelerator.autocast():
-            log_probs, _ = learner.model(part.input_ids.to(device), mask)
-        loss = imitation_loss(log_probs, mask, denominator)
+            log_probs, _ = forward_policy(learner.model, part, objective, device)
+        loss = imitation_loss(log_probs, part.loss_mask.to(device), denominator)
         return loss, {"loss": loss}
 
     losses: list[float] = []
@@ -149,7 +150,7 @@ def train_to(
     """
     with refusing():  # no such model, a template that cannot be cut, data that teaches nothing
         path = resolve_model(model)
-        tokenizer, policy = load_tokenizer(path), load_policy(path, share_prefix=False)
+        tokenizer, policy = load_tokenizer(path), load_policy(path, settings.share_prefix)
         if lora_rank:
             add_lora(policy.lm, lora_rank, settings.seed)
         batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
@@ -279,6 +280,9 @@ class Config:
     max_trajectory_tokens: int = 2048
     lora_rank: int = 0
     """train adapters of this rank and merge them (0: all weights)"""
+    share_prefix: bool = True
+    """compute what all demonstrations begin with once a step; --no-share-prefix for models whose
+    attention is not plain and causal"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format to compute in; auto: the faster one on this machine"""
     seed: int = 0

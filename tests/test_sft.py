@@ -14,7 +14,7 @@ from demonstrations import demonstrate
 from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft.env import TextCraft
-from models import load_policy, load_tokenizer
+from models import PolicyModel, load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
 from runtime import distributed
 from runtime.default_models import resolve_model
@@ -233,6 +233,32 @@ def test_the_loop_is_that_of_plain_gradient_descent_written_out(tiny, chat, reco
     # Adam turns a gradient near 0 into a whole step, one way or the other by rounding.
     ours, plain = (torch.cat([p.flatten() for p in m.parameters()]) - start for m in (ours, plain))
     assert torch.cosine_similarity(ours, plain, dim=0) > 0.98
+
+
+def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_changes(
+    tiny, chat, records, monkeypatch
+):
+    """The instructions: packed, they are read once a step, and the losses are the same."""
+    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    seen = {True: 0, False: 0}
+    forward = PolicyModel.forward
+
+    def counting(self, input_ids, *arguments):
+        seen[share] += input_ids.numel()
+        return forward(self, input_ids, *arguments)
+
+    monkeypatch.setattr(PolicyModel, "forward", counting)
+    losses = {}
+    for share in (True, False):
+        settings = replace(SETTINGS, share_prefix=share, batch_size=4, max_tokens=10_000)
+        with fresh_process_state():
+            accelerator = distributed.make_accelerator("no")
+            policy = load_policy(tiny, share)
+            optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+            learner = Learner(accelerator, policy, optimizer)
+            losses[share] = sft.imitate(learner, batch, settings, steps=3)
+    assert losses[True] == pytest.approx(losses[False], abs=1e-3)
+    assert seen[True] < 0.9 * seen[False]
 
 
 def test_imitation_trains_adapters_and_leaves_the_base_alone(tiny, chat, records):
