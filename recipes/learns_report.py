@@ -23,7 +23,7 @@ from recipes.common import (
     results_of,
     write_json,
 )
-from reporting.plots import plot_estimates
+from reporting.figures import plot_estimates
 
 ARMS = ("rl", "sft", "shuffled")
 SEEDS = (0, 1, 2)

@@ -55,7 +55,7 @@ from recipes.common import (  # noqa: E402
     write_json,
     write_result,
 )
-from reporting.plots import plot_estimates  # noqa: E402
+from reporting.figures import plot_estimates  # noqa: E402
 from reporting.scoring import bootstrap  # noqa: E402
 
 SHORT, MIDDLE, LONG = 2, 4, 8

@@ -38,7 +38,7 @@ from recipes.common import (  # noqa: E402
     train,
     write_result,
 )
-from reporting.plots import plot_estimates  # noqa: E402
+from reporting.figures import plot_estimates  # noqa: E402
 
 COLORS = {"babyai": "#4c78a8", "sciworld": "#d9822b", "textcraft": "#3a8f5c"}
 

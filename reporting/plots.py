@@ -1,243 +1,188 @@
-"""Pictures: one style for all, and reward.png, a run in four panels, drawn again after every step.
+"""reward.png: a run at a glance, drawn again after every step; and several runs in one picture.
 
-    return and success of the training trajectories  |  held-out success with its 95 % interval
-    turns per trajectory, under the horizon          |  entropy, and KL to the reference
+    training return, held-out success with its 95 % interval, the stages of the horizon
+    turns per trajectory  |  groups that teach  |  entropy, and KL to the reference
 
-Light lines are single steps, heavy ones a running mean over the past (never the future).
-
-Run it: .venv/bin/python -m reporting.plots runs/NAME    draws runs/NAME/reward.png again
-Read next: reporting/metrics.py for what each number means; reporting/scoring.py for the
-evaluations' own curves.
+Run it: python -m reporting.plots runs/NAME                      draws runs/NAME/reward.png again
+        python -m reporting.plots runs/A runs/B --out ab.png     lays runs over each other
+        python -m reporting.plots runs/A runs/B --over hours
+Read next: reporting/overlay.py for several runs; reporting/metrics.py for what each number means;
+reporting/scoring.py for the evaluations' own curves.
 """
 
-import contextlib
-import json
-import math
+import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from reporting.logs import read_log
-from runtime.files import aside
+from config import Misuse
+from reporting.curves import RunFiles, read_run
+from reporting.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, band, curve, figure
+from reporting.logs import LogError
+from reporting.overlay import AXES, overlay
 
-BLUE, ORANGE, GREEN, GREY = "#2f6fb5", "#d9822b", "#3a8f5c", "#8a8f98"
-STYLE: dict[str, Any] = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e8eb",
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-}
+MOSAIC = [["main"] * 3, ["turns", "signal", "entropy"]]
 
 
-@contextlib.contextmanager
-def figure(path: Path, size: tuple[float, float], **grid: Any) -> Iterator[tuple[Any, Any]]:
+def plot(run_dir: str | Path, target: Path | None = None) -> Path:
     """
-    A figure in our style, to draw on; it is `path` (PNG), whole, when the block ends.
+    Draw a run from `metrics.jsonl`, `eval/step_*.json` and `config.json`.
 
     Args:
-        size: inches.
-        grid: as `matplotlib.pyplot.subplots` takes them: nrows, ncols, sharey.
-    Returns: the figure and its axes.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        picture, axes = plt.subplots(figsize=size, constrained_layout=True, **grid)
-        try:
-            yield picture, axes
-            with aside(path) as new:
-                picture.savefig(new, dpi=130)
-        finally:
-            plt.close(picture)
-
-
-def band(
-    axis: Any,
-    points: Sequence[tuple[float, Mapping[str, Any]]],
-    color: str,
-    label: str,
-    scale: float = 1.0,
-) -> None:
-    """
-    A curve of estimates with their intervals; points without a value are left out.
-
-    Args:
-        points: (x, {"value", "low", "high"}).
-        scale: of all y; 100 for percent.
-    """
-    points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
-    xs = [x for x, _ in points]
-    middle, low, high = ([scale * e[k] for _, e in points] for k in ("value", "low", "high"))
-    axis.fill_between(xs, low, high, color=color, alpha=0.12, lw=0)
-    axis.vlines(xs, low, high, color=color, lw=1.2)
-    axis.plot(xs, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
-
-
-def plot_estimates(
-    path: Path,
-    curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
-    x: str,
-    labels: tuple[str, str],
-    note: str,
-) -> None:
-    """
-    Several curves of estimates on one axis, in percent.
-
-    Args:
-        curves: (label, color, points); a point has `value`, `low`, `high` and the field `x`.
-        labels: of the two axes.
-        note: above the figure.
-    """
-    with figure(path, (7.5, 4.5)) as (_, axis):
-        for label, color, points in curves:
-            band(axis, [(point[x], point) for point in points], color, label, scale=100)
-        axis.set(xlabel=labels[0], ylabel=labels[1])
-        axis.legend(loc="upper left")
-        axis.set_title(note, fontsize=9, fontweight="normal", color="#57606a")
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """
-    Mean of each value and up to window - 1 values before it: the curve never shows the future.
-
-    >>> running_mean([1.0, 2.0, 6.0, 10.0], window=2)
-    [1.0, 1.5, 4.0, 8.0]
-    """
-    return [
-        math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window)
-        for i in range(len(values))
-    ]
-
-
-def plot(run_dir: str | Path) -> Path:
-    """
-    Draw `reward.png` from `metrics.jsonl`, `eval/step_*.json` and `config.json`.
-
+        target: the image; None: `reward.png` of the run.
     Returns: the path of the image. Raises FileNotFoundError when the run has no `metrics.jsonl`.
     """
-    run_dir = Path(run_dir)
-    rows = read_log(run_dir / "metrics.jsonl")
-    target = run_dir / "reward.png"
-    with figure(target, (11, 7), nrows=2, ncols=2) as (picture, axes):
-        picture.suptitle(_title(run_dir, rows), fontsize=12)
-        (reward_axis, eval_axis), (turns_axis, entropy_axis) = axes
-
-        reward_axis.set(
-            title="Training: return and success", ylabel="share (0..1)", ylim=(-0.03, 1.03)
-        )
-        _curve(reward_axis, rows, "train/return_mean", "return", BLUE)
-        # Dashed: where the only reward is 1 for success, the two curves coincide.
-        _curve(reward_axis, rows, "train/success_rate", "success", GREEN, ls="--")
-
-        eval_axis.set(title="Held-out tasks", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-        last_step = rows[-1]["step"] if rows else 0
-        _held_out(eval_axis, [e for e in _evaluations(run_dir) if e["step"] <= last_step])
-
-        turns_axis.set(title="Turns per trajectory", ylabel="turns")
-        _curve(turns_axis, rows, "train/turns_mean", "mean turns", BLUE)
-        steps, horizon = _series(rows, "horizon/max_rounds")
-        turns_axis.step(
-            steps, horizon, where="mid", color=GREY, ls="--", lw=1.4, label="horizon (max_rounds)"
-        )
-        turns_axis.set_ylim(bottom=0)
-        kl_lines = _entropy_and_kl(entropy_axis, rows)
-        for axis in axes.flat:
+    run = read_run(run_dir)
+    target = target or run.path / "reward.png"
+    with figure(target, (9, 6), mosaic=MOSAIC, height_ratios=[2, 1]) as (picture, axes):
+        picture.suptitle(_title(run), fontsize=11)
+        _main(axes["main"], run)
+        _turns(axes["turns"], run)
+        _signal(axes["signal"], run)
+        _entropy_and_kl(axes["entropy"], run)
+        for axis in axes.values():
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
-            lines = axis.get_legend_handles_labels()[0]
-            lines += kl_lines if axis is entropy_axis else []
-            if lines:
-                axis.legend(handles=lines, loc="best")
-            else:
-                axis.annotate("nothing logged yet", (0.4, 0.5), (0.4, 0.5), "axes fraction")
+            if not axis.has_data():
+                axis.text(0.5, 0.5, "nothing logged yet", transform=axis.transAxes, ha="center")
     return target
 
 
-def _entropy_and_kl(axis: Any, rows: list[dict[str, Any]]) -> list[Any]:
-    """Entropy, and the KL on an axis of its own on the right; the lines of the latter."""
-    axis.set(title="Entropy", ylabel="entropy (nats per token)")
-    _curve(axis, rows, "policy/entropy", "entropy", BLUE)
+def _main(axis: Any, run: RunFiles) -> None:
+    """How well it does, on the tasks it trains on and on those it never saw."""
+    axis.set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
+    returns, successes = run.series("train/return_mean"), run.series("train/success_rate")
+    curve(axis, returns, BLUE, "training: return")
+    if successes != returns:  # where the only reward is 1 for success, they are one curve
+        curve(axis, successes, SKY, "training: success", ls="--")
+    samples = run.evaluations[-1]["samples"] if run.evaluations else 1
+    solved = [(step, e["value"]) for step, e in run.held_out("pass") if e["value"] is not None]
+    if solved and samples > 1:
+        label = f"held-out tasks: pass@{samples}"
+        axis.plot(*zip(*solved, strict=True), color=PURPLE, lw=1.2, ls="--", label=label)
+    if solved:
+        label = f"held-out tasks: avg@{samples}, 95 % interval"
+        band(axis, run.held_out("avg"), ORANGE, label)
+    stages = [(value, list(group)) for value, group in groupby(_horizon(run), key=lambda p: p[1])]
+    for turns, steps in stages if len(stages) > 1 else []:
+        axis.axvline(steps[0][0] - 0.5, color=GREY, ls=":", lw=1.2)
+        axis.annotate(
+            f"at most {turns} turn{'s' * (turns > 1)}",
+            (steps[0][0] - 0.5, 1.1),
+            (4, 0),
+            textcoords="offset points",
+            color="#57606a",
+            fontsize=8.5,
+            va="top",
+        )
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="best", fontsize=9)
+
+
+def _horizon(run: RunFiles) -> list[tuple[int, float]]:
+    return run.series("horizon/max_rounds")
+
+
+def _turns(axis: Any, run: RunFiles) -> None:
+    axis.set_title("Turns per trajectory")
+    curve(axis, run.series("train/turns_mean"), BLUE, "mean")
+    horizon = _horizon(run)
+    if horizon:
+        steps, turns = zip(*horizon, strict=True)
+        axis.step(steps, turns, where="mid", color=GREY, ls="--", lw=1.4, label="at most")
+        axis.set_ylim(0, 1.45 * max(turns))  # room for the legend above the line
+        axis.legend(loc="upper right", ncols=2, fontsize=8.5)
+
+
+def _signal(axis: Any, run: RunFiles) -> None:
+    """Where all samples of a task end alike, comparing them teaches nothing."""
+    axis.set_title("Share of groups that teach")
+    groups = [row for row in run.metrics if row.get("train/groups")]
+    flat = [(row["step"], row.get("train/groups_zero_variance", 0)) for row in groups]
+    shares = [
+        (step, 1 - n / row["train/groups"]) for (step, n), row in zip(flat, groups, strict=True)
+    ]
+    curve(axis, shares, GREEN, "groups whose returns differ")
+    axis.set_ylim(-0.05, 1.05)
+
+
+def _entropy_and_kl(axis: Any, run: RunFiles) -> None:
+    """Entropy, and the KL on an axis of its own on the right."""
+    axis.set_title("Entropy, nats a token")
+    curve(axis, run.series("policy/entropy"), BLUE, "entropy")
     axis.set_ylim(bottom=0)
-    if not _series(rows, "policy/kl")[0]:  # only runs with a KL term have one
-        return []
-    axis.set_title("Entropy and KL to the reference")
+    kl = run.series("policy/kl")
+    if not kl:  # only runs with a KL term have one
+        return
+    axis.set_title("Entropy")
+    axis.set_title("KL to start", loc="right", color=ORANGE)
+    axis.tick_params(axis="y", colors=BLUE)
     kl_axis = axis.twinx()
     kl_axis.spines["right"].set_visible(True)
     kl_axis.grid(False)
-    kl_axis.set_ylabel("KL (nats per token)", color=ORANGE)
     kl_axis.tick_params(axis="y", colors=ORANGE)
-    _curve(kl_axis, rows, "policy/kl", "KL", ORANGE)
-    return kl_axis.get_legend_handles_labels()[0]
+    curve(kl_axis, kl, ORANGE, "KL")
+    kl_axis.set_ylim(bottom=0)
 
 
-def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric where it has a value."""
-    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def _curve(
-    axis: Any, rows: list[dict[str, Any]], name: str, label: str, color: str, ls: str = "-"
-) -> None:
-    """The raw values, light, and their running mean over a tenth of the run (5 to 50 steps)."""
-    steps, values = _series(rows, name)
-    if not steps:
-        return
-    window = min(50, max(5, len(steps) // 10))
-    axis.plot(steps, values, color=color, alpha=0.25, lw=1, ls=ls)
-    marker = "o" if len(steps) == 1 else None
-    mean = running_mean(values, window)
-    axis.plot(steps, mean, color=color, lw=2, ls=ls, marker=marker, label=label)
-
-
-def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The overall results of `eval/step_*.json`, by step."""
-    found = (
-        json.loads(path.read_text(encoding="utf-8")) for path in run_dir.glob("eval/step_*.json")
-    )
-    return sorted(found, key=lambda evaluation: evaluation["step"])
-
-
-def _held_out(axis: Any, evaluations: list[dict[str, Any]]) -> None:
-    """avg@k with its interval, and pass@k where k > 1."""
-    samples = max([e["samples"] for e in evaluations], default=1)
-    for name, color in (("avg", GREEN), ("pass", ORANGE))[: 1 if samples == 1 else 2]:
-        points = [(e["step"], e["overall"][name]) for e in evaluations]
-        if any(estimate["value"] is not None for _, estimate in points):
-            label = f"{name}@{evaluations[-1]['samples']}, 95 % interval over tasks"
-            band(axis, points, color, label)
-
-
-def _title(run_dir: Path, rows: list[dict[str, Any]]) -> str:
+def _title(run: RunFiles) -> str:
     """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
-    parts = [run_dir.resolve().name]
-    if (run_dir / "config.json").exists():
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        config = config.get("config", config)
-        rounds = " ".join(map(str, config.get("rounds") or []))
-        names = [config.get(key) for key in ("env", "algorithm", "rounds_scheduler", "model")]
-        names[2] = f"{names[2]} {rounds}" if names[2] and rounds else names[2]
-        parts = [str(name) for name in names if name] or parts
-    return " · ".join(parts) + f"   ({rows[-1]['step'] if rows else 0} steps)"
+    rounds = " ".join(map(str, run.options.get("rounds") or []))
+    names = [run.options.get(key) for key in ("env", "algorithm", "rounds_scheduler", "model")]
+    names[2] = f"{names[2]} {rounds}" if names[2] and rounds else names[2]
+    parts = [str(name) for name in names if name] or [run.path.resolve().name]
+    return " · ".join(parts) + f"   ({run.last_step} steps)"
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+class _OneLine(argparse.ArgumentParser):
+    """Misuse is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Misuse(f"{message}; see --help")
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Draw; the exit code: 0 done, 1 the disk failed, 2 misuse."""
+    parser = _OneLine(prog="plots", description="Draw a run, or several over each other.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory that train.py wrote")
+    parser.add_argument(
+        "--out", type=Path, help="PNG file; default: RUN/reward.png, or compare.png beside the runs"
+    )
+    parser.add_argument(
+        "--over",
+        nargs="+",
+        choices=list(AXES),
+        default=["steps", "turns"],
+        help="what several runs are drawn over, a column each (default: steps turns)",
+    )
+    try:
+        given = parser.parse_args(argv)
+        if given.out and given.out.suffix != ".png":
+            raise Misuse(f"--out {given.out} must end in .png")
+        try:
+            if len(given.runs) == 1:
+                print(plot(given.runs[0], given.out))
+            else:
+                print(overlay([read_run(run) for run in given.runs], given.out, given.over))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Misuse(
+                f"{error.filename} is not there: give directories that train.py wrote"
+            ) from None
+        except (LogError, ValueError) as error:
+            raise Misuse(str(error)) from None
+    except Misuse as error:
+        print(f"plots: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"plots: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(
-            "usage: python -m reporting.plots RUN_DIR    draws RUN_DIR/reward.png", file=sys.stderr
-        )
-        raise SystemExit(2)
-    try:
-        print(plot(sys.argv[1]))
-    except (OSError, ValueError) as error:
-        print(f"plots: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    sys.exit(command_line())

@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from reporting.plots import GREEN, ORANGE, band, figure
+from reporting.figures import GREEN, ORANGE, band, figure
 from trajectory import LOST, Trajectory
 
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from reporting.figures import BLUE, figure, plot_estimates, running_mean
 from reporting.metrics import MetricsLogger
-from reporting.plots import BLUE, figure, plot, plot_estimates, running_mean
+from reporting.plots import command_line, plot
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,6 +39,8 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
                     "train/return_mean": step / 12,
                     "train/success_rate": None if step == 4 else step / 12,
                     "train/turns_mean": 3.0,
+                    "train/groups": 4,
+                    "train/groups_zero_variance": 1,
                     "horizon/max_rounds": 6 if step <= 6 else 10,
                     "policy/entropy": 0.5,
                     "policy/kl": 0.01 * step,
@@ -67,11 +70,15 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     figure = drawn[0]
     assert figure.get_suptitle() == "textcraft · grpo · fixed 6 10   (12 steps)"
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
-    assert list(lines["avg@4, 95 % interval over tasks"].get_xdata()) == [6, 12]
-    assert list(lines["horizon (max_rounds)"].get_ydata()) == [6] * 6 + [10] * 6
-    assert list(lines["success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert list(lines["held-out tasks: avg@4, 95 % interval"].get_xdata()) == [6, 12]
+    assert list(lines["held-out tasks: pass@4"].get_ydata()) == [0.8, 0.8]
+    assert list(lines["at most"].get_ydata()) == [6] * 6 + [10] * 6
+    assert list(lines["training: success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert list(lines["groups whose returns differ"].get_ydata()) == [0.75] * 12
+    stages = {text.get_text(): text.xy[0] for text in figure.axes[0].texts}
+    assert stages == {"at most 6 turns": 0.5, "at most 10 turns": 6.5}
     assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
-    assert figure.axes[4].get_ylabel() == "KL (nats per token)"
+    assert list(lines["KL"].get_xdata()) == list(range(1, 13))
 
 
 def test_without_a_kl_term_there_is_no_empty_axis_for_it(tmp_path, drawn):
@@ -115,19 +122,107 @@ def test_the_running_mean_never_looks_ahead():
     assert running_mean([0.0] * 5 + [1.0] * 5, window=3)[:6] == [0.0] * 5 + [pytest.approx(1 / 3)]
 
 
-def test_the_command_line_draws_and_refuses_misuse_in_one_line(tmp_path):
+def test_where_all_reward_is_for_success_the_two_are_one_curve(tmp_path, drawn):
+    with MetricsLogger(tmp_path) as logger:
+        logger.log(1, {"train/return_mean": 0.5, "train/success_rate": 0.5})
+    plot(tmp_path)
+    labels = drawn[0].axes[0].get_legend_handles_labels()[1]
+    assert labels == ["training: return"]
+    assert [axis.texts[0].get_text() for axis in drawn[0].axes[1:]] == ["nothing logged yet"] * 3
+
+
+# --- Several runs --------------------------------------------------------------------------------
+
+
+def make_run(path, solved=(0.0, 0.4), **options):
+    """Four steps of 8 episodes of 3 turns, 15 minutes each, evaluated before and after."""
+    with MetricsLogger(path) as logger:
+        for step in range(1, 5):
+            logger.log(step, {"train/return_mean": step / 10, "train/turns_mean": 3.0})
+            logger.timings(step, {"time/step_s": 900.0})
+    (path / "eval").mkdir()
+    for step, value in zip((0, 4), solved, strict=True):
+        content = {"step": step, "samples": 1, "overall": {"avg": estimate(value)}}
+        (path / f"eval/step_{step:06d}.json").write_text(json.dumps(content))
+    config = {"tasks_per_step": 2, "group_size": 4, "run_dir": str(path), **options}
+    (path / "config.json").write_text(json.dumps({"config": config}))
+    return str(path)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    rounds = {"rounds": [6], "seed": 1}
+    return [
+        make_run(tmp_path / "runs/short", **rounds, tasks="/a/ids.json"),
+        make_run(tmp_path / "runs/long", (0.1, 0.9), rounds=[10, 20], seed=1, tasks="/b/ids.json"),
+    ]
+
+
+def test_runs_are_laid_over_each_other_over_steps_and_turns_played(runs, tmp_path, drawn, capsys):
+    assert command_line(runs) == 0
+    path = tmp_path / "runs/compare.png"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (top, over_turns), (held_out, held_out_over_turns) = drawn[0].axes[:2], drawn[0].axes[2:]
+    assert [list(line.get_xdata()) for line in top.get_lines()] == [[1, 2, 3, 4]] * 2
+    turns = pytest.approx([0.024, 0.048, 0.072, 0.096])
+    assert [list(line.get_xdata()) for line in over_turns.get_lines()] == [turns] * 2
+    assert [list(line.get_ydata()) for line in held_out.get_lines()] == [[0.0, 0.4], [0.1, 0.9]]
+    ends = held_out_over_turns.get_lines()[1].get_xdata()
+    assert list(ends) == pytest.approx([0, 0.096])
+    bars = [path.vertices[:, 1] for path in held_out.collections[1].get_paths()]
+    assert [list(bar) for bar in bars] == [pytest.approx([0, 0.2]), pytest.approx([0.8, 1.0])]
+
+
+def test_a_label_is_the_directory_and_the_options_that_differ(runs, drawn):
+    command_line(runs)
+    (legend,) = drawn[0].legends
+    texts = [text.get_text().replace("\u00a0", " ") for text in legend.get_texts()]
+    assert texts == ["short · rounds 6", "long · rounds 10 20"]
+    colors = [line.get_color() for line in drawn[0].axes[0].get_lines()]
+    assert len(set(colors)) == 2
+
+
+def test_runs_may_be_drawn_over_hours_into_a_file_of_ones_own(runs, tmp_path, drawn):
+    assert command_line([*runs, "--over", "hours", "--out", str(tmp_path / "new/ab.png")]) == 0
+    assert (tmp_path / "new/ab.png").exists()
+    xs = [list(line.get_xdata()) for line in drawn[0].axes[0].get_lines()]
+    assert xs == [[0.25, 0.5, 0.75, 1.0]] * 2
+
+
+MISUSE = {
+    "no run": ([], "required"),
+    "a folder that is not there": (["nowhere"], "nowhere/metrics.jsonl is not there"),
+    "one of two": (["short", "nowhere"], "nowhere/metrics.jsonl is not there"),
+    "a file": (["short/config.json"], "give directories that train.py wrote"),
+    "the same twice": (["short", "./short"], "short is named twice"),
+    "another format": (["short", "--out", "x.pdf"], "--out x.pdf must end in .png"),
+    "an unknown axis": (["short", "long", "--over", "days"], "--over"),
+    "an unknown flag": (["short", "--smooth"], "--smooth"),
+    "a log that is none": (["broken"], "broken/metrics.jsonl line 1"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_one_line(case, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path / "runs")
+    broken = Path("broken")
+    broken.mkdir()
+    (broken / "metrics.jsonl").write_text("no log\n{}\n")
+    argv, message = MISUSE[case]
+    assert command_line(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("plots: ") and err.count("\n") == 1 and message in err
+    assert not list(Path().rglob("*.p??"))
+
+
+def test_the_command_draws_one_run_again(tmp_path):
     with MetricsLogger(tmp_path) as logger:
         logger.log(1, {"train/return_mean": 0.5})
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "reporting.plots", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-
-    assert run(str(tmp_path)).stdout.strip() == str(tmp_path / "reward.png")
-    assert run().returncode == 2
-    missing = run(str(tmp_path / "nowhere"))
-    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+    done = subprocess.run(
+        [sys.executable, "-m", "reporting.plots", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "reward.png"), done.stderr
