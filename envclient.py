@@ -323,8 +323,9 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         self.env, self.urls = env, [address.url for address in self.addresses.all]
         self.prompt: list[dict[str, str]] = options.get("prompt") or get_env(env).PROMPT
         self.busy_wait_s, self._options = busy_wait_s, options
-        self._clients: set[EnvClient] = set()
-        self._lock = threading.Lock()  # guards them
+        self._opening: set[EnvClient] = set()
+        self._clients: set[EnvClient] = set()  # open
+        self._lock = threading.Lock()  # guards both
 
     def client(self) -> EnvClient:
         """An open session on the least loaded address that works; close() it after use.
@@ -346,6 +347,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 tries_at_close=address.tries_at_close,
                 **self._options,
             )
+            with self._lock:
+                self._opening.add(client)
             try:
                 client.open()
                 if not address.is_checked:
@@ -358,6 +361,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 raise
             client._transport.busy_wait_s = self.busy_wait_s
             with self._lock:
+                self._opening.discard(client)
                 self._clients.add(client)
             self.addresses.note_success(address)
             return client
@@ -366,7 +370,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         """Close every client that is still open; whoever waits for one gets AllServersDown."""
         self.addresses.close()
         with self._lock:
-            clients = list(self._clients)
+            clients = self._opening | self._clients
         close_all(clients)
 
     def __exit__(self, *exception: object) -> None:
@@ -376,4 +380,5 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         with self._lock:
             has_opened = client in self._clients
             self._clients.discard(client)
+            self._opening.discard(client)
         self.addresses.release(address, has_opened)

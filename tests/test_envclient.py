@@ -804,6 +804,18 @@ def test_closing_a_client_in_mid_step_does_not_blame_its_server(server):
         assert idle.close() is True
 
 
+def test_closing_a_pool_ends_the_wait_for_a_server_that_hangs_at_create(server):
+    server.script["/create"] = [(0, "hang")] * 9
+    with ThreadPoolExecutor(1) as threads:
+        pool = EnvPool("textcraft", [server.url], timeout_s=60.0)
+        opening = threads.submit(pool.client)
+        wait_until(lambda: server.count("/create") == 1)
+        started = time.monotonic()
+        pool.close()
+        assert isinstance(opening.exception(timeout=10), AllServersDown)
+        assert time.monotonic() - started < 8
+
+
 def test_whoever_waits_for_a_session_is_told_when_the_pool_is_closed(server):
     with pool_over(server, busy_wait_s=60.0) as pool, ThreadPoolExecutor(1) as threads:
         server.script["/create"] = [(429, {"error": "full"})] * 9999
