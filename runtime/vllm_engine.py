@@ -130,6 +130,7 @@ class VLLMEngine:
             flat_logprobs=True,  # lists of numbers, not a dict of objects for every token
             detokenize=False,
             output_kind=self._final_only,
+            skip_clone=True,  # made for this request alone
         )
         try:
             self._llm.llm_engine.add_request(

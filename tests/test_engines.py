@@ -501,11 +501,14 @@ def test_log_probs_of_other_ids_are_refused(on_a_gpu):
 
 
 def test_vllm_is_asked_for_no_more_than_what_is_read(on_a_gpu):
-    """One log-prob a token, as numbers, no text, one answer a request."""
+    """One log-prob a token, as numbers, no text, one answer a request, settings of its own."""
     on_a_gpu.submit("a", [1, 2], SamplingSettings(4, stop_token_ids=(3,)))
     ((_, params),) = on_a_gpu._llm.submitted
     assert (params.logprobs, params.flat_logprobs, params.detokenize) == (0, True, False)
     assert params.output_kind == "final only" and params.stop_token_ids == [3]
+    assert params.skip_clone
+    on_a_gpu.submit("b", [1, 2], SamplingSettings(4))
+    assert on_a_gpu._llm.submitted[1][1] is not params
 
 
 # ------------------------------------------------------------------------------- make_engine

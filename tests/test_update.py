@@ -445,6 +445,42 @@ def test_a_perfect_critic_explains_all_variance_and_does_not_move(accelerator, b
     torch.testing.assert_close(flat(critic), before, atol=1e-5, rtol=0)
 
 
+def test_a_critic_explains_nothing_of_returns_that_are_all_the_same(accelerator, batch):
+    critic = make_critic()
+    values, returns = values_of(critic, batch), batch.loss_mask.clone()
+    metrics = critic_step(accelerator, critic, sgd(critic), batch, values, returns, WIDE)
+    assert metrics["critic/explained_variance"] == 0.0
+
+
+def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_highest_of_all(
+    accelerator, batch, advantages
+):
+    """The policy stands still, so that each mini-batch can be measured by itself."""
+    policy = make_policy()
+    old = log_probs_of(policy, batch)
+    batch.rollout_log_probs = old + advantages / 10
+
+    def measured(part, size):
+        return policy_step(
+            accelerator,
+            policy,
+            sgd(policy, lr=0.0),
+            part,
+            part.advantages,
+            replace(WIDE, mini_batch_size=size),
+            part.old_log_probs,
+        )
+
+    batch.advantages, batch.old_log_probs = advantages, old
+    together = measured(batch, 2)
+    alone = [measured(batch.rows([row, row + 1]), 2) for row in (0, 2, 4)]
+    for name in ("policy/loss", "policy/entropy", "sampler/log_prob_diff_mean"):
+        assert together[name] == pytest.approx(sum(each[name] for each in alone) / 3), name
+    highest = [each["sampler/log_prob_diff_max"] for each in alone]
+    assert together["sampler/log_prob_diff_max"] == pytest.approx(max(highest))
+    assert min(highest) < max(highest)
+
+
 @pytest.mark.parametrize("share_prefix", [False, True])
 def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
     accelerator, batch, advantages, share_prefix
