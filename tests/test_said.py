@@ -5,9 +5,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from toy_env import flags, options, serve, train_main
+from toy_env import flags, fresh_process_state, options, serve, train_main
 
 import evaluate
+import sft
 from envs import load_tasks
 from reporting import metrics
 from reporting.evalconfig import EvalConfig
@@ -109,3 +110,23 @@ def test_an_evaluation_by_hand_is_a_phase_that_counts_episodes(monkeypatch, tmp_
     tasks = load_tasks("textcraft", "test")[:2]
     evaluate._measure(config, lambda *words: words[-1](episode), pool, tasks, tmp_path)
     assert shown == [("evaluation in textcraft", 6), episode]
+
+
+def test_a_warm_start_shows_its_server_its_demonstrations_and_its_steps(monkeypatch, tmp_path):
+    shown, init = [], phases.Phase.__init__
+
+    def note(self, *words):
+        shown.append(self)
+        init(self, *words)
+
+    monkeypatch.setattr(phases.Phase, "__init__", note)
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))  # nothing was played before
+    argv = ["--model", "tiny", "--num-demonstrations", "4", "--epochs", "1", "--batch-size", "2"]
+    with fresh_process_state():
+        assert sft.command_line([*argv, "--out", str(tmp_path / "warm")]) == 0
+    assert [(phase.label, phase.done, phase.total) for phase in shown] == [
+        ("starting a server of textcraft", 0, None),
+        ("demonstrations", 4, 4),
+        ("warm start", 2, 2),
+    ]
+    assert re.fullmatch(r"\d+\.\d{3}", shown[-1].figures["loss"])
