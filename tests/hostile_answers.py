@@ -23,7 +23,7 @@ from pathlib import Path
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-DRIP_S = 0.1  # between two bytes of a drip
+DRIP_S, SLOW_DRIP_S = 0.1, 4.0  # between two bytes of a drip
 
 
 def whole(body: bytes, extra: bytes = b"") -> Callable[[socket.socket], None]:
@@ -45,12 +45,12 @@ def flood(head: bytes, piece: bytes, count: int = 1 << 40) -> Callable[[socket.s
     return send
 
 
-def drip(head: bytes, piece: bytes) -> Callable[[socket.socket], None]:
+def drip(head: bytes, piece: bytes, pause_s: float = DRIP_S) -> Callable[[socket.socket], None]:
     def send(connection: socket.socket) -> None:
         connection.sendall(head)
         while True:
             connection.sendall(piece)
-            time.sleep(DRIP_S)
+            time.sleep(pause_s)
 
     return send
 
@@ -63,6 +63,7 @@ def silence(connection: socket.socket) -> None:
 ENDLESS = {
     "silence": silence,
     "drip of a body": drip(HEAD + b"Content-Length: 100000\r\n\r\n", b"1"),
+    "slow drip of a body": drip(HEAD + b"Content-Length: 100000\r\n\r\n", b"1", SLOW_DRIP_S),
     "drip of a body without length": drip(HEAD + b"\r\n", b" "),
     "drip of a header": drip(HEAD + b"X-", b"y"),
     "drip of headers": drip(HEAD, b"X: y\r\n"),
