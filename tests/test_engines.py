@@ -472,6 +472,15 @@ def test_weights_that_came_in_part_are_not_sampled_from_until_all_have_come(
     assert len(run(engine, a=([1, 2], SamplingSettings(4)))) == 1
 
 
+def test_half_of_the_new_weights_beside_half_of_the_old_are_no_policy(on_a_gpu, monkeypatch):
+    """Loading fails in a sampler that never slept."""
+    monkeypatch.setattr(FakeLLM, "fails", (("reload_weights", "b"),))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        on_a_gpu.load_weights(iter(WEIGHTS))
+    with pytest.raises(EngineError, match="vLLM has no weights"):
+        on_a_gpu.submit("a", [1, 2], SamplingSettings(4))
+
+
 def test_requests_that_run_would_be_lost_in_sleep_and_mix_two_policies(on_a_gpu):
     engine = on_a_gpu
     engine.submit("a", [1, 2], SamplingSettings(4))
