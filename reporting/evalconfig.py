@@ -12,6 +12,7 @@ unit and the paper's value. What no run can honour is refused before anything is
 Read next: evaluate.py.
 """
 
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ from envs import settings_of
 from runtime.exchange import checked_url
 
 ALL = "all"  # --env all
+
+
+def _is_free(out: Path) -> bool:
+    """Whether a folder is empty, or holds what measured nothing, since no server answered."""
+    if not out.is_dir():
+        return False
+    try:
+        return not json.loads((out / "eval.json").read_text(encoding="utf-8"))["items"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return not any(out.iterdir())
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,7 @@ class EvalConfig:
                     f"--resume: --out {out} holds no results of --env all to go on with; leave "
                     "out --resume to begin"
                 )
-        elif self.out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        elif self.out and out.exists() and not _is_free(out):
             raise ValueError(f"--out {out} exists and is not empty; choose a new folder")
 
     def _check_all(self) -> None:

@@ -306,6 +306,20 @@ def test_more_lost_than_allowed_is_exit_1_with_one_line_and_the_files(env_url, t
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["complete"] is False
 
 
+def test_what_measured_nothing_can_be_asked_for_again_and_what_did_cannot(
+    env_url, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    command = ["--api-model", "m", "--env-addr", env_url, "--limit", "1", "--out", str(out)]
+    with chat_server(lambda _: (401, {"error": "bad key"})) as url:
+        assert main(["--api-base", url, *command]) == 1
+    with chat_server(perfect) as url:
+        assert main(["--api-base", url, *command]) == 0
+        assert json.loads((out / "eval.json").read_text())["overall"]["items"] == 4
+        assert main(["--api-base", url, *command]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
 def test_ctrl_c_writes_what_has_ended_and_exits_130(env_url, tmp_path):
     seen = threading.Semaphore(0)
 
