@@ -155,7 +155,7 @@ def _bar(current: Phase) -> Any:
     from tqdm import tqdm
 
     desc = ": ".join(filter(None, [_line.heading, current.label]))
-    options = {"leave": False, "dynamic_ncols": True}
+    options = {"leave": False, "nrows": 20}  # some terminals say 0, and tqdm would hide the bar
     return tqdm(total=current.total, desc=desc, unit=f" {current.unit}", **options)
 
 

@@ -1,12 +1,19 @@
 """runtime/phases.py: who waits sees a bar on a terminal, a line every 30 s elsewhere."""
 
+import contextlib
 import io
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from runtime import phases
 from runtime.phases import EVERY_S, Phase, duration, phase, playing
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Clock:
@@ -168,6 +175,22 @@ def test_a_bar_where_stderr_is_a_terminal_and_lines_unless_both_are(
     assert ("update" in err.getvalue()) == has_bar
     if has_bar:
         assert " 2/4 [" in err.getvalue()
+
+
+def test_a_terminal_without_a_size_has_a_bar_too():
+    code = "import time; from runtime.phases import phase\n"
+    code += "with phase('update', 4, 'steps') as tick: tick(2); time.sleep(0.2); tick(1)"
+    master, slave = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=slave, stderr=slave
+    ) as process:
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):  # its end, as Linux tells it
+            while part := os.read(master, 4096):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0 and b"3/4 [" in shown
 
 
 def test_what_counts_nothing_has_a_line_on_a_terminal_too(clock, monkeypatch):
