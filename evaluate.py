@@ -56,19 +56,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from reporting.evalconfig import ALL, EvalConfig, evaluation_options, model_of
+from runtime.cli import complain, refuse_misuse
+
+PROG = "evaluate.py"
+if __name__ == "__main__":  # before the imports below take their seconds
+    refuse_misuse(PROG, lambda: evaluation_options(None, PROG))
+
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
-from reporting.evalconfig import ALL, EvalConfig
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
-from runtime.cli import complain, parse_command_line
 from runtime.files import make_folder, write_json, write_text
 from runtime.phases import playing
+from runtime.prompts import prompt_of
 from trajectory import Trajectory
-
-PROG = "evaluate.py"
 
 
 def requests_for(tasks: Sequence[Task], samples: int, step: int, seed: int) -> list[RolloutRequest]:
@@ -127,10 +131,9 @@ def evaluate_policy(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a failure at run time, 2 misuse, 130 stopped by Ctrl-C."""
-    config = parse_command_line(EvalConfig, argv, prog=PROG)
     with contextlib.ExitStack() as stack:
         try:
-            config.check()
+            config = evaluation_options(argv, PROG)
             if config.compare:
                 print(compare(*config.compare))
                 return 0
@@ -151,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        options = {"command": sys.argv, **asdict(config), "model": _model(config)}
+        options = {"command": sys.argv, **asdict(config), "model": model_of(config)}
         write_json(out / "config.json", options)
         if config.env == ALL:
             return _measure_all(config, play, kept, out)
@@ -202,16 +205,6 @@ class Outcome(NamedTuple):
     problem: str | None
 
 
-def _model(config: EvalConfig) -> str:
-    """The name of what plays."""
-    if config.api_model or config.model:
-        return str(config.api_model or config.model)
-
-    import torch
-
-    return "Qwen/Qwen2.5-3B-Instruct" if torch.cuda.is_available() else "smollm2-135m"
-
-
 def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     """What plays requests in any environment. Whatever is started here, `stack` closes."""
     if config.api_base:
@@ -219,7 +212,7 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
 
         base, key = config.api_base, os.environ.get(config.api_key_env or "")
         return lambda pool, r, s, progress: collect_api(
-            ChatApi(base, _model(config), key), pool, r, s, progress
+            ChatApi(base, model_of(config), key), pool, r, s, progress
         )
 
     from chat import ChatTemplate
@@ -227,7 +220,7 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     from runtime.default_models import resolve_model
     from runtime.vllm_engine import make_engine
 
-    path = resolve_model(_model(config))
+    path = resolve_model(model_of(config))
     chat = ChatTemplate(load_tokenizer(path))
     kind = "transformers" if config.deterministic else config.engine
     engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
@@ -246,7 +239,7 @@ def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
     Raises: EnvError if nobody answers, or with another world.
     """
     addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
-    pool = EnvPool(env, addresses)
+    pool = EnvPool(env, addresses, prompt=prompt_of(config))
     stack.callback(pool.close)
     pool.client().close()  # before a model is loaded
     return pool
@@ -257,9 +250,10 @@ def _asked(config: EvalConfig, env: str) -> dict[str, Any]:
     options = ("temperature", "seed", "samples", "limit")
     budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
     return (
-        {"env": env, "model": _model(config)}
+        {"env": env, "model": model_of(config)}
         | {name: getattr(config, name) for name in options + budgets}
         | {"max_rounds": config.horizons(env)}
+        | ({"prompt": config.prompt} if config.prompt else {})
     )
 
 
@@ -348,7 +342,7 @@ def _complete_families(config: EvalConfig) -> dict[str, dict[str, Any]]:
 
 def _measure_all(config: EvalConfig, play: Play, kept: Mapping[str, Any], out: Path) -> int:
     """One environment after the other; the table is on disk after each. Returns the exit code."""
-    table = Benchmark(_model(config), config.samples, config.temperature, config.seed)
+    table = Benchmark(model_of(config), config.samples, config.temperature, config.seed)
     table.families = {env: kept.get(env, "not played yet") for env in ENVS}
     _write_table(table, out)
     exit_code = 0

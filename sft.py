@@ -32,10 +32,17 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from runtime.cli import complain, refuse_misuse
+from runtime.sftconfig import SftConfig, SftSettings, settings_of, sft_options
+
+PROG, SUMMARY = "sft.py", (__doc__ or "").split("\n\n")[0]
+if __name__ == "__main__":  # before the imports below take their seconds
+    refuse_misuse(PROG, lambda: sft_options(None, PROG, SUMMARY))
 
 import torch
 
@@ -49,7 +56,6 @@ from envs import Task, env_name, load_tasks
 from losses import Objective, imitation_loss
 from models import load_policy, load_tokenizer
 from runtime import distributed, precision
-from runtime.cli import complain, parse_command_line
 from runtime.default_models import cache_dir, resolve_model
 from runtime.files import build_folder, write_json
 from runtime.lora import add_lora
@@ -58,20 +64,6 @@ from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
 from update import Learner, Metrics, forward_policy, optimize, suited
-
-
-@dataclass(frozen=True)
-class SftSettings:
-    """How the warm start is trained; part of its cache key."""
-
-    num_demonstrations: int = 128
-    epochs: int = 2
-    learning_rate: float = 1e-4
-    batch_size: int = 8  # demonstrations per optimizer step
-    max_tokens: int = 4096  # padded tokens per micro-batch
-    max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
-    share_prefix: bool = True  # compute the instructions that all have in common once a step
-    seed: int = 0
 
 
 def imitate(
@@ -256,54 +248,8 @@ def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-@dataclass
-class Config:
-    """Supervised fine-tuning on demonstrations."""
-
-    env: str = "textcraft"
-    """environment whose oracle demonstrates"""
-    model: str = "smollm2-135m"
-    """what to start from: smollm2-135m, tiny, a path or a hub id"""
-    out: str = "runs/sft"
-    """folder of the checkpoint; must not exist"""
-    data: str | None = None
-    """AgentTraj JSON file; without it the oracle demonstrates training tasks"""
-    tasks: str | None = None
-    """id list for the oracle; default: the environment's training split"""
-    subtasks: tuple[str, ...] = ()
-    """only these sub-tasks, e.g. "depth 1" "depth 2" """
-    num_demonstrations: int = 128
-    epochs: int = 2
-    learning_rate: float = 1e-4
-    batch_size: int = 8
-    """demonstrations per optimizer step"""
-    max_trajectory_tokens: int = 2048
-    lora_rank: int = 0
-    """train adapters of this rank and merge them (0: all weights)"""
-    share_prefix: bool = True
-    """compute what all demonstrations begin with once a step; --no-share-prefix for models whose
-    attention is not plain and causal"""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """number format to compute in; auto: the faster one on this machine"""
-    seed: int = 0
-
-
-def checked(config: Config) -> SftSettings:
-    """The settings, or Misuse."""
-    if Path(config.out).exists():
-        raise Misuse(f"--out {config.out} exists; choose another folder")
-    for name in ("num_demonstrations", "epochs", "batch_size", "learning_rate"):
-        if not getattr(config, name) > 0:
-            flag = name.replace("_", "-")
-            raise Misuse(f"--{flag} {getattr(config, name)} must be above 0")
-    if config.max_trajectory_tokens < 1:
-        raise Misuse(f"--max-trajectory-tokens {config.max_trajectory_tokens} must be above 0")
-    names = SftSettings.__dataclass_fields__
-    return SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
-
-
-def main(config: Config) -> int:
-    settings = checked(config)
+def main(config: SftConfig) -> int:
+    settings = settings_of(config)
     distributed.join()
     accelerator = distributed.make_accelerator(precision.choose(config.precision).autocast)
 
@@ -330,18 +276,16 @@ def main(config: Config) -> int:
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, run; misuse is one line and exit code 2, a server that fails one line and code 1."""
-    first_lines = (__doc__ or "").split("\n\n")[0]
-    config = parse_command_line(Config, argv, "sft.py", description=first_lines)
+    """Parse, run; misuse is one line and exit code 2, a failure at run time one line and code 1."""
     try:
-        code = main(config)
+        code = main(sft_options(argv, PROG, SUMMARY))
         distributed.leave()
         return code
-    except (Misuse, OSError) as error:
-        complain("sft.py", error)
+    except Misuse as error:
+        complain(PROG, error)
         return 2
-    except EnvError as error:
-        complain("sft.py", error)
+    except (EnvError, OSError) as error:  # OSError: the disk is full or gone
+        complain(PROG, error)
         return 1
 
 

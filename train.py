@@ -46,7 +46,7 @@ from runtime.cli import complain, refuse_misuse, say_remarks, training_options
 
 PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(PROG, SUMMARY)
+    refuse_misuse(PROG, lambda: training_options(None, PROG, SUMMARY))
 
 import os
 import random

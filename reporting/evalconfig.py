@@ -15,12 +15,18 @@ Read next: evaluate.py.
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from envs import settings_of
+from config import PAPER, SMALL_MODELS, has_gpu
+from envs import load_tasks, settings_of
+from runtime.checks import check_addresses
+from runtime.cli import parse_command_line
 from runtime.exchange import checked_url
+from runtime.find_model import check_length, check_model
+from runtime.prompts import with_prompt
 
 ALL = "all"  # --env all
 
@@ -74,7 +80,11 @@ class EvalConfig:
     max_trajectory_tokens: int = 8192
     """longest episode, prompt included (tokens; paper: 10752 for textcraft); not for --api-base"""
     env_addr: tuple[str, ...] = ()
-    """addresses of running environment servers (URLs; without it: one is started here)"""
+    """addresses of running environment servers (URLs; without it: one is started here; local:
+    none, the world plays in this process)"""
+    prompt: str | None = None
+    """file with another prompt than the world's: JSON [{"role", "content"}, ...], or a text in
+    place of its instruction"""
     env_workers: int = 32
     """environment calls, or with --api-base episodes, under way at a time (count)"""
     max_env_failures: float = 0.2
@@ -153,8 +163,7 @@ class EvalConfig:
         for holds, problem in rules:
             if not holds:
                 raise ValueError(problem)
-        for url in self.env_addr:
-            checked_url(url, "--env-addr")
+        check_addresses("env_addr", self.env_addr, self.env)
         if self.api_base:
             checked_url(self.api_base, "--api-base")
         if self.env == ALL:
@@ -176,9 +185,36 @@ class EvalConfig:
             ("--tasks", self.tasks),
             ("--subtasks", self.subtasks),
             ("--split train", self.split == "train"),
+            ("--prompt", self.prompt),
         ):
             if value:
                 raise ValueError(
                     f"{flag} is not possible with --env all, which starts a server for each "
                     "environment and plays its test split"
                 )
+
+
+def model_of(config: EvalConfig) -> str:
+    """The name of what plays."""
+    return config.api_model or config.model or (PAPER["model"] if has_gpu() else SMALL_MODELS[0])
+
+
+def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
+    """evaluate.py's options, checked, with what they name on this machine.
+
+    Raises:
+        ValueError: one line that says what to do.
+        SystemExit: misuse or --help, see `runtime.cli.parse_command_line`.
+    """
+    config = parse_command_line(EvalConfig, argv, prog)
+    config.check()
+    if config.compare:
+        return config
+    if config.env != ALL:
+        config = with_prompt(config)
+        split = None if config.tasks else config.split or "test"
+        load_tasks(config.env, split, config.tasks, config.subtasks)
+    if not config.api_base:
+        check_model(model_of(config))
+        check_length(model_of(config), config.max_trajectory_tokens)
+    return config

@@ -14,14 +14,14 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from advantages import ESTIMATORS
 from config import Config, Misuse, flag, refusing
 from envs import Task, load_tasks, settings_of
-from runtime.envhttp import checked_url
+from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.localworld import LOCAL, check_local
 from runtime.room import check_room
@@ -46,7 +46,8 @@ def check(config: Config) -> None:
         make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
         _check_ranges(config)
         _check_trackers(config)
-        _check_addresses(config)
+        for name in ("env_addr", "engine_url", "engine_devices"):
+            check_addresses(name, getattr(config, name), config.env)
         _check_together(config)
 
 
@@ -77,31 +78,22 @@ def _check_ranges(config: Config) -> None:
         raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
 
 
-def _check_addresses(config: Config) -> None:
-    """Each is one, and is given once."""
-    for name in ("env_addr", "engine_url", "engine_devices"):
-        given = getattr(config, name)
-        if name == "env_addr" and LOCAL in given:
-            _check_local(config)
-        for address in given if name != "engine_devices" else ():
-            if name == "env_addr" and address == LOCAL:
-                continue
-            try:
-                checked_url(address)
-            except ValueError as error:
-                raise ValueError(f"{flag(name)}: {error}") from error
-        twice = sorted({each for each in given if given.count(each) > 1})
-        if twice:
-            raise ValueError(f"{flag(name)} {' '.join(given)}: {twice[0]} stands there twice")
+def check_addresses(name: str, given: Sequence[str], env: str = "") -> None:
+    """Raise ValueError unless each is an address, given once, or all is `local`.
 
-
-def _check_local(config: Config) -> None:
-    """--env-addr local: a world that needs no process beside this one."""
-    if len(config.env_addr) > 1:
-        raise ValueError(
-            f"--env-addr {' '.join(config.env_addr)}: {LOCAL} is no server; give it alone"
-        )
-    check_local(config.env)
+    Args:
+        name: of the option; that of `env`'s servers may be `local`.
+    """
+    twice = sorted({each for each in given if given.count(each) > 1})
+    if twice:
+        raise ValueError(f"{flag(name)} {' '.join(given)}: {twice[0]} stands there twice")
+    if name == "env_addr" and LOCAL in given:
+        if len(given) > 1:
+            raise ValueError(f"{flag(name)} {' '.join(given)}: {LOCAL} is no server; give it alone")
+        check_local(env)
+    elif name != "engine_devices":
+        for address in given:
+            checked_url(address, flag(name))
 
 
 def _check_together(config: Config) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -113,12 +113,12 @@ def starting_from(argv: Sequence[str]) -> Config:
         return replace(with_preset(asked.get("preset") or preset_of(model), env), **saved)
 
 
-def refuse_misuse(prog: str, description: str) -> None:
-    """End this process with code 2 and one line if its command line cannot work; of the processes
-    that a launcher started, the first one speaks."""
+def refuse_misuse(prog: str, read: Callable[[], object]) -> None:
+    """End this process with code 2 and one line if `read`, which reads its command line, raises
+    ValueError; of the processes that a launcher started, the first one speaks."""
     try:
-        training_options(None, prog, description)
-    except Misuse as error:
+        read()
+    except ValueError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             complain(prog, error)
         raise SystemExit(2) from None

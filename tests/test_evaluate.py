@@ -24,7 +24,7 @@ from envclient import EnvError, EnvPool, EnvServerError
 from envs import load_tasks
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
-from evaluate import EvalConfig, evaluate_policy, main, parse_command_line
+from evaluate import EvalConfig, evaluate_policy, main
 from models import load_tokenizer
 from reporting.leaderboard import PAPER
 from reporting.metrics import MetricsLogger, summarize_trajectories
@@ -32,6 +32,7 @@ from reporting.plots import plot
 from reporting.scoring import summarize
 from rollout import RolloutSettings, TooManyEnvFailures, collect
 from runtime import vllm_engine
+from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,112 @@
+"""What a warm start by hand can be asked: every option of sft.py, and what contradicts.
+
+Read next: `sft.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from config import Misuse, flag, refusing
+from envs import load_tasks
+from runtime.cli import parse_command_line
+from runtime.find_model import check_length, check_model
+from trajectory import read_agenttraj
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """How the warm start is trained; part of its cache key."""
+
+    num_demonstrations: int = 128
+    epochs: int = 2
+    learning_rate: float = 1e-4
+    batch_size: int = 8  # demonstrations per optimizer step
+    max_tokens: int = 4096  # padded tokens per micro-batch
+    max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
+    share_prefix: bool = True  # compute the instructions that all have in common once a step
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning on demonstrations."""
+
+    env: str = "textcraft"
+    """environment whose oracle demonstrates"""
+    model: str = "smollm2-135m"
+    """what to start from: smollm2-135m, tiny, a path or a hub id"""
+    out: str = "runs/sft"
+    """folder of the checkpoint; must not exist"""
+    data: str | None = None
+    """AgentTraj JSON file; without it the oracle demonstrates training tasks"""
+    tasks: str | None = None
+    """id list for the oracle; default: the environment's training split"""
+    subtasks: tuple[str, ...] = ()
+    """only these sub-tasks, e.g. "depth 1" "depth 2" """
+    num_demonstrations: int = 128
+    epochs: int = 2
+    learning_rate: float = 1e-4
+    batch_size: int = 8
+    """demonstrations per optimizer step"""
+    max_trajectory_tokens: int = 2048
+    lora_rank: int = 0
+    """train adapters of this rank and merge them (0: all weights)"""
+    share_prefix: bool = True
+    """compute what all demonstrations begin with once a step; --no-share-prefix for models whose
+    attention is not plain and causal"""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """number format to compute in; auto: the faster one on this machine"""
+    seed: int = 0
+
+
+def sft_options(argv: Sequence[str] | None, prog: str, description: str) -> SftConfig:
+    """sft.py's options, checked, with what they name on this machine. No torch is needed for that.
+
+    Raises:
+        Misuse: one line that says what to do.
+        SystemExit: misuse or --help, see `parse_command_line`.
+    """
+    config = parse_command_line(SftConfig, argv, prog, description=description)
+    positive = ("num_demonstrations", "epochs", "batch_size", "max_trajectory_tokens")
+    for name in (*positive, "learning_rate"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise Misuse(f"{flag(name)} {getattr(config, name)} must be above 0, and finite")
+    for name in ("lora_rank", "seed"):
+        if getattr(config, name) < 0:
+            raise Misuse(f"{flag(name)} {getattr(config, name)} must not be negative")
+    if Path(config.out).exists():
+        raise Misuse(f"--out {config.out} exists; choose another folder")
+    check_model(config.model)
+    check_length(config.model, config.max_trajectory_tokens)
+    if config.data is None:
+        with refusing():
+            split = None if config.tasks else "train"
+            load_tasks(config.env, split, config.tasks, config.subtasks)
+    else:
+        _check_data(config.data)
+    return config
+
+
+def settings_of(config: SftConfig) -> SftSettings:
+    """How to train, of all that was asked."""
+    names = SftSettings.__dataclass_fields__
+    return SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
+
+
+def _check_data(file: str) -> None:
+    """Refuse a file that is not there, or holds no conversations."""
+    expected = 'expected AgentTraj: [{"item_id": ..., "conversations": [...]}, ...]'
+    try:
+        records = read_agenttraj(Path(file))
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        raise Misuse(f"--data {file} {problem}; {expected}") from error
+    except (ValueError, RecursionError) as error:
+        raise Misuse(f"--data {file}: {error}; {expected}") from error
+    if not records:
+        raise Misuse(f"--data {file} holds no conversation; {expected}")
