@@ -31,6 +31,7 @@ GPU_HEAD_BYTES = 512 << 20  # what models.py takes where HEAD_BYTES names no lim
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 SAMPLER_SHARE = 0.5  # of the card: VLLMEngine's gpu_memory_utilization; it sleeps in the update
 MARGIN = 1.05  # an allocator's losses, fragmentation above all
+CPU_CACHE_AT_MOST = 2 * GIB  # of keys and values
 POLICY_SHARE = 0.3  # of a trajectory's tokens, sampled ones
 # (LoRA?, several devices?) -> bytes a token that a layer keeps: this many times H, and A·D. Frozen
 # matrices and norms keep no input; the adapters keep theirs.
@@ -155,6 +156,24 @@ def update_bytes(
 def cache_bytes(shape: Shape, tokens: int) -> int:
     """Keys and values of one sequence in the sampler, bfloat16."""
     return 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
+
+
+def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
+    """Keys and values that the sampler gets on a CPU: a quarter of what its sequences could fill.
+
+    Openings are kept once for a group and most trajectories end early; where that is not enough,
+    vLLM lets some wait.
+
+    Args:
+        shape: None: of a model that nobody knows.
+        tokens: of the longest sequence.
+        sequences: that run side by side.
+    """
+    if shape is None:
+        return CPU_CACHE_AT_MOST
+    most = sequences * cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
+    least = most // sequences + GIB // 8  # the longest sequence fits, whatever else
+    return max(min(most // 4, CPU_CACHE_AT_MOST), least)
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:

@@ -27,6 +27,7 @@ from runtime.memory import (
     SAMPLER_SHARE,
     Shape,
     cache_bytes,
+    cpu_cache_bytes,
     shape_of,
     state_bytes,
     transient_bytes,
@@ -34,7 +35,8 @@ from runtime.memory import (
 
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES
 # Of a CPU process, beside what the formulas count: Python, torch and vLLM; vLLM's keys and values.
-PROGRAMS, CPU_CACHE = 1.5 * GIB, 2 * GIB
+PROGRAMS = 1.5 * GIB
+SEQUENCES = 64  # that vLLM runs side by side on a CPU
 CPU_MARGIN = 1.25  # a heap's losses: the laptop's run peaked at 13 GB where the parts are 10.3
 CLEARLY = 1.25  # so many times the memory are refused; less is a warning
 
@@ -103,7 +105,10 @@ def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
         beside = (MARGIN * state + sampler) if sampler else 0.0
         return Need(state, max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update)))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own = CPU_CACHE if sampler and c.engine == "vllm" else 0.0
+    own = 0.0
+    if sampler and c.engine == "vllm":  # float32 unless it was asked not to be
+        dtype = "bfloat16" if c.precision == "bf16" else "float32"
+        own = cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
     return Need(
         state * processes,
         CPU_MARGIN * processes * (state + update + sampler + own + PROGRAMS),

@@ -38,6 +38,8 @@ from engines import (
     TransformersEngine,
     Weights,
 )
+from runtime.find_model import model_config
+from runtime.memory import cpu_cache_bytes, shape_of
 
 
 class VLLMEngine:
@@ -75,7 +77,12 @@ class VLLMEngine:
         if not on_gpu:
             # Thread pinning would leave the trainer, which shares this process, on vLLM's cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            kv_cache_bytes = kv_cache_bytes or 2 << 30
+            kv_cache_bytes = kv_cache_bytes or cpu_cache_bytes(
+                shape_of(model_path, model_config(model_path) or {}),
+                max_model_len,
+                max_num_seqs,
+                dtype,
+            )
         try:
             with _quiet():
                 from vllm import LLM, SamplingParams

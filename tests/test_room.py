@@ -7,7 +7,7 @@ import pytest
 from config import Config, Misuse, with_preset
 from runtime import room
 from runtime.find_model import model_config
-from runtime.memory import GIB, Shape, shape_of
+from runtime.memory import CPU_CACHE_AT_MOST, GIB, Shape, cpu_cache_bytes, shape_of
 from runtime.room import Room, check_room, cpu_room, needed
 
 LAPTOP = with_preset("laptop")
@@ -133,3 +133,14 @@ def test_the_memory_is_the_machines_or_its_containers_where_that_is_less(tmp_pat
     assert cpu_room(tmp_path) == Room(4_000_000_000, 3_000_000_000, "this container", False)
     (tmp_path / "proc/meminfo").unlink()
     assert cpu_room(tmp_path) is None
+
+
+@pytest.mark.parametrize("dtype, factor", [("bfloat16", 1), ("float32", 2)])
+def test_the_sampler_on_a_cpu_gets_what_its_trajectories_need_and_no_more(dtype, factor):
+    """Of the 135M model: 23 kB a token in bfloat16."""
+    shape = shape_of("smollm2-135m", model_config("smollm2-135m"))
+    token = 4 * 30 * 3 * 64 * factor
+    assert cpu_cache_bytes(shape, 1536, 64, dtype) == 64 * 1536 * token // 4
+    longest = cpu_cache_bytes(shape, 100_000, 1, dtype)
+    assert longest > 100_000 * token  # one sequence fits, however long it may be
+    assert cpu_cache_bytes(None, 1536, 64, dtype) == CPU_CACHE_AT_MOST
