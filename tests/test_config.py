@@ -31,7 +31,7 @@ CONTRACT = (
     "learning_rate critic_learning_rate clip_ratio gamma lam kl_coef kl_loss_coef kl_estimator "
     "entropy_coef sampler_is_cap skip_zero_variance max_sync_error eval_every eval_tasks "
     "eval_samples eval_rounds save_every keep_last run_dir resume seed deterministic record_state "
-    "warm_start"
+    "warm_start preset config prompt stop_at"
 )
 
 
