@@ -16,7 +16,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "precision.json"
 
 
-@pytest.mark.parametrize("faster, slower", [("bf16", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize(("faster", "slower"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_auto_takes_what_was_faster_and_measures_once(cache, monkeypatch, faster, slower):
     calls = []
 
@@ -68,7 +68,7 @@ def test_both_formats_are_really_timed_and_no_random_number_is_used_up(cache):
     assert set(seconds) == {"bf16", "fp32"} and min(seconds.values()) > 0
 
 
-@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_a_format_decides_what_products_are_computed_in(name, dtype):
     chosen = precision.choose(name)
     assert getattr(torch, chosen.dtype) == dtype

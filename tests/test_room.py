@@ -135,7 +135,7 @@ def test_the_memory_is_the_machines_or_its_containers_where_that_is_less(tmp_pat
     assert cpu_room(tmp_path) is None
 
 
-@pytest.mark.parametrize("dtype, factor", [("bfloat16", 1), ("float32", 2)])
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1), ("float32", 2)])
 def test_the_sampler_on_a_cpu_gets_what_its_trajectories_need_and_no_more(dtype, factor):
     """Of the 135M model: 23 kB a token in bfloat16."""
     shape = shape_of("smollm2-135m", model_config("smollm2-135m"))
