@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import torch
 from config import Config, Misuse
 from envs import env_name
 from runtime import distributed, files
+from runtime.checks import check_run_dir
 from trajectory import RolloutHandler
 
 PACKAGES = (
@@ -111,16 +112,10 @@ def open_run(config: Config) -> Run:
 def _open_run(config: Config) -> Run:
     name = f"{env_name(config.env)}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
-    holds_run = (path / "config.json").exists()
-    if holds_run and not config.resume:
-        raise Misuse(
-            f"--run-dir {path} holds a run; add --resume to go on with it, or choose another"
-        )
-    if config.resume and not holds_run:
-        raise Misuse(f"--run-dir {path} holds no run to resume")
+    check_run_dir(replace(config, run_dir=str(path)))
     try:
         files.make_folder(path)
-        run = Run(path, is_new=not holds_run)
+        run = Run(path, is_new=not config.resume)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
     run.write_json("config.json", {"config": asdict(config), **circumstances()})
