@@ -304,8 +304,10 @@ def measure(
     rates: dict[str, float] = FAULTS,
     workers: int = 32,
     max_rounds: int = 12,
+    step_size: int = 50,
 ) -> Found:
-    """Roll `num_episodes` through the proxy while the server is killed `num_restarts` times."""
+    """Roll `num_episodes` through the proxy, `step_size` at once as in a training step, while the
+    server is killed `num_restarts` times."""
     rng, num_tasks = random.Random(seed), get_env(env).num_tasks()
     requests = [
         RolloutRequest(Task(f"{env}_{index}", index, "any"), n, sample=0, seed=n % 7, step=1)
@@ -313,7 +315,7 @@ def measure(
     ]
     scripts = [script(env, r.task.task_index, r.seed, max_rounds) for r in requests]
     chat = ChatTemplate(byte_tokenizer())
-    log, num_restarted, began = RolloutLog(), 0, time.monotonic()
+    handlers, log, num_restarted, began = [], RolloutLog(), 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(contextlib.ExitStack())
         proxy = stack.enter_context(Chaos(running.enter_context(killable_server(env)), rates, seed))
@@ -344,7 +346,8 @@ def measure(
             max_trajectory_tokens=200_000,
             env_workers=workers,
         )
-        handlers = collect(engine, pool, chat, requests, settings, log)
+        for i in range(0, num_episodes, step_size):
+            handlers += collect(engine, pool, chat, requests[i : i + step_size], settings, log)
     kept = [handler for handler in handlers if handler.is_valid]
     errors = Counter(re.sub(r"\d+", "N", h.error or "")[:90] for h in handlers if not h.is_valid)
     return Found(
