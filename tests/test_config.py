@@ -20,8 +20,9 @@ from config import (
 )
 from envs import ENVS, get_env, load_tasks, settings_of
 from losses import Objective
-from runtime.checks import check
-from runtime.cli import parse_command_line, starting_from
+from runtime import checks, usage
+from runtime.checks import check, remarks
+from runtime.cli import parse_command_line, say_remarks, starting_from, training_options
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
@@ -304,3 +305,50 @@ def test_what_cannot_be_read_is_a_sentence_that_names_it(argv, said, capsys):
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and said in err and "see --help" in err
+
+
+# --- What is allowed and perhaps not meant --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            "--rounds-scheduler scaling_inter_stepwise --rounds 2 4 --steps 100",
+            "--rounds 2 4 reaches 4 turns after step 100, this run ends with step 100",
+        ),
+        ("--eval-every 0 --eval-samples 2 --eval-rounds 3", "--eval-samples --eval-rounds wait"),
+        ("--mini-batch-size 65", "--mini-batch-size 65 is more than a step's 64 trajectories"),
+    ],
+)
+def test_what_is_allowed_and_perhaps_not_meant_is_a_note(argv, said, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    argv = ["--model", "tiny", *argv.split()]
+    say_remarks(training_options(argv, "train.py", ""), argv)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("note: ") and said in line
+    monkeypatch.setenv("RANK", "1")
+    say_remarks(training_options(argv, "train.py", ""), argv)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--rounds-scheduler scaling_inter_stepwise --rounds 2 4 --steps 101",
+        "--eval-every 1 --eval-samples 2",
+        "--mini-batch-size 64",
+        "--algorithm ppo --gamma 0.9 --lam 0.9 --value-clip 0.2",
+        "--kl-loss-coef 0.1 --kl-estimator k2",
+        "--deterministic --engine transformers",
+    ],
+)
+def test_what_has_an_effect_passes_without_a_word(argv):
+    argv = ["--model", "tiny", *argv.split()]
+    assert remarks(training_options(argv, "train.py", ""), usage.named(Config, argv)) == []
+
+
+def test_memory_that_may_not_suffice_is_a_note(monkeypatch):
+    monkeypatch.setattr(checks, "check_room", lambda config: "memory may not suffice: ...")
+    assert remarks(Config(model="tiny")) == ["memory may not suffice: ..."]
