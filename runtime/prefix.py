@@ -23,6 +23,7 @@ next: `update.py`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,13 +107,24 @@ def group_cuts(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[
     for group in sorted({int(batch.group_ids[i]) for i in rows}):
         members = [i for i in rows if int(batch.group_ids[i]) == group]
         p = opening_length(batch.rows(members))
-        length, open_cut = 0, False
-        for i in members:
-            own = int(batch.lengths[i]) - p
-            if open_cut and length + own <= max_tokens:
-                cuts[-1].append(i)
-                length += own
-            else:
-                cuts.append([i])
-                length, open_cut = p + own, True
+        own = {i: int(batch.lengths[i]) - p for i in members}
+        fewest = len(_fill(own, max_tokens - p))
+        # As many passes, as even as they can be: the longest decides how much memory a step takes.
+        rooms = range(max(max_tokens - p, 0) + 1)
+        room = bisect_left(rooms, True, key=lambda room: len(_fill(own, room)) <= fewest)
+        cuts += _fill(own, room)
+    return cuts
+
+
+def _fill(own: dict[int, int], room: int) -> list[list[int]]:
+    """Rows in their order, put together as long as their own tokens fit into `room`."""
+    cuts: list[list[int]] = []
+    length = 0
+    for row, tokens in own.items():
+        if cuts and length + tokens <= room:
+            cuts[-1].append(row)
+            length += tokens
+        else:
+            cuts.append([row])
+            length = tokens
     return cuts

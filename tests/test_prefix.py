@@ -107,6 +107,15 @@ def test_every_row_is_in_one_cut_and_a_cut_holds_one_group(batch: Batch) -> None
             assert length <= limit or len(rows) == 1
 
 
+def test_a_group_that_needs_several_passes_is_cut_evenly() -> None:
+    """Eight samples of 3 tokens after an opening of 2; 20 tokens would be six of them and two."""
+    batch = make([[5, 6]], [[[7, 8, 9]] * 8])
+    assert [len(rows) for rows in group_cuts(batch, range(8), 20)] == [4, 4]
+    assert [len(rows) for rows in group_cuts(batch, range(8), 25)] == [4, 4]
+    assert [len(rows) for rows in group_cuts(batch, range(8), 26)] == [8]
+    assert [len(rows) for rows in group_cuts(batch, range(7), 11)] == [3, 3, 1]  # 3 passes at least
+
+
 def outcome(
     policy: torch.nn.Module, batch: Batch, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
