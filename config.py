@@ -63,7 +63,7 @@ class Config(Objective):
     """Train an LLM agent with multi-turn reinforcement learning."""
 
     # Where the other defaults come from
-    preset: Literal["laptop", "paper", "none"] = "laptop"
+    preset: Literal["laptop", "demo", "paper", "none"] = "laptop"
     """laptop: for two cores, the default without a GPU and for smollm2-135m and tiny anywhere;
     paper: AgentGym-RL's, the default with a GPU; none: each option's own, in config.py"""
     config: str | None = None
@@ -157,6 +157,8 @@ class Config(Objective):
     """evaluate these sub-tasks alone (none: those of --subtasks)"""
     eval_samples: int = 4
     """trajectories per held-out task (trajectories) [paper: 1]"""
+    eval_start_samples: int = 1
+    """the same before the first step, where somebody waits for it (trajectories)"""
     eval_rounds: int | None = None
     """most turns in evaluation (turns; none: the longest of --rounds) [paper: 30]"""
     stop_at: float | None = None
@@ -181,6 +183,10 @@ class Config(Objective):
     @property
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
+
+    def samples_at(self, step: int) -> int:
+        """Trajectories per held-out task in the evaluation after `step`."""
+        return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
 
     @property
     def needs_critic(self) -> bool:
@@ -209,6 +215,25 @@ PAPER: dict[str, Any] = {
     "save_every": 25,
     "eval_every": 25,
 }
+# The whole loop in three minutes, on goals that the smallest model can learn; not a measurement: it
+# is tested on what it trains on.
+DEMO: dict[str, Any] = {
+    "model": "tiny",
+    "tasks": "demo",
+    "eval_tasks": "demo",
+    "steps": 20,
+    "tasks_per_step": 12,
+    "group_size": 8,
+    "rounds": (4,),
+    "max_tokens_per_turn": 64,
+    "max_trajectory_tokens": 768,
+    "learning_rate": 1e-4,
+    "learning_rate_decay_steps": 0,
+    "eval_every": 5,
+    "eval_samples": 8,
+    "eval_start_samples": 8,
+    "save_every": 20,
+}
 LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
 
 
@@ -235,10 +260,14 @@ def with_preset(preset: str, env: str = Config.env) -> Config:
         ValueError: there is no such preset, or no such world.
     """
     world = settings_of(env)
-    presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
+    presets = {"laptop": world.laptop, "demo": DEMO, "paper": {**PAPER, **world.paper}, "none": {}}
     if preset not in presets:
         raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
     numbers = {n: v for n, v in presets[preset].items() if n not in LISTS}
+    if preset == "demo":
+        if env != Config.env:
+            raise ValueError(f"--preset demo plays in {Config.env} alone; leave out --env {env}")
+        numbers = DEMO
     return replace(Config(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
 
 

@@ -174,7 +174,7 @@ class Session:
         distributed.say(
             f"step {step}: held-out success {avg['value']:.1%} "
             f"[{avg['low']:.1%}, {avg['high']:.1%}], "
-            f"{row['items']} tasks x {self.config.eval_samples} samples"
+            f"{row['items']} tasks x {summary['samples']} samples"
         )
         self.progress.note_evaluation(step, avg["value"])
         return {

@@ -347,7 +347,7 @@ class Worker:
             return self.play(requests, settings, "held-out evaluation", RolloutLog())
 
         settings = self.settings(c.evaluation_rounds)
-        return evaluate_policy(play, self.eval_tasks, c.eval_samples, settings, step)
+        return evaluate_policy(play, self.eval_tasks, c.samples_at(step), settings, step)
 
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files. Collective."""

@@ -89,6 +89,7 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
     if arm not in ARMS:
         raise ValueError(f"--arm {arm} is unknown; choose one of: {' '.join(ARMS)}")
     arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "15"]
+    arguments += ["--eval-start-samples", "4"]  # as many as after: the two are compared
     arguments += ["--save-every", "5", *extra, "--run-dir", str(run_dir)]
     return arguments + (["--shuffle-rewards"] if arm == "shuffled" else [])
 

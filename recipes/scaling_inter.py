@@ -82,6 +82,7 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
         raise ValueError(f"--arm {arm} is unknown; choose one of: all {' '.join(ARMS)}")
     arguments = ["--env", "textcraft", "--seed", str(seed)]
     arguments += ["--eval-rounds", str(LONG), "--eval-samples", "2"]
+    arguments += ["--eval-start-samples", "2"]
     # Arms take different numbers of steps: a rate that falls by steps would favour the short ones.
     arguments += ["--learning-rate-decay-steps", "0"]
     arguments += ["--eval-every", str(PIECE), "--save-every", str(PIECE)]

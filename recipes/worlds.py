@@ -50,6 +50,7 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     arguments = ["--env", options.env, "--seed", str(options.seed), "--save-every", "5", *extra]
     arguments += ["--run-dir", str(run_dir)]
     config = load_config(arguments)
+    arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, config.steps)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)
     write_result(options.results / "worlds" / f"{name}.json", result)

@@ -28,8 +28,8 @@ def plan(config: Config, path: Path, num_tasks: int, num_held_out: int) -> list[
     tasks = f"tasks: {num_tasks} of {c.env} to train on"
     if num_held_out and c.eval_every:
         tasks += (
-            f"; {num_held_out} held out, {c.eval_samples} samples of each, "
-            f"now and every {c.eval_every} steps, at most {c.evaluation_rounds} turns"
+            f"; {num_held_out} held out, {c.eval_samples} samples of each every {c.eval_every} "
+            f"steps, {c.samples_at(0)} now, at most {c.evaluation_rounds} turns"
         )
     else:
         tasks += "; nothing is held out, so that no checkpoint is known as the best"

@@ -31,7 +31,8 @@ POSITIVE = (
     *("steps", "tasks_per_step", "group_size", "mini_batch_size", "ppo_epochs"),
     *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
-    *("clip_ratio", "value_clip", "max_sync_error", "eval_samples", "save_every", "keep_last"),
+    *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
+    *("eval_samples", "eval_start_samples"),
 )
 NOT_NEGATIVE = ("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
 

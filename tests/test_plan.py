@@ -26,8 +26,8 @@ def test_the_first_lines_say_steps_batch_horizon_files_model_and_tasks():
         "run: 300 steps of rloo, each of 32 tasks x 8 samples, "
         "at most 10, then 20, then 30 turns (100 steps each); files in runs/mine",
         "model: tiny, all weights learn, vllm samples",
-        "tasks: 374 of textcraft to train on; 100 held out, 2 samples of each, "
-        "now and every 25 steps, at most 30 turns",
+        "tasks: 374 of textcraft to train on; 100 held out, 2 samples of each every 25 steps, "
+        "1 now, at most 30 turns",
     ]
 
 
