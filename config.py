@@ -63,7 +63,7 @@ class Config(Objective):
     """Train an LLM agent with multi-turn reinforcement learning."""
 
     # Where the other defaults come from
-    preset: Literal["laptop", "demo", "paper", "none"] = "laptop"
+    preset: Literal["laptop", "paper", "none"] = "laptop"
     """laptop: for two cores, the default without a GPU and for smollm2-135m and tiny anywhere;
     paper: AgentGym-RL's, the default with a GPU; none: each option's own, in config.py"""
     config: str | None = None
@@ -215,25 +215,6 @@ PAPER: dict[str, Any] = {
     "save_every": 25,
     "eval_every": 25,
 }
-# The whole loop in three minutes, on goals that the smallest model can learn; not a measurement: it
-# is tested on what it trains on.
-DEMO: dict[str, Any] = {
-    "model": "tiny",
-    "tasks": "demo",
-    "eval_tasks": "demo",
-    "steps": 20,
-    "tasks_per_step": 12,
-    "group_size": 8,
-    "rounds": (4,),
-    "max_tokens_per_turn": 64,
-    "max_trajectory_tokens": 768,
-    "learning_rate": 1e-4,
-    "learning_rate_decay_steps": 0,
-    "eval_every": 5,
-    "eval_samples": 8,
-    "eval_start_samples": 8,
-    "save_every": 20,
-}
 LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
 
 
@@ -260,14 +241,10 @@ def with_preset(preset: str, env: str = Config.env) -> Config:
         ValueError: there is no such preset, or no such world.
     """
     world = settings_of(env)
-    presets = {"laptop": world.laptop, "demo": DEMO, "paper": {**PAPER, **world.paper}, "none": {}}
+    presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
     if preset not in presets:
         raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
     numbers = {n: v for n, v in presets[preset].items() if n not in LISTS}
-    if preset == "demo":
-        if env != Config.env:
-            raise ValueError(f"--preset demo plays in {Config.env} alone; leave out --env {env}")
-        numbers = DEMO
     return replace(Config(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
 
 

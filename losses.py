@@ -72,7 +72,7 @@ class Objective:
     """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
-    max_tokens_per_micro_batch: int = 4096
+    max_tokens_per_micro_batch: int = 1024
     """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
     share_prefix: bool = True
     """compute what the samples of a task have in common once, where that is faster"""

@@ -228,13 +228,26 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 # --------------------------------------------------------------------------------- the command line
 
 
+def where_to_look(run: Run) -> str:
+    """The last words of a run."""
+    played = sorted(run.path.glob("trajectories/step_*.jsonl"))[-1:]
+    lines = {
+        "the curve": run.path / "reward.png",
+        "what it did": played[0] if played else None,
+        "every number": run.path / "metrics.jsonl",
+        "measure it": f"python evaluate.py --model {run.best}",
+    }
+    words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
+    return "\n".join([f"done: {run.path}", *words])
+
+
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
     try:
         config = training_options(argv, PROG, SUMMARY)
         say_remarks(config, argv)
         run = train(config)
-        distributed.say(f"done: {run.path}\n  evaluate with: python evaluate.py --model {run.best}")
+        distributed.say(where_to_look(run))
         distributed.leave()
         return 0
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ class SftSettings:
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8  # demonstrations per optimizer step
-    max_tokens: int = 4096  # padded tokens per micro-batch
+    max_tokens: int = 1024  # of a micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
     share_prefix: bool = True  # compute the instructions that all have in common once a step
     seed: int = 0

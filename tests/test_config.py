@@ -352,3 +352,10 @@ def test_what_has_an_effect_passes_without_a_word(argv):
 def test_memory_that_may_not_suffice_is_a_note(monkeypatch):
     monkeypatch.setattr(checks, "check_room", lambda config: "memory may not suffice: ...")
     assert remarks(Config(model="tiny")) == ["memory may not suffice: ..."]
+
+
+def test_the_evaluation_that_somebody_waits_for_is_the_smaller():
+    config = Config(eval_samples=4)
+    assert [config.samples_at(step) for step in (0, 20, 60)] == [1, 4, 4]
+    assert replace(config, eval_start_samples=4).samples_at(0) == 4
+    assert replace(config, eval_samples=1, eval_start_samples=3).samples_at(0) == 1
