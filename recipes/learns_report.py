@@ -92,7 +92,7 @@ def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:
 
 
 def held_out_table(analysis: Mapping[str, Any]) -> list[str]:
-    """Markdown: one row per arm, its seeds pooled; README shows these lines."""
+    """Markdown: one row per arm, its seeds pooled; RESULTS.md shows these lines."""
     return markdown(
         "arm | seeds | goals | before, % | after, % | difference, points",
         (
@@ -103,7 +103,7 @@ def held_out_table(analysis: Mapping[str, Any]) -> list[str]:
 
 
 def split_table(rows: Mapping[str, Any]) -> list[str]:
-    """Markdown: one row per depth of the published test split; README shows these lines too."""
+    """Markdown: one row per depth of the published test split; RESULTS.md shows these lines too."""
     titles = "sub-task | goals | before, % | after, % | difference, points"
     return markdown(titles, ((name, *change_cells(each)) for name, each in rows.items()))
 

@@ -37,7 +37,7 @@ CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES
 # Of a CPU process, beside what the formulas count: Python, torch and vLLM; vLLM's keys and values.
 PROGRAMS = 1.5 * GIB
 SEQUENCES = 64  # that vLLM runs side by side on a CPU
-CPU_MARGIN = 1.25  # a heap's losses: the laptop's run peaked at 13 GB where the parts are 10.3
+CPU_MARGIN = 1.25  # a heap's losses: the laptop's run peaked at 8.3 GB where the parts are 6.5
 CLEARLY = 1.25  # so many times the memory are refused; less is a warning
 
 

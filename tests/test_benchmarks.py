@@ -27,7 +27,7 @@ def test_every_benchmark_starts_and_knows_the_flags_that_are_said_of_it(path, mo
     with pytest.raises(SystemExit) as ended:
         import_module(f"benchmarks.{path.stem}").main()
     assert ended.value.code == 0
-    pages = [path, ROOT / "README.md", ROOT / "benchmarks/README.md"]
+    pages = [path, ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "benchmarks/README.md"]
     said = "".join(page.read_text(encoding="utf-8") for page in pages)
     flags = re.findall(
         r"--[a-z-]+", " ".join(re.findall(rf"benchmarks/{path.name}([^`\n]*)", said))
