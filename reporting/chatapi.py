@@ -22,6 +22,7 @@ What can go wrong, and what becomes of it:
     lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
     any other 4xx (key, model name, option), 3xx  nothing will go better for the next: the run stops
+    nobody at the address, ever                   the same
     an answer without text                        the model said "": an unparsable action, reward 0
     the environment server fails                  as in rollout.py: a reset is tried 3 times, an
                                                   episode once more from its reset; then `env_error`
@@ -103,17 +104,18 @@ class ChatApi:
         self.stopped = threading.Event()  # once set, nothing is asked any more
         # Without a key no header is sent; what stands in for it keeps OPENAI_API_KEY out.
         self._headers = {} if api_key else {"Authorization": openai.Omit()}
+        transport = _BoundedTransport(base, timeout_s)
         self._client = _Client(
             base_url=base,
             api_key=api_key or "none",
             timeout=timeout_s,
             max_retries=max_retries,
             http_client=httpx2.Client(
-                transport=_BoundedTransport(base, timeout_s),
+                transport=transport,
                 event_hooks={"response": [_must_be_completion]},
             ),
         )
-        self._client.stopped = self.stopped
+        self._client.stopped, self._client.transport = self.stopped, transport
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
@@ -134,6 +136,9 @@ class ChatApi:
                 seed=seed,
                 extra_headers=self._headers,
             )
+        except _NobodyThere:
+            what = "nobody answers at this address; is the server running? See --api-base"
+            raise ApiRefused(f"{self.url}: {what}") from None
         except openai.APIStatusError as error:
             status, body = error.status_code, error.response.text
             problem = f"HTTP {status}: {' '.join(body[:300].split())}"
@@ -160,10 +165,15 @@ class ChatApi:
         return ApiError(f"{self.url} gave no answer in {attempts} attempts; {problem}")
 
 
+class _NobodyThere(Exception):
+    """The first request found no server: that is a wrong address, not one that is starting anew."""
+
+
 class _Client(openai.OpenAI):
     """The client of the `openai` package, less what it sends unasked; a stop ends its waits."""
 
     stopped: threading.Event
+    transport: "_BoundedTransport"
 
     @property
     def default_headers(self) -> dict[str, str | openai.Omit]:
@@ -174,6 +184,8 @@ class _Client(openai.OpenAI):
     def _sleep_for_retry(
         self, *, retries_taken: int, max_retries: int, options: Any, response: Any
     ) -> None:
+        if self.transport.was_lost and not self.transport.has_answered:
+            raise _NobodyThere
         headers = None if response is None else response.headers
         wait_s = self._calculate_retry_timeout(max_retries - retries_taken, options, headers)
         if self.stopped.wait(wait_s):
@@ -185,6 +197,7 @@ class _BoundedTransport(httpx2.BaseTransport):
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
         parts = urlsplit(base_url)
+        self.has_answered = self.was_lost = False
         self._line = Line(
             f"{parts.scheme}://{parts.netloc}",
             timeout_s,
@@ -203,9 +216,11 @@ class _BoundedTransport(httpx2.BaseTransport):
         except TimedOut as error:
             raise httpx2.ReadTimeout(str(error)) from error
         except Lost as error:
+            self.was_lost = True
             raise httpx2.ConnectError(str(error)) from error
         except Unbelievable as error:
             raise httpx2.DecodingError(str(error)) from error
+        self.has_answered = True
         got = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in answer.headers.items()]
         return httpx2.Response(answer.status, headers=got, content=answer.body)
 

@@ -191,15 +191,28 @@ def test_retries_end_with_the_url_the_status_and_the_body(serve):
     assert len(server.requests) == 4
 
 
-def test_a_silent_server_and_a_dead_one_are_errors_and_not_hangs(serve):
+def test_a_silent_server_is_an_error_and_not_a_hang(serve):
     def silent(_):
         time.sleep(1.0)
         return says("too late")
 
     with pytest.raises(ApiError, match="ReadTimeout"):
         ask(api_of(serve(silent), timeout_s=0.1, max_retries=0))
-    with pytest.raises(ApiError, match=r"ConnectError: .*refused"):
-        ask(ChatApi("http://127.0.0.1:9", "m", max_retries=1))
+
+
+def test_an_address_at_which_nobody_listens_is_told_at_once(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 60)
+    with pytest.raises(ApiRefused, match="nobody answers.*--api-base"):
+        ask(ChatApi("http://127.0.0.1:9", "m"))
+
+
+def test_a_server_that_has_answered_before_is_asked_again(serve):
+    server = serve(says("hi"))
+    api = api_of(server)
+    assert ask(api) == "hi"
+    server.close()
+    with pytest.raises(ApiError, match=r"in 4 attempts; ConnectError: .*refused"):
+        ask(api)
 
 
 def test_an_address_that_holds_a_password_is_refused_without_repeating_it():
