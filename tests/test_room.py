@@ -32,7 +32,7 @@ def bytes_of(config, is_gpu=False, shape=None):
 def test_the_laptops_run_needs_what_it_was_seen_to_take():
     need = bytes_of(LAPTOP)
     assert need.state == pytest.approx(16 * 134.5e6, rel=0.01)
-    assert 11e9 < need.peak < 15e9  # 13 GB
+    assert 7.5e9 < need.peak < 10e9  # 8.3 GB
 
 
 def test_enough_is_not_mentioned_little_is_a_line_and_too_little_is_refused():
@@ -40,7 +40,7 @@ def test_enough_is_not_mentioned_little_is_a_line_and_too_little_is_refused():
     assert check_room(LAPTOP, machine(2 * peak)) is None
     for near in (machine(2 * peak, free=0.9 * peak), machine(0.9 * peak)):
         said = check_room(LAPTOP, near)
-        assert "memory may not suffice" in said and "--max-tokens-per-micro-batch" in said
+        assert "memory may not suffice" in said and "try --" in said
     with pytest.raises(Misuse, match="out of memory before it begins") as error:
         check_room(LAPTOP, machine(0.7 * peak))
     assert "\n" not in str(error.value)
@@ -49,12 +49,13 @@ def test_enough_is_not_mentioned_little_is_a_line_and_too_little_is_refused():
 def test_what_is_advised_fits():
     """The words of the refusal, given, are not refused."""
     tight = machine(0.7 * bytes_of(LAPTOP).peak / GIB)
-    with pytest.raises(Misuse, match=r"try --(max-tokens-per-micro-batch|gradient)") as error:
+    with pytest.raises(Misuse, match=r"try --(max-tokens-per-micro-batch|gradient|lora)") as error:
         check_room(LAPTOP, tight)
     words = str(error.value).rpartition("try ")[2].split()
-    given = dict(zip(words[::2], words[1::2])) if len(words) > 1 else {words[0]: True}
-    names = {word[2:].replace("-", "_"): value for word, value in given.items()}
-    values = {n: v if v is True else int(v) for n, v in names.items()}
+    values = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            values[word[2:].replace("-", "_")] = True if after.startswith("--") else int(after)
     check_room(replace(LAPTOP, **values), tight)
 
 
