@@ -21,6 +21,8 @@ MARGIN = 0.2
 
 
 def mean_returns(tmp_path, **changes):
+    if changes["algorithm"] == "ppo":
+        changes["critic_learning_rate"] = 3e-3
     with serve() as url:
         settings = options(
             tmp_path,
@@ -30,7 +32,6 @@ def mean_returns(tmp_path, **changes):
             group_size=8,
             max_tokens_per_turn=6,
             learning_rate=3e-3,
-            critic_learning_rate=3e-3,
             learning_rate_decay_steps=0,
             save_every=1000,
             **changes,
