@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -83,7 +82,7 @@ def imitate(
     """
     device = learner.accelerator.device
     generator = torch.Generator().manual_seed(settings.seed)
-    total = steps or settings.epochs * math.ceil(len(batch) / settings.batch_size)
+    total = steps or settings.num_steps(len(batch))
     objective = Objective(
         mini_batch_size=settings.batch_size,
         max_tokens_per_micro_batch=settings.max_tokens,
@@ -149,7 +148,7 @@ def train_to(
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
-    total = settings.epochs * math.ceil(len(batch) / settings.batch_size)
+    total = settings.num_steps(len(batch))
     with phase("warm start", total, "steps") as tick:
 
         def show(loss: float) -> None:
@@ -203,7 +202,7 @@ def warm_start(
     records, is_there = distributed.first("demonstrations", play)
     folder = folder_of(records)
     if not is_there:
-        steps = settings.epochs * math.ceil(len(records) / settings.batch_size)
+        steps = settings.num_steps(len(records))
         distributed.say(
             f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, {steps} steps; "
             "made once, then cached"

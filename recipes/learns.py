@@ -137,7 +137,7 @@ def imitation_step(worker: "Worker", step: int, batch: "Batch") -> dict[str, Any
     from losses import imitation_loss, masked_mean
     from update import forward_policy, optimize
 
-    objective = replace(worker.config, share_prefix=False)  # no two demonstrations open alike
+    objective = replace(worker.config, share_prefix=False)  # as its result was made
 
     def loss_of(part: "Batch", denominator: float) -> tuple[Any, dict[str, Any]]:
         mask = part.loss_mask.to(worker.device)

@@ -32,6 +32,7 @@ BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, 
 SAMPLER_SHARE = 0.5  # of the card: VLLMEngine's gpu_memory_utilization; it sleeps in the update
 MARGIN = 1.05  # an allocator's losses, fragmentation above all
 CPU_CACHE_AT_MOST = 2 * GIB  # of keys and values
+SEQUENCES = 64  # that vLLM runs side by side in this process
 POLICY_SHARE = 0.3  # of a trajectory's tokens, sampled ones
 # (LoRA?, several devices?) -> bytes a token that a layer keeps: this many times H, and A·D. Frozen
 # matrices and norms keep no input; the adapters keep theirs.

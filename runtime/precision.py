@@ -1,9 +1,8 @@
 """In which number format the networks compute: measured once on this machine, then remembered.
 
 bfloat16 halves the bytes of every product and is far faster where the processor multiplies matrices
-in it (a GPU, AMX); elsewhere numbers are converted back and forth and it may be slower. Flags do
-not tell which (of two processors with avx512_bf16 one was faster in it, one slower), so a small
-model's forward and backward pass are timed in both formats, once:
+in it (a GPU, AMX); elsewhere numbers are converted back and forth and it may be slower. Flags alone
+do not tell which, so a small model's forward and backward pass are timed in both formats, once:
 
     bf16    float32 master weights, products under autocast; the sampler's weights in bfloat16
     fp32    everything in float32

@@ -25,6 +25,7 @@ from runtime.memory import (
     GPU_HEAD_BYTES,
     MARGIN,
     SAMPLER_SHARE,
+    SEQUENCES,
     Shape,
     cache_bytes,
     cpu_cache_bytes,
@@ -36,7 +37,6 @@ from runtime.memory import (
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES
 # Of a CPU process, beside what the formulas count: Python, torch and vLLM; vLLM's keys and values.
 PROGRAMS = 1.5 * GIB
-SEQUENCES = 64  # that vLLM runs side by side on a CPU
 CPU_MARGIN = 1.25  # a heap's losses: the laptop's run peaked at 8.3 GB where the parts are 6.5
 CLEARLY = 1.25  # so many times the memory are refused; less is a warning
 

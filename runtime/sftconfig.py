@@ -31,6 +31,10 @@ class SftSettings:
     share_prefix: bool = True  # compute the instructions that all have in common once a step
     seed: int = 0
 
+    def num_steps(self, num_records: int) -> int:
+        """Optimizer steps over so many demonstrations."""
+        return self.epochs * math.ceil(num_records / self.batch_size)
+
 
 @dataclass(frozen=True)
 class SftConfig:

@@ -39,7 +39,7 @@ from engines import (
     Weights,
 )
 from runtime.find_model import model_config
-from runtime.memory import cpu_cache_bytes, shape_of
+from runtime.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
 
 class VLLMEngine:
@@ -64,7 +64,7 @@ class VLLMEngine:
         model_path: str,
         max_model_len: int,
         dtype: str = "bfloat16",
-        max_num_seqs: int = 64,
+        max_num_seqs: int = SEQUENCES,
         kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float = 0.5,
         seed: int = 0,
