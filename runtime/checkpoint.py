@@ -15,9 +15,9 @@ room for the whole optimizer. Pieces are addressed by parameter name and offset,
 number of processes, one included, reads what it needs from whichever files hold it.
 
 A checkpoint is complete or absent (`runtime/files.py`): a crash or a full disk in the middle leaves
-the one before it untouched. Data order, horizon, environment and sampling seeds are pure functions
-of the step, on every rank, so the step restores them; there is no cursor and no generator that
-could be restored wrong.
+the one before it untouched, also one of the same step. Data order, horizon, environment and
+sampling seeds are pure functions of the step, on every rank, so the step restores them; there is no
+cursor and no generator that could be restored wrong.
 
 Read next: `session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -47,6 +47,7 @@ from runtime import distributed, unpickle
 from runtime.files import aside, finish_folder, new_folder, remove_folder, sweep
 
 FORMAT = 2  # of trainer_state
+STATE = "trainer_state/state.json"
 
 T = TypeVar("T")
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
@@ -66,7 +67,7 @@ class Unreadable(CheckpointError):
 def steps_saved(run_dir: Path) -> list[int]:
     """Steps that have a complete checkpoint, ascending."""
     folders = {step: folder_of(run_dir, step) for step in _steps_named(run_dir)}
-    return [s for s, folder in folders.items() if (folder / "trainer_state/state.json").exists()]
+    return [s for s, folder in folders.items() if (folder / STATE).exists()]
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -215,7 +216,7 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
         Unreadable: missing or truncated files.
         CheckpointError: another algorithm or model, another format.
     """
-    path = folder_of(run_dir, step) / "trainer_state" / "state.json"
+    path = folder_of(run_dir, step) / STATE
     folder = path.parent
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

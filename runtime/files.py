@@ -8,6 +8,9 @@ nothing is ever written under the name it will be read by:
 The rename is atomic: NAME is the old content or the new one. Whatever dies before it leaves a
 hidden file that nobody reads and `sweep` removes.
 
+A folder cannot be renamed onto another that holds files. So the one before steps aside as .old-NAME
+for the instant between two renames, and whoever dies in it leaves no NAME: `sweep` gives it back.
+
 Read next: `runtime/checkpoint.py`, whose folders are written so by many processes.
 """
 
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ASIDE = ".new-"  # what the name of anything unfinished begins with
+BEFORE = ".old-"  # and that of a folder which makes room for its successor
 
 
 @contextlib.contextmanager
@@ -88,12 +92,12 @@ def new_folder(folder: Path) -> Path:
 def finish_folder(new: Path, folder: Path) -> None:
     """Give `new` the name `folder`; what has that name now goes."""
     flush_all(new)
-    gone = new_folder(folder)
+    before = folder.with_name(BEFORE + folder.name)
     if folder.exists():
-        folder.rename(gone)
+        folder.rename(before)
     new.rename(folder)
     flush(folder.parent)
-    shutil.rmtree(gone)
+    shutil.rmtree(before, ignore_errors=True)  # there may be none; `sweep` takes what stays
 
 
 def remove_folder(folder: Path) -> None:
@@ -110,7 +114,15 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed processes have left anywhere in `folder`, where none may be writing."""
+    """Give back, or delete, what killed processes have left anywhere in `folder`, where none may
+    be writing."""
+    for before in list(folder.rglob(f"{BEFORE}*")):
+        name = before.with_name(before.name.removeprefix(BEFORE))
+        if name.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            before.rename(name)
+            flush(name.parent)
     for left in list(folder.rglob(f"{ASIDE}*")):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)

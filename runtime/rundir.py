@@ -118,6 +118,7 @@ def _open_run(config: Config) -> Run:
         run = Run(path, is_new=not config.resume)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
+    files.sweep(path / "checkpoints")  # what a kill has left in between
     run.write_json("config.json", {"config": asdict(config), **circumstances()})
     return run
 

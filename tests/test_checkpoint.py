@@ -11,8 +11,9 @@ import subprocess
 import pytest
 import torch
 
+from config import Config
 from models import load_causal_lm, load_policy, load_tokenizer, save_policy
-from runtime import checkpoint
+from runtime import checkpoint, files, rundir
 from runtime.checkpoint import CheckpointError
 from runtime.default_models import resolve_model
 
@@ -358,6 +359,33 @@ def test_the_newest_checkpoint_is_loaded(tmp_path, model):
     assert step == state["step"] == 12
     assert torch.equal(numbers(parts), numbers(make_parts(12)))
     assert checkpoint.load_newest(tmp_path / "nowhere", SAME, parts) is None
+
+
+def test_a_step_whose_second_saving_was_killed_between_two_names_is_loaded_as_it_was(
+    tmp_path, model, monkeypatch
+):
+    first = make_parts(1.0)
+    save(tmp_path, 1, model, parts=first)
+
+    class Killed(BaseException):
+        """Nothing is tidied up after it, as after `kill -9`."""
+
+    def killed(new, folder):
+        folder.rename(folder.with_name(files.BEFORE + folder.name))
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "finish_folder", killed)
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            save(tmp_path, 1, model, value=2.0)
+    assert checkpoint.steps_saved(tmp_path) == []
+    (tmp_path / "config.json").write_text("{}")
+    rundir.open_run(Config(run_dir=str(tmp_path), resume=True)).close()  # as --resume does first
+    parts = make_parts(-3.0)
+    step, _ = load_newest(tmp_path, parts)
+    assert step == 1 and torch.equal(numbers(parts), numbers(first))
+    assert steps_and_litter(tmp_path) == ([1], [])
 
 
 BREAKS = {

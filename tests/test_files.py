@@ -182,6 +182,29 @@ def test_a_kill_while_the_one_before_is_deleted_finds_the_new_one_in_its_place(t
     assert names(tmp_path) == ["step_1"]
 
 
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_kill_before_between_or_after_the_two_renames_leaves_one_of_the_two_whole(tmp_path, when):
+    old, new = folder_with(tmp_path / "step_1", "old"), folder_with(tmp_path / ".new-1", "new")
+    code = """
+renames, rename = [], Path.rename
+def counted(self, target):
+    if len(renames) == int(sys.argv[3]):
+        die()
+    renames.append(target)
+    return rename(self, target)
+Path.rename = counted
+files.finish_folder(*map(Path, sys.argv[1:3]))
+die()
+"""
+    killed(code, new, old, when)
+    assert old.exists() == (when != 1)
+    for _ in range(2):  # a second time changes nothing
+        files.sweep(tmp_path)
+        assert names(tmp_path) == ["step_1"]
+        content = "new" if when == 2 else "old"
+        assert [(old / name).read_text() for name in names(old)] == [content] * 2
+
+
 def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_under_the_name(tmp_path):
     folder = folder_with(tmp_path / "step_1", "old")
     killed("os.unlink = die\nfiles.remove_folder(Path(sys.argv[1]))", folder)
