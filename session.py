@@ -97,7 +97,13 @@ class Session:
             loaded = checkpoint.load_newest(path, self.identity(), worker.parts())
         if loaded:
             step, state = loaded
-            self.progress.load_state_dict(state)
+            try:
+                self.progress.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                file = checkpoint.folder_of(path, step) / checkpoint.STATE
+                lacks = f"it lacks {error}; resume with the version that wrote it, or start anew"
+                problem = lacks if isinstance(error, KeyError) else error
+                raise TrainingError(f"{file} is not what this version writes: {problem}") from None
             self.completed_step = self.saved_step = step
         resume_step = self.completed_step if self.config.resume else None
         try:

@@ -47,7 +47,11 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; what else a checkpoint's state holds is left alone."""
+        """Go on from a `state_dict`; what else a checkpoint's state holds is left alone.
+
+        Raises:
+            KeyError, TypeError, ValueError: it lacks a field, or one is not what it was.
+        """
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
         self.best, self.best_step = state["best"], state["best_step"]

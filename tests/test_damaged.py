@@ -148,6 +148,33 @@ def test_a_log_with_a_broken_line_inside_is_one_line(damaged, capsys):
     assert f"{log} line 1 is not a JSON object" in line
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "said"),
+    [
+        ([], "best_step", "it lacks 'best_step'; resume with the version"),
+        ([], "kl_controller", "it lacks 'kl_controller'; resume with the version"),
+        (["kl_controller"], "value", "it lacks 'value'; resume with the version"),
+        (["sentinels"], "best_valid", "best_valid"),
+    ],
+)
+def test_a_state_without_what_this_version_keeps_is_one_line_and_nothing_is_changed(
+    damaged, capsys, where, name, said
+):
+    file = checkpoint.folder_of(damaged, 3) / "trainer_state/state.json"
+    state = json.loads(file.read_text())
+    inner = state
+    for each in where:
+        inner = inner[each]
+    del inner[name]
+    file.write_text(json.dumps(state))
+    before = (damaged / "metrics.jsonl").read_bytes()
+    assert resume(damaged) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file} is not what this version writes: " in line and said in line
+    assert (damaged / "metrics.jsonl").read_bytes() == before
+    assert checkpoint.steps_saved(damaged) == [1, 2, 3]
+
+
 def test_an_empty_config_is_misuse_that_names_it(damaged, capsys):
     (damaged / "config.json").write_text("")
     assert resume(damaged) == 2
