@@ -347,10 +347,12 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 tries_at_close=address.tries_at_close,
                 **self._options,
             )
+            client._transport.is_sealing = address.is_sealing
             with self._lock:
                 self._opening.add(client)
             try:
                 client.open()
+                address.is_sealing |= client._transport.is_sealing
                 if not address.is_checked:
                     client.check_world()
                     address.is_checked = True

@@ -17,6 +17,11 @@ The client computes the seal of what it sent and of what it read, and believes n
 It guards against accidents; there is no secret in it. AgentGym's servers send no seal, so that with
 them none of this can be noticed; its clients send no turn, and are answered as they know it.
 
+Whether an address seals is learnt from its answers, and never forgotten: once one had a seal, all
+must, from every client of the pool, until the run ends. A server of ours that restarts goes on as
+before; one of AgentGym's in its place is refused, by name, as the checks would be off from then on
+and nobody told; one of ours in the place of AgentGym's is checked from its first answer.
+
 Read next: envs/sessions.py, where `follows` is asked; envclient.py, the other end.
 """
 
@@ -78,14 +83,17 @@ def problem(expected: str, found: str | None, status: int, is_sealing: bool) -> 
 
     Args:
         expected, found: the seal of what was sent and read; the one that came with it, if any.
-        is_sealing: an earlier answer of this server had a seal, so that this one must.
+        is_sealing: an earlier answer from this address had a seal, so that this one must.
     """
     if found is not None:
         return "" if found == expected else "this is not the answer to what was asked"
     # Who stands in between may say that it is full or that the server is down: nothing is learnt
     # from either.
     if is_sealing and status != 429 and status < 500:
-        return "this answer does not come from the environment's server"
+        return (
+            "this answer does not come from the environment's server: it has no seal, and answers "
+            "from this address had one"
+        )
     return ""
 
 

@@ -39,6 +39,7 @@ class Address:
     last_error: EnvError | None = None
     has_worked: bool = False
     is_checked: bool = False  # it serves this world
+    is_sealing: bool = False  # an answer of it had a seal, so that each must (envs/seal.py)
 
     def tries_at_close(self) -> int | None:
         """How often to tell it that a session is over: not while it hangs, once while it is down,

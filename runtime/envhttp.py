@@ -128,7 +128,7 @@ class Transport:
         self.base_url = checked_url(base_url)
         self.timeout_s, self.num_retries, self.busy_wait_s = timeout_s, num_retries, busy_wait_s
         self.is_busy = False  # a request is under way
-        self._is_sealing = False  # an answer had a seal, so that each must (envs/seal.py)
+        self.is_sealing = False  # an answer had a seal, so that each must (envs/seal.py)
         self._line = Line(self.base_url, timeout_s)
         self._last_used = time.monotonic()
 
@@ -175,7 +175,9 @@ class Transport:
 
     def renewed(self) -> "Transport":
         """The same, with nothing under way."""
-        return Transport(self.base_url, self.timeout_s, self.num_retries, self.busy_wait_s)
+        new = Transport(self.base_url, self.timeout_s, self.num_retries, self.busy_wait_s)
+        new.is_sealing = self.is_sealing
+        return new
 
     def hang_up(self) -> None:
         """End what another thread asks: EnvConnectionError there; nothing is asked any more."""
@@ -210,9 +212,9 @@ class Transport:
             self._last_used = time.monotonic()
         found = answer.headers.get(SEAL_HEADER)
         expected = seal(method, asked, turn, body or b"", answer.status, answer.body)
-        if what := problem(expected, found, answer.status, self._is_sealing):
+        if what := problem(expected, found, answer.status, self.is_sealing):
             raise EnvProtocolError(what, url, answer.status, answer.text)
-        self._is_sealing |= found is not None
+        self.is_sealing |= found is not None
         return read_answer(url, answer.status, answer.body)
 
 

@@ -60,6 +60,7 @@ class LocalTransport:
     base_url = LOCAL
     timeout_s = num_retries = busy_wait_s = 0
     is_busy = False  # for who wants to hang up: there is nothing to be hung up
+    is_sealing = False  # nothing stands in between
 
     def __init__(self, env: str) -> None:
         self.env = env

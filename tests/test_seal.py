@@ -1,11 +1,20 @@
 """Who asks with a turn gets a sealed answer, and a step that is not the next moves no world."""
 
+import contextlib
+import re
+from pathlib import Path
+
 import pytest
 from fastapi.testclient import TestClient
+from test_envclient import FlakyServer
 
+from envclient import AllServersDown, EnvError, EnvPool
 from envs.seal import SEAL_HEADER, TURN_HEADER, Turns, problem, seal
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
+from runtime.processes import child
+
+ROOT = Path(__file__).parents[1]
 
 EPISODE = "0123456789abcdef"
 BODY = {"id": 0, "data_idx": 31}
@@ -155,3 +164,59 @@ def test_sealed_answers_are_as_they_were(client):
     assert plain.json() == sealed.json()
     assert plain.json()["observation"] == TextCraft().reset(31)
     assert set(sealed.headers) - set(plain.headers) == {SEAL_HEADER.lower()}
+
+
+# --- Another server at the same address ----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ours(port=0):
+    """(address, port) of a server that seals."""
+    words = ("--env", "textcraft", "--port", str(port))
+    with child("envs.server", *words, cwd=ROOT) as server:
+        found = server.wait_until(
+            lambda: re.search(r"listening on (\S+:(\d+))", server.stdout()), timeout_s=60.0
+        )
+        yield found[1], int(found[2])
+
+
+@contextlib.contextmanager
+def agentgyms(port=0):
+    """(address, port) of one that does not."""
+    server = FlakyServer(port)
+    try:
+        yield server.url, server.port
+    finally:
+        server.close()
+
+
+def pool_at(url):
+    return EnvPool("textcraft", [url], timeout_s=10.0, dead_wait_s=2.0, back_off_s=0.05)
+
+
+def test_an_address_that_has_sealed_is_not_believed_without():
+    """The checks of a run never go off by themselves: it would train on what they are there for."""
+    with contextlib.ExitStack() as first:
+        url, port = first.enter_context(ours())
+        with pool_at(url) as pool:
+            client = pool.client()
+            client.reset(31)
+            first.close()
+            with agentgyms(port):
+                with pytest.raises(EnvError):
+                    client.step("Action: inventory")
+                with pytest.raises(AllServersDown, match="it has no seal, and answers from this"):
+                    pool.client()
+
+
+@pytest.mark.parametrize("before", [ours, agentgyms])
+def test_a_server_of_ours_that_takes_over_is_checked_from_its_first_answer(before):
+    with contextlib.ExitStack() as first:
+        url, port = first.enter_context(before())
+        with pool_at(url) as pool:
+            pool.client().reset(31)
+            first.close()
+            with ours(port):
+                assert pool.client().reset(31) == TextCraft().reset(31)
+            with agentgyms(port), pytest.raises(AllServersDown, match="it has no seal"):
+                pool.client()
