@@ -19,7 +19,9 @@ Read next: `train.py`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,7 +119,8 @@ class Config(Objective):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format that the networks compute in; auto: the faster one on this machine, measured"""
     gradient_checkpointing: bool = False
-    """keep each layer's input alone for the backward pass: less memory, a third more time"""
+    """keep each layer's input alone for the backward pass: less memory, a third more time [paper:
+    on]"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
@@ -207,6 +210,7 @@ PAPER: dict[str, Any] = {
     "max_tokens_per_turn": 512,
     "max_trajectory_tokens": 10752,
     "max_tokens_per_micro_batch": 16384,
+    "gradient_checkpointing": True,
     "learning_rate": 1e-6,
     "critic_learning_rate": 1e-5,
     "learning_rate_decay_steps": 0,
@@ -218,15 +222,18 @@ PAPER: dict[str, Any] = {
 LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
 
 
-def has_gpu() -> bool:
-    """Whether torch can use one; it is asked only where the system shows a card."""
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether this machine shows a card to a torch that is made for one.
+
+    torch itself is not asked: to import it takes seconds, and this decides what `--help` shows.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+    if not any(devices.glob("nvidia[0-9]*")) and not (devices / "dxg").exists():
         return False
-    import torch
-
-    return torch.cuda.is_available()
+    torch = importlib.util.find_spec("torch")  # found, not imported
+    made_for = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    return bool(made_for and re.search(r"^cuda\b.*= *'", made_for.read_text(), re.MULTILINE))
 
 
 def preset_of(model: str | None = None) -> str:

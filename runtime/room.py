@@ -16,9 +16,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from config import Config, Misuse
+from config import Config, Misuse, flag, has_gpu
 from runtime.find_model import model_config
 from runtime.memory import (
     GIB,
@@ -127,31 +127,29 @@ def advice(config: Config, room: Room) -> str:
 def _smaller(config: Config) -> Iterator[tuple[Config, str]]:
     """Cheaper settings with the words that ask for them, the least costly first."""
     tokens = max(config.max_trajectory_tokens, 1024)
-    if config.max_tokens_per_micro_batch > tokens:
-        config = replace(config, max_tokens_per_micro_batch=tokens)
-        yield config, f"--max-tokens-per-micro-batch {tokens}"
-    if not config.gradient_checkpointing:
-        config = replace(config, gradient_checkpointing=True)
-        yield config, "--gradient-checkpointing"
-    words = f"--gradient-checkpointing --max-tokens-per-micro-batch {tokens}"
-    yield config, words
-    if not config.lora_rank:
-        config = replace(config, lora_rank=16)
-        yield config, f"--lora-rank 16 {words}"
+    fewer, checkpointing, lora = "max_tokens_per_micro_batch", "gradient_checkpointing", "lora_rank"
+    smaller: dict[str, Any] = {}
+    smaller |= {fewer: tokens} if config.max_tokens_per_micro_batch > tokens else {}
+    smaller |= {} if config.gradient_checkpointing else {checkpointing: True}
+    smaller |= {} if config.lora_rank else {lora: 16}
+    for names in ([fewer], [checkpointing], [fewer, checkpointing], [lora, fewer, checkpointing]):
+        changes = {name: smaller[name] for name in names if name in smaller}
+        words = [flag(name) if v is True else f"{flag(name)} {v}" for name, v in changes.items()]
+        if words:
+            yield replace(config, **changes), " ".join(words)
 
 
 # ----------------------------------------------------------------------------------- the machine
 
 
 def room_here() -> Room | None:
-    """Of the first GPU if torch can use one, else of the machine; None where nothing tells."""
-    from config import has_gpu
-
+    """Of this process's GPU if torch can use one, else of the machine; None where nothing tells."""
     if has_gpu():
-        import torch
+        import torch  # a run on this card is about to begin: it needs it anyway
 
-        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
-        return Room(total, free, "the GPU", is_gpu=True)
+        if torch.cuda.is_available():  # not where the driver is broken, or too old
+            free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
+            return Room(total, free, "the GPU", is_gpu=True)
     return cpu_room()
 
 

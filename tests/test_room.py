@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+import models
 from config import Config, Misuse, with_preset
 from runtime import room
+from runtime.cli import parse_command_line
+from runtime.default_models import resolve_model
 from runtime.find_model import model_config
-from runtime.memory import CPU_CACHE_AT_MOST, GIB, Shape, cpu_cache_bytes, shape_of
+from runtime.memory import CPU_CACHE_AT_MOST, GIB, GPU_HEAD_BYTES, Shape, cpu_cache_bytes, shape_of
 from runtime.room import Room, check_room, cpu_room, needed
 
 LAPTOP = with_preset("laptop")
@@ -76,7 +80,8 @@ def test_where_nothing_helps_a_smaller_model_is_the_advice():
 )
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_what_is_said_to_take_less_takes_less(smaller, is_gpu):
-    c = replace(with_preset("paper"), max_trajectory_tokens=1536)
+    changes = {"max_trajectory_tokens": 1536, "gradient_checkpointing": False}
+    c = replace(with_preset("paper"), **changes)
     less = bytes_of(replace(c, **smaller), is_gpu, QWEN_3B).peak
     more = bytes_of(c, is_gpu, QWEN_3B).peak
     assert less < more or (is_gpu and "engine_url" in smaller and less == more)
@@ -101,13 +106,46 @@ def test_cards_share_the_state_and_processes_of_a_machine_do_not_share_its_memor
     assert bytes_of(LAPTOP).peak > 2 * alone_here.peak
 
 
-def test_the_papers_run_fits_a_large_card_once_layers_are_computed_again(monkeypatch):
+def test_the_papers_run_fits_a_large_card_and_only_as_layers_are_computed_again(monkeypatch):
     monkeypatch.setattr(room, "shape_of", lambda *_: QWEN_3B)
     monkeypatch.setattr(room, "model_config", lambda name: {})
     c = with_preset("paper")
+    assert check_room(c, machine(79, is_gpu=True)) is None
     with pytest.raises(Misuse, match=r"the GPU has 84.8 GB; try --gradient-checkpointing$"):
-        check_room(c, machine(79, is_gpu=True))
-    assert check_room(replace(c, gradient_checkpointing=True), machine(140, is_gpu=True)) is None
+        check_room(replace(c, gradient_checkpointing=False), machine(79, is_gpu=True))
+    with pytest.raises(Misuse, match=r"try --lora-rank 16 --max-tokens-per-micro-batch 10752$"):
+        check_room(c, machine(45, is_gpu=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("gib", [20, 30, 45, 60, 79, 100])
+def test_what_is_advised_is_what_fits_and_names_nothing_that_is_on(monkeypatch, gib, checkpointing):
+    monkeypatch.setattr(room, "shape_of", lambda *_: QWEN_3B)
+    monkeypatch.setattr(room, "model_config", lambda name: {})
+    c = replace(with_preset("paper"), gradient_checkpointing=checkpointing)
+    said = room.advice(c, machine(gib, is_gpu=True))
+    if not said.startswith("try "):
+        assert said == "take a smaller --model, or more cards"
+        return
+    values = parse_command_line(Config, said.split()[1:], "train.py", c)
+    assert values != c and needed(values, QWEN_3B, True).peak <= gib * GIB
+    assert ("--gradient-checkpointing" in said) <= (not checkpointing)
+
+
+def test_the_slice_of_logits_that_is_counted_is_the_one_that_is_taken(monkeypatch):
+    """runtime/memory.py and runtime/room.py import no torch, and so not models.py's numbers."""
+    assert models.HEAD_BYTES == {"cpu": room.CPU_HEAD_BYTES}
+    taken = []
+
+    class Asked(dict):
+        def get(self, device, otherwise):
+            taken.append(otherwise)  # where no limit is named, as for a GPU
+            return otherwise
+
+    monkeypatch.setattr(models, "HEAD_BYTES", Asked())
+    policy = models.load_policy(resolve_model("tiny"))
+    policy(torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 1]]))
+    assert taken == [GPU_HEAD_BYTES]
 
 
 def test_a_model_of_another_kind_is_let_pass(monkeypatch):
