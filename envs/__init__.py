@@ -54,6 +54,7 @@ Read next: envs/textcraft/env.py, then envs/server.py.
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,7 +199,7 @@ def load_tasks(
     Arguments:
         env: as for `get_env`.
         split: an id list of the world ("train", "test", ...).
-        file: any id list, or the name of one of the world's; excludes `split`.
+        file: the name of one of the world's id lists, or any file; excludes `split`.
         subtasks: keep only tasks of these sub-tasks.
 
     Raises:
@@ -247,7 +248,7 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
         if split not in lists:
             raise ValueError(f"{name} has no split {split!r}; choose one of: {known}")
         return lists[split]
-    path = Path(file)
+    path = lists.get(str(file)) or Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
         path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
     if not path.exists():
@@ -255,6 +256,13 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
         what = f"cannot read the id list {path}: no such file{where}; lists of {name}: {known}"
         raise ValueError(what)
     return path
+
+
+def name_of_list(env: str, file: str) -> str:
+    """What means the same id list in every folder: its name if it is one of the world's, else the
+    whole path. Raises ValueError if there is no such file."""
+    path = Path(os.path.abspath(_id_list(env, None, file) or file))
+    return next((name for name, own in id_lists(env).items() if own == path), str(path))
 
 
 def _read_ids(path: Path) -> list[str]:

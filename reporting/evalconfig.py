@@ -22,6 +22,7 @@ from typing import Literal
 
 from config import PAPER, SMALL_MODELS, has_gpu
 from envs import load_tasks, settings_of
+from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
 from runtime.exchange import checked_url
@@ -209,6 +210,7 @@ def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
     config = parse_command_line(EvalConfig, argv, prog)
     config.check()
     if config.compare:
+        compare(*config.compare)
         return config
     if config.env != ALL:
         config = with_prompt(config)

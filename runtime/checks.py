@@ -145,37 +145,47 @@ def check_given(config: Config, given: Collection[str]) -> None:
         config: before `complete`, which may replace them.
         given: fields that the command line names.
     Raises:
-        Misuse: the first of them, and what would give it an effect.
+        Misuse: each of them, and what would give it an effect.
     """
+    said = []
     for name, why in _without_effect(config):
         if name in given:
-            raise Misuse(f"{flag(name)} has no effect here: {why}")
+            option = flag(f"no_{name}" if getattr(config, name) is False else name)
+            said.append(f"{option} has no effect here: {why}")
+    if said:
+        raise Misuse("; ".join(said))
 
 
 def _without_effect(c: Config) -> Iterator[tuple[str, str]]:
     """(field, why it changes nothing)."""
-    for name in ("gamma", "lam"):
-        users = [
-            algorithm
-            for algorithm, estimator in ESTIMATORS.items()
-            if name in inspect.signature(estimator.function).parameters
-        ]
+    for name, users in _users().items():
         if c.algorithm not in users:
-            yield name, f"it is of {' and '.join(users)}, not of --algorithm {c.algorithm}"
-    if not c.needs_critic:
-        users = [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic]
-        for name in ("critic_learning_rate", "value_clip"):
-            yield name, f"only {' and '.join(users)} has a critic, not --algorithm {c.algorithm}"
-    if not ESTIMATORS[c.algorithm].needs_group:
-        yield "skip_zero_variance", f"--algorithm {c.algorithm} compares no groups"
+            others = f"--algorithm {' or '.join(users)}"
+            yield name, f"leave it out with --algorithm {c.algorithm}; it works with {others}"
     if c.rounds_scheduler == "fixed":
-        yield "steps_scaling_inter", "add --rounds-scheduler scaling_inter_stepwise"
+        yield (
+            "steps_scaling_inter",
+            "leave it out, or take --rounds-scheduler scaling_inter_stepwise",
+        )
     if not c.kl_loss_coef:
-        yield "kl_estimator", "it is of the KL in the loss; set --kl-loss-coef above 0"
+        yield "kl_estimator", "leave it out, or set --kl-loss-coef, whose KL it estimates, above 0"
     if c.deterministic and c.engine == "vllm":
-        yield "engine", "--deterministic samples with transformers"
+        yield "engine", "leave it out, --deterministic samples with transformers"
     if c.tasks:
         yield "split", f"--tasks {c.tasks} says which tasks; give one of the two"
+
+
+def _users() -> dict[str, list[str]]:
+    """Option -> the algorithms that it works with, for options that some lack."""
+    takes = {
+        name: inspect.signature(estimator.function).parameters
+        for name, estimator in ESTIMATORS.items()
+    }
+    users = {option: [n for n in ESTIMATORS if option in takes[n]] for option in ("gamma", "lam")}
+    for option in ("critic_learning_rate", "value_clip"):
+        users[option] = [n for n, estimator in ESTIMATORS.items() if estimator.needs_critic]
+    users["skip_zero_variance"] = [n for n, e in ESTIMATORS.items() if e.needs_group]
+    return users
 
 
 def remarks(config: Config, given: Collection[str] = ()) -> list[str]:

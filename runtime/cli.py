@@ -21,7 +21,7 @@ from config import Config, Misuse, complete, preset_of, refusing, with_preset
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
 from runtime.prompts import with_prompt
-from runtime.saved import check_unchanged, options_from, saved_config
+from runtime.saved import as_kept, check_unchanged, options_from, saved_config
 
 ConfigType = TypeVar("ConfigType")
 
@@ -79,7 +79,7 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
     config = parse_command_line(Config, words, prog, starting_from(words), description)
     if config.resume:  # what is not given again is what the run was started with
         saved = saved_config(config.run_dir)
-        config = with_prompt(parse_command_line(Config, words, prog, saved))
+        config = as_kept(parse_command_line(Config, words, prog, saved), given)
         check_unchanged(config, saved)
         given.clear()
     asked = config = with_prompt(config)
@@ -88,7 +88,7 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
     check(config)
     check_given(asked, given)
     check_here(config)
-    return config
+    return config if config.resume else as_kept(config)
 
 
 def say_remarks(config: Config, argv: Sequence[str] | None) -> None:

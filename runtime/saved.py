@@ -1,4 +1,8 @@
-"""A run's options, read back from what it left: for `--resume` and `--config`.
+"""A run's options as it keeps them, and read back from there: for `--resume` and `--config`.
+
+A run may go on from another folder, and must find there what it began with. So what an option names
+is kept where the folder does not matter: files and folders by their whole path, a prompt as its
+text (runtime/prompts.py).
 
 Read first: `config.py`, the options.
 """
@@ -6,11 +10,15 @@ Read first: `config.py`, the options.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from config import Config, Misuse, flag
+from config import SMALL_MODELS, Config, Misuse, flag, refusing
+from envs import name_of_list
+from runtime.prompts import with_prompt
 
 # How far, where and how much at a time: what a resumed run may change.
 CHANGEABLE = {
@@ -18,7 +26,29 @@ CHANGEABLE = {
     *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
+NAMES_FILES = ("tasks", "eval_tasks", "model", "warm_start", "prompt")
 OF_ONE_RUN = {"config", "run_dir", "resume"}  # what another run does not take over
+
+
+def as_kept(config: Config, names: Collection[str] = NAMES_FILES) -> Config:
+    """The options with what they name kept for other folders; a second time changes nothing.
+
+    Args:
+        names: the options to do so with; others stay as they are.
+    Raises:
+        Misuse: there is no such id list or prompt.
+    """
+    changes: dict[str, str] = {}
+    with refusing():
+        for name in {"tasks", "eval_tasks"} & set(names):
+            if (file := getattr(config, name)) is not None:
+                changes[name] = name_of_list(config.env, file)
+    for name in {"model", "warm_start"} & set(names):
+        folder = getattr(config, name)
+        if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).expanduser().is_dir():
+            changes[name] = os.path.abspath(Path(folder).expanduser())
+    config = replace(config, **changes)  # type: ignore[arg-type]
+    return with_prompt(config) if "prompt" in names else config
 
 
 def saved_config(run_dir: str | None) -> Config:

@@ -5,9 +5,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import train
 from config import Config, Misuse, complete, with_preset
+from envs import id_lists, load_tasks
 from runtime.cli import starting_from, training_options
-from runtime.saved import OF_ONE_RUN, options_from, saved_config
+from runtime.saved import OF_ONE_RUN, as_kept, options_from, saved_config
 
 
 def keep(folder, config):
@@ -109,3 +111,79 @@ def test_a_resumed_run_notices_another_prompt_and_takes_the_same_one(tmp_path):
     (tmp_path / "prompt").write_text("Craft it now.")
     with pytest.raises(Misuse, match="leave out --prompt"):
         training_options(given, "train.py", "")
+
+
+# --- From another folder -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_folders(tmp_path, monkeypatch):
+    """Two with files of the same names and other content; the first is where we are."""
+    for name, index in (("here", 0), ("there", 5)):
+        (tmp_path / name).mkdir()
+        for file in ("ids.json", "held_out.json", "family_train", "textcraft_test.json"):
+            (tmp_path / name / file).write_text(json.dumps([{"item_id": f"textcraft_{index}"}]))
+            index += 1
+        (tmp_path / name / "prompt.txt").write_text(f"Craft it {name}.")
+    model = tmp_path / "here/model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here", tmp_path / "there"
+
+
+FILES = ["--tasks", "ids.json", "--eval-tasks", "held_out.json", "--prompt", "prompt.txt"]
+
+
+def test_a_run_that_goes_on_from_another_folder_reads_the_files_that_it_began_with(
+    two_folders, monkeypatch
+):
+    here, there = two_folders
+    argv = [*FILES, "--model", "model", "--warm-start", "./model"]
+    first = training_options([*argv, "--preset", "laptop"], "train.py", "")
+    assert (first.tasks, first.eval_tasks) == (f"{here}/ids.json", f"{here}/held_out.json")
+    assert first.model == first.warm_start == f"{here}/model"
+    keep(there / "run", first)
+    monkeypatch.chdir(there)
+    again = training_options(["--resume", "--run-dir", "run"], "train.py", "")
+    assert again == replace(first, run_dir="run", resume=True)
+    with pytest.raises(Misuse, match="leave out --tasks --prompt --eval-tasks, or"):
+        training_options(["--resume", "--run-dir", "run", *FILES], "train.py", "")
+    monkeypatch.chdir(here)
+    given = ["--resume", "--run-dir", str(there / "run"), *argv]
+    assert training_options(given, "train.py", "") == replace(again, run_dir=str(there / "run"))
+
+
+def test_a_list_of_the_world_goes_by_its_name_whatever_lies_in_the_folder(two_folders, tmp_path):
+    def kept(tasks):
+        return as_kept(Config(tasks=tasks)).tasks
+
+    here, _ = two_folders
+    assert kept("family_train") == kept(str(id_lists("textcraft")["family_train"]))
+    assert kept("family_train") == "family_train"
+    assert [t.task_index for t in load_tasks("textcraft", None, "family_train")] != [2]
+    assert kept("textcraft_train.json") == "train", "no such file: the world's"
+    assert kept("textcraft_test.json") == f"{here}/textcraft_test.json", "there is one"
+    assert kept("./family_train") == f"{here}/family_train"
+    for tasks in ("family_train", "ids.json"):
+        once = as_kept(Config(tasks=tasks))
+        assert as_kept(once) == once
+    with pytest.raises(Misuse, match="nosuch.json: no such file"):
+        kept("nosuch.json")
+
+
+def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, monkeypatch):
+    here, _ = two_folders
+    seen = []
+
+    def stop(config):
+        seen.append(config)
+        raise Misuse("enough")
+
+    monkeypatch.setattr(train, "check_here", lambda config: None)
+    monkeypatch.setattr(train, "at_work", stop)
+    for resume in (False, True):
+        with pytest.raises(Misuse, match="enough"):
+            train.train(Config(tasks="ids.json", run_dir="run", resume=resume))
+    assert [config.tasks for config in seen] == [f"{here}/ids.json", "ids.json"]
