@@ -70,6 +70,7 @@ from runtime.checks import check, check_here
 from runtime.clock import Clock, OutOfMemory
 from runtime.prompts import with_prompt
 from runtime.rundir import Run
+from runtime.saved import as_kept
 from runtime.sync import SyncError
 from session import TrainingError, at_work
 from trajectory import RolloutHandler
@@ -99,6 +100,7 @@ def train(config: Config) -> Run:
         config = complete(with_prompt(config))
     check(config)
     check_here(config)
+    config = config if config.resume else as_kept(config)
     with at_work(config) as session:
         w = session.worker
         session.evaluate_start()
@@ -220,9 +222,10 @@ def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
 
 
 def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Tensor) -> None:
-    """Write each row's advantages into its trajectory, for the files."""
+    """Write each row's advantages into its trajectory, as they were trained on; files round them
+    (`trajectory.rounded`)."""
     for t, row in zip(trajectories, advantages, strict=True):
-        t.advantages = [round(float(a), 6) for a in row[: len(t.input_ids)]]
+        t.advantages = row[: len(t.input_ids)].tolist()
 
 
 # --------------------------------------------------------------------------------- the command line
