@@ -16,6 +16,7 @@ from config import Config, with_preset
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
+from envs.options import parse
 from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from recipes import scaling_inter, worlds
@@ -82,6 +83,20 @@ def flags_known_to(script: str) -> set[str]:
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / script).parent.glob("*.py")]
     known = set(re.findall(r'"(--[a-z-]+)"', "".join(sources)))
     return known | flags_known_to("train.py") if script.startswith("recipes/") else known
+
+
+def test_the_page_of_files_says_every_option_of_a_server_with_its_default() -> None:
+    told = vars(parse(["--env", "textcraft"]))
+    source = (ROOT / "envs/options.py").read_text(encoding="utf-8")
+    flags = set(re.findall(r'"(--[a-z-]+)"', source)) - {"--env"}
+    section = PAGES["docs/files.md"].split("## What a server", 1)[1]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `--")]
+    said = {flag: row[1] for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
+    assert said.keys() == flags
+    for flag, default in said.items():
+        value = told.get(flag[2:].replace("-", "_"))
+        shown = value if isinstance(value, str | None) else f"{value:,.0f}".replace("36,", "36")
+        assert (shown or "two a session, and 256") in default, flag
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -41,13 +41,13 @@ from models import load_policy
 from reporting import metrics
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
-from runtime import checkpoint, rundir
+from runtime import checkpoint, files, rundir
 from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
 from runtime.saved import saved_config
 from train import usable_trajectories
-from trajectory import RolloutHandler, Turn
+from trajectory import RolloutHandler, Turn, rounded
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"
@@ -145,6 +145,18 @@ def test_a_run_directory_holds_what_the_contract_says(run_dir):
     for step in (0, 3):
         summary = json.loads((run_dir / f"eval/step_{step:06d}.json").read_text())
         assert set(summary["overall"]["avg"]) == {"value", "low", "high", "items"}
+
+
+def test_a_run_leaves_no_file_that_the_page_of_files_does_not_name(run_dir):
+    page = (ROOT / "docs/files.md").read_text()
+    named = re.findall(r"`([^` ]+)`", page.split("## Where options come from")[0])
+    forms = {re.sub(r"\d{6}", "N", name).rstrip("/") for name in named}
+    left = [*run_dir.glob("*"), *run_dir.glob("checkpoints/*"), *run_dir.glob("eval/*")]
+    left = [p for p in (*left, *run_dir.glob("trajectories/*")) if p.is_file() or p.is_symlink()]
+    found = {re.sub(r"\d{6}", "N", str(path.relative_to(run_dir))) for path in left}
+    assert found >= {"checkpoints/best", "eval/step_N.json"} and found <= forms
+    others = {"trackers.json", "checkpoints/unreadable_step_N", "tensorboard", "wandb", "weights"}
+    assert others | {f"{files.ASIDE}*", f"{files.BEFORE}*"} <= forms
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_linked(run_dir):
@@ -257,6 +269,16 @@ def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
     assert used == undecided + decided and counts["data/signal_share"] == 1.0
     used, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))
     assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
+
+
+def test_the_advantages_that_are_kept_are_those_that_were_trained_on_and_a_file_rounds_them_once():
+    trajectory = played(0, True, 10)
+    length = len(trajectory.input_ids)
+    trained = torch.linspace(-1e-7, 1 / 3, length + 2)[None]  # a row, padded
+    train.keep_advantages([trajectory], trained)
+    assert trajectory.advantages == trained[0, :length].tolist()
+    written = trajectory.to_line()["advantages"]
+    assert written == rounded(trained[0, :length].tolist()) and written[0] == -1e-7
 
 
 @pytest.mark.parametrize(("decay_steps", "rates"), [(2, [1e-3, 5e-4, 5e-4]), (0, [1e-3] * 3)])
