@@ -11,7 +11,7 @@ has the same observations and rewards. `measure` counts those that have not, and
 off counts them again, so that the property is seen to be able to fail.
 
 Run it:  PYTHONPATH=. python tests/chaos.py            1,000 episodes a world, 20 restarts
-         PYTHONPATH=. python tests/chaos.py 100 2      100 episodes, 2 restarts
+         PYTHONPATH=. python tests/chaos.py 100 2 --out /tmp/chaos.json     for a quick look
 Read next: envs/seal.py, which makes it hold.
 """
 
@@ -26,8 +26,10 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from fakes import ScriptedEngine, byte_tokenizer, settings_of
@@ -41,6 +43,7 @@ from runtime import envhttp
 from runtime.processes import child
 
 ROOT = Path(__file__).parent.parent
+NAME = "chaos.json"  # in benchmarks/results
 # Shares of requests. "before" and "after" say whether the server has seen the request by then.
 FAULTS = {
     "drop before": 0.001,
@@ -364,15 +367,21 @@ def measure(
     )
 
 
-def main() -> int:
-    num_episodes, num_restarts = (*map(int, sys.argv[1:3]), *(1000, 20)[len(sys.argv) - 1 :])
-    corrupted = 0
+def main(argv: Sequence[str] | None = None) -> int:
+    from benchmarks.common import Results, arguments
+
+    parser = arguments(__doc__, None, NAME)
+    parser.add_argument("episodes", nargs="?", type=int, default=1000)
+    parser.add_argument("restarts", nargs="?", type=int, default=20)
+    options = parser.parse_args(argv)
+    results, rows = Results(options.out, NAME), list[dict[str, Any]]()
     for env in ("textcraft", "babyai"):
         for is_sealed in (True, False):
-            found = measure(env, num_episodes, num_restarts, is_sealed=is_sealed)
-            corrupted += found.corrupted if is_sealed else 0
-            print("sealed" if is_sealed else "not sealed", json.dumps(vars(found)), flush=True)
-    return int(corrupted > 0)
+            found = measure(env, options.episodes, options.restarts, is_sealed=is_sealed)
+            rows.append({"is_sealed": is_sealed} | vars(found))
+            print(json.dumps(rows[-1]), flush=True)
+            results.write({"timeout_s": TIMEOUT_S, "rates": FAULTS, "rollouts": rows})
+    return int(any(row["corrupted"] for row in rows if row["is_sealed"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Nothing wrong is trained on, whatever happens between client and server (tests/chaos.py)."""
 
+import json
+
+import chaos
 import pytest
-from chaos import FAULTS, PLAYED, UNNOTICED, measure
+from chaos import FAULTS, PLAYED, UNNOTICED, Found, measure
 
 from envs import settings_of
 
@@ -31,6 +34,26 @@ def test_what_the_seal_and_the_turn_are_for_is_trained_on_without_them(rates):
 def test_without_faults_nothing_is_lost():
     found = measure("textcraft", num_episodes=20, num_restarts=0, rates={})
     assert (found.lost, found.corrupted, found.faults) == (0, 0, {"none": found.faults["none"]})
+
+
+def test_by_hand_it_writes_what_it_found_and_where(tmp_path, monkeypatch, capsys):
+    def found(env, episodes, restarts, is_sealed):
+        return Found(env, episodes, 9, 0 if is_sealed else 4, 1, 5, restarts, 2.5)
+
+    monkeypatch.setattr(chaos, "measure", found)
+    out = tmp_path / "chaos.json"
+    assert chaos.main(["10", "1", "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert {"date", "versions", "git_commit", "hardware", "command"} <= written.keys()
+    assert [(r["env"], r["is_sealed"], r["corrupted"]) for r in written["rollouts"]] == [
+        ("textcraft", True, 0),
+        ("textcraft", False, 4),
+        ("babyai", True, 0),
+        ("babyai", False, 4),
+    ]
+    assert written["rollouts"][0]["episodes"] == 10 and written["rates"] == FAULTS
+    monkeypatch.setattr(chaos, "measure", lambda *asked, is_sealed: found(*asked, False))
+    assert chaos.main(["10", "1", "--out", str(out)]) == 1
 
 
 @pytest.mark.slow
