@@ -40,6 +40,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,13 +182,17 @@ class Jvm:
         with self._lock:
             if self.has_failed():
                 raise JvmLost(self._lost())
+            began = time.monotonic()
             try:
                 return function(*arguments)
             except Py4JJavaError:
                 raise
             except (Py4JError, OSError) as error:
-                try:  # a process that died a moment ago may not be reaped yet
-                    died = f"died with {self.process.wait(timeout=0.5)}"
+                # A process that died a moment ago may not be reaped yet; one that was silent for
+                # the time limit is not waited for a second time.
+                was_silent = time.monotonic() - began >= self._time_limit_s
+                try:
+                    died = f"died with {self.process.wait(timeout=0.5 if was_silent else 10.0)}"
                 except subprocess.TimeoutExpired:
                     died = f"gave no answer within {self._time_limit_s:g} s and was killed"
                 self.end(died)
