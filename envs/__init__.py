@@ -199,7 +199,7 @@ def load_tasks(
     Arguments:
         env: as for `get_env`.
         split: an id list of the world ("train", "test", ...).
-        file: the name of one of the world's id lists, or any file; excludes `split`.
+        file: any id list, or the name of one of the world's; excludes `split`.
         subtasks: keep only tasks of these sub-tasks.
 
     Raises:
@@ -248,7 +248,7 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
         if split not in lists:
             raise ValueError(f"{name} has no split {split!r}; choose one of: {known}")
         return lists[split]
-    path = lists.get(str(file)) or Path(file)
+    path = Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
         path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
     if not path.exists():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from config import SMALL_MODELS, Config, Misuse, flag, refusing
-from envs import name_of_list
+from envs import id_lists, name_of_list
 from runtime.prompts import with_prompt
 
 # How far, where and how much at a time: what a resumed run may change.
@@ -70,7 +70,15 @@ def saved_config(run_dir: str | None) -> Config:
         raise Misuse(
             f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
         ) from None
-    return replace(Config(**values), run_dir=run_dir, resume=True)
+    config = Config(**values)
+    for name in {"tasks", "eval_tasks"} & values.keys():  # files were kept by their whole path
+        kept = getattr(config, name)
+        if kept in id_lists(config.env) and Path(kept).exists():
+            raise Misuse(
+                f"{path} means {config.env}'s own list by {flag(name)} {kept}, and in this folder "
+                "lies a file of that name, which would be read: resume from another folder"
+            )
+    return replace(config, run_dir=run_dir, resume=True)
 
 
 def options_from(file: str) -> dict[str, Any]:

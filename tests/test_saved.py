@@ -7,7 +7,7 @@ import pytest
 
 import train
 from config import Config, Misuse, complete, with_preset
-from envs import id_lists, load_tasks
+from envs import id_lists
 from runtime.cli import starting_from, training_options
 from runtime.saved import OF_ONE_RUN, as_kept, options_from, saved_config
 
@@ -155,22 +155,28 @@ def test_a_run_that_goes_on_from_another_folder_reads_the_files_that_it_began_wi
     assert training_options(given, "train.py", "") == replace(again, run_dir=str(there / "run"))
 
 
-def test_a_list_of_the_world_goes_by_its_name_whatever_lies_in_the_folder(two_folders, tmp_path):
+def test_a_list_of_the_world_is_kept_by_its_name_and_a_file_by_its_path(two_folders):
     def kept(tasks):
         return as_kept(Config(tasks=tasks)).tasks
 
     here, _ = two_folders
-    assert kept("family_train") == kept(str(id_lists("textcraft")["family_train"]))
-    assert kept("family_train") == "family_train"
-    assert [t.task_index for t in load_tasks("textcraft", None, "family_train")] != [2]
-    assert kept("textcraft_train.json") == "train", "no such file: the world's"
-    assert kept("textcraft_test.json") == f"{here}/textcraft_test.json", "there is one"
-    assert kept("./family_train") == f"{here}/family_train"
-    for tasks in ("family_train", "ids.json"):
+    assert kept(str(id_lists("textcraft")["family_train"])) == "family_train"
+    assert kept("family_test") == kept("textcraft_family_test.json") == "family_test"
+    for file in ("family_train", "textcraft_test.json"):
+        assert kept(file) == f"{here}/{file}", "there is such a file"
+    for tasks in ("family_test", "ids.json"):
         once = as_kept(Config(tasks=tasks))
         assert as_kept(once) == once
     with pytest.raises(Misuse, match="nosuch.json: no such file"):
         kept("nosuch.json")
+
+
+def test_a_file_with_the_name_of_the_worlds_list_is_not_read_in_its_place(two_folders, tmp_path):
+    keep(tmp_path / "run", complete(Config(model="tiny")))  # plays family_train
+    with pytest.raises(Misuse, match="own list by --tasks family_train, and in this folder lies"):
+        saved_config(str(tmp_path / "run"))
+    (two_folders[0] / "family_train").unlink()
+    assert saved_config(str(tmp_path / "run")).tasks == "family_train"
 
 
 def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, monkeypatch):
