@@ -54,10 +54,10 @@ from envclient import EnvError
 from envs import Task, env_name, load_tasks
 from losses import Objective, imitation_loss
 from models import load_policy, load_tokenizer
-from runtime import distributed, precision
+from runtime import distributed, precision, starts
 from runtime.default_models import cache_dir, resolve_model
 from runtime.files import build_folder, write_json
-from runtime.lora import add_lora
+from runtime.lora import add_lora, load_adapter, save_adapter
 from runtime.phases import phase
 from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.sync import export_policy
@@ -131,19 +131,18 @@ def train_to(
     records: list[Conversation],
     settings: SftSettings,
     accelerator: Any,
-    lora_rank: int = 0,
 ) -> None:
-    """Fine-tune `model` and save a checkpoint, with its data and losses beside it. Collective.
+    """Fine-tune `model` and save a checkpoint, with its data and losses beside it, and adapters
+    also by themselves. Collective.
 
     Args:
         folder: where to; None on the ranks that do not write.
-        lora_rank: train adapters of this rank, merged into the checkpoint; 0: all weights.
     """
     with refusing():  # no such model, a template that cannot be cut, data that teaches nothing
         path = resolve_model(model)
         tokenizer, policy = load_tokenizer(path), load_policy(path, settings.share_prefix)
-        if lora_rank:
-            add_lora(policy.lm, lora_rank, settings.seed)
+        if settings.lora_rank:
+            add_lora(policy.lm, settings.lora_rank, settings.seed)
         batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
@@ -156,12 +155,24 @@ def train_to(
 
         losses = imitate(Learner(accelerator, policy, optimizer), batch, settings, on_step=show)
     export_policy(accelerator, policy, tokenizer, folder)
+    if settings.lora_rank:
+        target = folder / "adapter" if folder is not None else None
+        save_adapter(policy.lm, target, model, distributed.whole, torch.bfloat16)
     if folder is not None:
         sft = {"model": model, "settings": asdict(settings), "losses": losses}
+        sft["records"] = starts.hash_of(records)
         write_json(folder / "sft.json", sft)
         write_json(folder / "sft_data.json", records)
     last = sum(losses[-8:]) / len(losses[-8:])
     distributed.say(f"action loss {losses[0]:.3f} -> {last:.3f} nats a token")
+
+
+def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
+    """Save the checkpoint that `model` is with these adapters. Collective."""
+    path = resolve_model(model)
+    tokenizer, policy = load_tokenizer(path), load_policy(path)
+    load_adapter(policy.lm, adapters)
+    export_policy(accelerator, distributed.shard(accelerator, policy), tokenizer, folder)
 
 
 def build(folder: Path, train: Callable[[Path | None], None]) -> None:
@@ -182,7 +193,8 @@ def warm_start(
     urls: Sequence[str] = (),
     prompt: Messages | None = None,
 ) -> str:
-    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, then cached.
+    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, or come with the
+    project, then cached.
 
     `urls` are servers of the environment; none: one is started here. `prompt` stands before the
     demonstrations in place of the world's. Collective.
@@ -201,16 +213,20 @@ def warm_start(
 
     records, is_there = distributed.first("demonstrations", play)
     folder = folder_of(records)
-    if not is_there:
+    if is_there:
+        return str(folder)
+    about = f"{len(records)} demonstrations, {settings.epochs} epochs"
+    adapters = starts.shipped(model, env, records, settings)
+    if adapters is not None:
+        distributed.say(f"warm start: {about}; comes with the project, nothing to train")
+        make = partial(unpack, model=model, adapters=adapters, accelerator=accelerator)
+    else:
         steps = settings.num_steps(len(records))
-        distributed.say(
-            f"warm start: {len(records)} demonstrations, {settings.epochs} epochs, {steps} steps; "
-            "made once, then cached"
-        )
-        train = partial(
+        distributed.say(f"warm start: {about}, {steps} steps; made once, then cached")
+        make = partial(
             train_to, model=model, records=records, settings=settings, accelerator=accelerator
         )
-        build(folder, train)
+    build(folder, make)
     return str(folder)
 
 
@@ -227,7 +243,8 @@ def start_model(config: TrainConfig, accelerator: Any) -> str:
     names = shown_subtasks(sorted({task.subtask for task in tasks}), config.subtasks)
     shown = [task for task in tasks if task.subtask in names]
     urls, prompt = config.env_addr, prompt_of(config)
-    return warm_start(config.model, config.env, shown, SftSettings(), accelerator, urls, prompt)
+    settings = starts.settings_for(config.model, config.env)
+    return warm_start(config.model, config.env, shown, settings, accelerator, urls, prompt)
 
 
 def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
@@ -267,7 +284,6 @@ def main(config: SftConfig) -> int:
         records=records,
         settings=settings,
         accelerator=accelerator,
-        lora_rank=config.lora_rank,
     )
     build(Path(config.out), train)
     distributed.say(f"saved {config.out}")

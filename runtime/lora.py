@@ -44,6 +44,7 @@ from torch import nn
 
 ALPHA_PER_RANK = 2  # α/r
 ADAPTER = "default"  # the name peft gives to the only adapter of a model
+FILE = "adapter_model.safetensors"
 
 Full = Callable[[torch.Tensor], torch.Tensor]
 
@@ -149,13 +150,20 @@ def merged_weights(lm: Any, full: Full = identity) -> Iterator[tuple[str, torch.
         yield (f"{prefix}.{rest}" if prefix else name), w
 
 
-def save_adapter(lm: Any, folder: Path | None, base_model_path: str, full: Full = identity) -> None:
+def save_adapter(
+    lm: Any,
+    folder: Path | None,
+    base_model_path: str,
+    full: Full = identity,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Write the adapters alone, as `peft.PeftModel.from_pretrained(base, folder)` loads them.
 
     Args:
-        folder: gets adapter_config.json and adapter_model.safetensors (float32); None on the ranks
-            of a sharded run that only take part in `full`.
+        folder: gets adapter_config.json and adapter_model.safetensors; None on the ranks of a
+            sharded run that only take part in `full`.
         base_model_path: the model that the adapters belong to, noted in the config.
+        dtype: of the file.
     Raises:
         ValueError: `lm` has no adapters.
     """
@@ -166,14 +174,41 @@ def save_adapter(lm: Any, folder: Path | None, base_model_path: str, full: Full 
     tensors = {}
     for name, tensor in lm.state_dict().items():
         if is_adapter(name):
-            key = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
-            tensors[key] = full(tensor.detach()).cpu().contiguous()
+            tensors[key_of(name)] = full(tensor.detach()).to("cpu", dtype).contiguous()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
     config = copy.copy(lm.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base_model_path, True
     config.task_type = "CAUSAL_LM"
     config.target_modules = sorted(config.target_modules)  # a set: in another order in every run
     config.save_pretrained(str(folder))
+
+
+def load_adapter(lm: Any, folder: Path) -> None:
+    """Put the adapters that `save_adapter` wrote beside the layers of their base model, in place.
+
+    Raises:
+        ValueError: they belong to another architecture.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / FILE)
+    ranks = {tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key}
+    add_lora(lm, max(ranks, default=0))
+    state = {name: t for name, t in lm.state_dict().items() if is_adapter(name)}
+    shapes = {key_of(name): t.shape for name, t in state.items()}
+    if shapes != {key: tensor.shape for key, tensor in tensors.items()}:
+        raise ValueError(f"the adapters in {folder} do not fit {type(lm).__name__}")
+    for name, tensor in state.items():
+        tensor.copy_(tensors[key_of(name)])
+
+
+def key_of(name: str) -> str:
+    """An adapter's name in peft's files.
+
+    >>> key_of("model.layers.0.mlp.up_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")

@@ -28,6 +28,7 @@ class SftSettings:
     batch_size: int = 8  # demonstrations per optimizer step
     max_tokens: int = 1024  # of a micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
+    lora_rank: int = 0  # train adapters of this rank, merged into the checkpoint; 0: all weights
     share_prefix: bool = True  # compute the instructions that all have in common once a step
     seed: int = 0
 

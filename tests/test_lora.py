@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_prefix import make
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from engines import TransformersEngine
 from models import load_policy
@@ -21,6 +21,7 @@ from runtime.lora import (
     add_lora,
     is_adapter,
     merged_weights,
+    load_adapter,
     save_adapter,
 )
 from update import Objective, forward_policy
@@ -282,6 +283,27 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
     assert (config["r"], config["lora_alpha"]) == (RANK, 2 * RANK)
     assert config["target_modules"] == sorted(config["target_modules"])
+
+
+def test_saved_adapters_are_loaded_back_and_refused_by_another_model(tiny, batch, tmp_path):
+    trained, fresh = adapted(tiny), load_policy(tiny)
+    save_adapter(trained.lm, tmp_path, tiny)
+    load_adapter(fresh.lm, tmp_path)
+    assert torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
+    config = AutoConfig.from_pretrained(tiny)
+    config.num_hidden_layers = 1
+    other = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="do not fit Qwen2"):
+        load_adapter(other, tmp_path)
+
+
+def test_adapters_in_bfloat16_act_nearly_as_in_float32(tiny, batch, tmp_path):
+    trained, fresh = adapted(tiny), load_policy(tiny)
+    save_adapter(trained.lm, tmp_path, tiny, dtype=torch.bfloat16)
+    load_adapter(fresh.lm, tmp_path)
+    expected, plain = log_probs(trained, batch), log_probs(load_policy(tiny), batch)
+    off = (log_probs(fresh, batch) - expected).abs().max()
+    assert 0 < off < 0.02 * (plain - expected).abs().max()
 
 
 def test_saving_an_adapter_leaves_the_one_in_training_as_it_is(tiny, batch, tmp_path):

@@ -10,13 +10,14 @@ from toy_env import fresh_process_state
 
 import sft
 from chat import ChatTemplate
+from config import complete, options
 from demonstrations import demonstrate
 from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
-from runtime import distributed
+from runtime import distributed, starts
 from runtime.default_models import resolve_model
 from runtime.lora import add_lora
 from trajectory import to_agenttraj
@@ -314,6 +315,61 @@ def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatc
     with pytest.raises(OSError, match="No space"):
         warm("tiny", TASKS[:4])
     assert [p for p in (tmp_path / "cache/warm_starts").rglob("*") if p.is_file()] == []
+
+
+# --- Warm starts that come with the project -------------------------------------------------------
+
+
+@pytest.fixture
+def shipping(monkeypatch, tmp_path):
+    """Adapters of `tiny` for four demonstrations, as if they came with the project."""
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(starts, "STARTS", tmp_path / "starts")
+    settings = replace(SETTINGS, num_demonstrations=4, epochs=8, lora_rank=2, learning_rate=2e-2)
+    records = sft.demonstrations("textcraft", TASKS[:4], 4, 0)
+    with fresh_process_state():
+        accelerator = distributed.make_accelerator("no")
+        sft.train_to(tmp_path / "trained", "tiny", records, settings, accelerator)
+    (tmp_path / "starts").mkdir()
+    folder = (tmp_path / "trained/adapter").rename(tmp_path / "starts/tiny-textcraft")
+    (tmp_path / "trained/sft.json").rename(folder / "sft.json")
+    return tmp_path / "trained"
+
+
+def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monkeypatch, capsys):
+    monkeypatch.setattr(sft, "train_to", None)
+    with fresh_process_state():
+        settings = starts.settings_for("tiny", "textcraft")
+        accelerator = distributed.make_accelerator("no")
+        folder = sft.warm_start("tiny", "textcraft", TASKS[:4], settings, accelerator)
+    assert "comes with the project" in capsys.readouterr().out
+    unpacked, trained, base = (
+        load_policy(path).lm.state_dict() for path in (folder, str(shipping), resolve_model("tiny"))
+    )
+    for name, weight in trained.items():  # both are rounded to bfloat16, the adapters before
+        moved = (weight - base[name]).abs().max()
+        assert (unpacked[name] - weight).abs().max() <= 0.02 * moved + 2**-8 * weight.abs().max()
+    assert any((trained[name] - base[name]).abs().max() > 1e-3 for name in trained)
+
+
+def test_other_data_settings_or_models_are_trained_on(shipping, trained):
+    settings = starts.settings_for("tiny", "textcraft")
+    assert settings.lora_rank == 2
+    assert starts.settings_for("tiny", "babyai") == sft.SftSettings()
+    for tasks, chosen in ((TASKS[4:8], settings), (TASKS[:4], replace(settings, seed=1))):
+        sft.warm_start("tiny", "textcraft", tasks, chosen, accelerator=None)
+    assert len(trained) == 2
+
+
+def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(monkeypatch, tmp_path):
+    """Its key is the texts of the demonstrations: a change of the world's words makes it stale."""
+    found = []
+    monkeypatch.setattr(sft, "resolve_model", lambda name: name)
+    monkeypatch.setattr(sft, "build", lambda folder, make: found.append(make))
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    config = complete(options("textcraft", model="smollm2-135m"))
+    sft.start_model(config, accelerator=None)
+    assert found[0].func is sft.unpack, "make recipes/starts anew, see its README"
 
 
 # --- The command line ----------------------------------------------------------------------------
