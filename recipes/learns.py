@@ -6,7 +6,7 @@ are measured on the same held-out goals, three seeds each:
     rl         train.py with its defaults
     sft        more imitation instead: as many optimizer steps on fresh demonstrations of the same
                training goals, 32 a step: what fits into the time of RL's rollout and update, and
-               in all fifteen times what the warm start saw
+               in all ten times what the warm start saw
     shuffled   train.py --shuffle-rewards: trajectories swap rewards at random, so that updates are
                as large and as many, and carry no information
 
