@@ -163,9 +163,20 @@ def tree_attention(
     outputs = [attend(queries[0], keys[0], values[0], is_causal=True)]
     for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
         k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
-        n = q.shape[2]
-        outputs.append(attend(q, k, v, attn_mask=causal_lower_right(n, p + n)))
+        outputs.append(attend(q, k, v, attn_mask=_to_the_left(q.shape[2], p, q.device)))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _to_the_left(n: int, p: int, device: torch.device) -> torch.Tensor:
+    """The mask (n, p + n) of a sample that goes on from an opening of p tokens.
+
+    A GPU's kernels know this shape by name and never see the mask. On a CPU it is made either way,
+    and a name would be a subclass of tensor, which cannot be made where backward's recomputation
+    watches every operation.
+    """
+    if device.type == "cpu":
+        return torch.ones(n, p + n, dtype=torch.bool).tril(p)
+    return causal_lower_right(n, p + n)
 
 
 class CriticModel(nn.Module):

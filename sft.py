@@ -60,6 +60,7 @@ from runtime.files import build_folder, write_json
 from runtime.lora import add_lora, load_adapter, save_adapter
 from runtime.phases import phase
 from runtime.prompts import Messages, prompt_of, reprompted
+from runtime.recompute import keep_for_backward, what_to_keep
 from runtime.sync import export_policy
 from trajectory import Conversation, from_agenttraj, read_agenttraj
 from update import Learner, Metrics, forward_policy, optimize, suited
@@ -144,6 +145,7 @@ def train_to(
         if settings.lora_rank:
             add_lora(policy.lm, settings.lora_rank, settings.seed)
         batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
+    keep_for_backward(policy, what_to_keep(False, accelerator.device))
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)

@@ -46,12 +46,12 @@ from rollout import (
 )
 from runtime import checkpoint, distributed, precision, rundir, sync
 from runtime.checks import held_out_tasks
-from runtime.clock import return_freed
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off, add_lora, save_adapter
 from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
+from runtime.recompute import keep_for_backward, what_to_keep
 from runtime.servers import Served, start_servers
 from runtime.vllm_engine import make_engine
 from schedulers import make_scheduler
@@ -157,8 +157,7 @@ class Worker:
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
         """A model, in parts where there are several processes, and its optimizer."""
-        if self.config.gradient_checkpointing:
-            distributed.checkpoint_activations(model)
+        keep_for_backward(model, what_to_keep(self.config.gradient_checkpointing, self.device))
         model = distributed.shard(self.accelerator, model.train())
         learning = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learning, lr=learning_rate, weight_decay=0.0, fused=True)
@@ -299,7 +298,6 @@ class Worker:
         if self.critic is not None:
             metrics |= update_critic(self.critic, batch, self.config, seed=step)
         metrics |= update_policy(self.policy, batch, self.config, step, signal_share)
-        return_freed()
         return metrics
 
     def set_learning_rates(self, step: int) -> None:

@@ -79,7 +79,7 @@ def row(shape: Shape, tokens: int, devices: int, rank: int) -> Result:
         "devices": devices,
         "trains": f"LoRA {rank}" if rank else "full",
         "state_bytes": sum(state_bytes(shape, devices, rank).values()),
-        "update_bytes": update_bytes(shape, tokens, devices, rank, checkpointing=False),
+        "update_bytes": update_bytes(shape, tokens, devices, rank, keep="all"),
         "update_checkpointing_bytes": update_bytes(shape, tokens, devices, rank),
         "sampler_weights_bytes": 2 * shape.parameters,
         "cache_bytes_per_sequence": cache_bytes(shape, tokens),

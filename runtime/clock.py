@@ -72,6 +72,7 @@ class Clock:
         self.values[name] = time.perf_counter() - began
         if name in MEMORY_OF:
             self.values[MEMORY_OF[name]] = peak()
+            return_freed()
 
     def total(self) -> float:
         """Seconds since this clock was made."""
@@ -125,7 +126,7 @@ def advice(phase: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def return_freed() -> None:
-    """Hand the C library's free pages back to the system, so that the process does not grow.
+    """Hand the C library's free pages back to the system, so that no phase pays for another's.
 
     Batches differ in length from step to step, and on a CPU torch's buffers come from a heap that
     fragments: what was freed between two live buffers stays with the process unless asked for.

@@ -47,6 +47,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
 from torch.distributed.tensor import DTensor
 
+from runtime.recompute import keep_for_backward
+
 T = TypeVar("T")
 
 # The longest that ranks may wait for each other: one may roll out, or warm up a model, alone.
@@ -138,7 +140,7 @@ def shard(accelerator: Any, model: Any) -> Any:
 
     options = FullyShardedDataParallelPlugin(fsdp_version=2)
     if options.activation_checkpointing:
-        checkpoint_activations(model)
+        keep_for_backward(model, "inputs")
     device = accelerator.device
     mesh = dist.device_mesh.init_device_mesh(device.type, (world_size(),))
     if accelerator.mixed_precision == "bf16":
@@ -153,12 +155,6 @@ def shard(accelerator: Any, model: Any) -> Any:
         if type(module).__name__ in names:
             shard_module(module, reshard_after_forward=options.reshard_after_forward, **settings)
     return shard_module(model, **settings)
-
-
-def checkpoint_activations(model: Any) -> None:
-    """Keep each layer's input alone for the backward pass and compute the layer again there."""
-    lm = getattr(model, "lm", getattr(model, "backbone", model))
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,10 @@ bytes:
                  LoRA: (4 P + 16 P_r) / W, the reference being the policy without its adapters
     activations  one layer, kept for the backward pass: KEPT and 8 I a token. One device computes
                  under autocast and its residual stream is float32 (r = 4 bytes), FSDP in bfloat16
-                 (r = 2). All of it: L layers; with --gradient-checkpointing L r H a token, one
-                 layer and what its backward pass needs
+                 (r = 2). On a GPU all of it, L layers. What is computed again needs one layer at a
+                 time, with its backward pass, beside what each layer keeps of a token: r H with
+                 --gradient-checkpointing; on a CPU also its products, 4 H + 4 A·D + 4 A_kv·D + 4 I,
+                 and with LoRA the adapters' (4 H + 2 A·D + 4 A_kv·D + 4 I)
     head         24 bytes a logit of a slice of 512 MB (models.HEAD_BYTES)
     copies       W = 1: autocast's bfloat16 weights, 2 P, or with checkpointing a layer's at a time
                  W > 1: gathered bfloat16 weights of the root and of two layers, and gradients of
@@ -24,8 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+Keep = Literal["all", "products", "inputs"]  # what a layer keeps for its backward pass
 GIB = 2**30
 GPU_HEAD_BYTES = 512 << 20  # what models.py takes where HEAD_BYTES names no limit
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
@@ -109,12 +112,13 @@ def transient_bytes(
     tokens: int,
     devices: int = 1,
     lora_rank: int = 0,
-    checkpointing: bool = True,
+    keep: Keep = "inputs",
     head_bytes: int = GPU_HEAD_BYTES,
 ) -> float:
     """Most bytes of an update beside the state: activations, head, copies of weights.
 
-    `tokens` is T of the micro-batch; POLICY_SHARE of them have logits.
+    `tokens` is T of the micro-batch; POLICY_SHARE of them have logits. `keep`: see
+    `runtime/recompute.py`, whose names these are.
     """
     r = 4 if devices == 1 else 2
     h, i, vocab = shape.hidden, shape.intermediate, shape.vocab
@@ -122,7 +126,14 @@ def transient_bytes(
     layer = times_h * h + times_ad * shape.heads * shape.head_dim + 8 * i
     layer += 2 * lora_rank * len(shape.linears) + 4 * shape.heads + 8  # log-sum-exp, 1/rms
     layer *= tokens
-    inputs = shape.layers * r * h * tokens
+    kept = r * h
+    if keep == "products":
+        outs = sum(out for _, out in shape.linears)  # bfloat16, as is attention's result
+        kept += 2 * outs + 2 * shape.heads * shape.head_dim + 4 * shape.heads
+        if lora_rank:  # both products of the adapters beside each matrix
+            kept += 2 * outs + 2 * lora_rank * len(shape.linears)
+    inputs = shape.layers * kept * tokens
+    again = (kept - r * h) * tokens  # kept of a layer that is whole once more
     end = (20 if lora_rank else 24) * h * tokens  # last norm, its gradient, the last layer's
     backward = (10 * h + 6 * i if lora_rank and devices == 1 else 2 * h + 4 * i) * tokens
     logits = min(int(POLICY_SHARE * tokens), max(1, head_bytes // (4 * vocab))) * vocab
@@ -134,24 +145,24 @@ def transient_bytes(
     else:
         copies = (2 + 2) * shape.root_parameters + (2 * 2 + 2 + 4) * shape.layer_parameters
         layer_copy = copies
-    if not checkpointing:
+    if keep == "all":
         return copies + shape.layers * layer + max(end, backward, head) + rotary
     if devices == 1 and lora_rank:
         copies = layer_copy  # autocast keeps copies of what is trained alone
     moments = [
         copies + inputs + max(forward, head / 2),  # forward; logits have no gradients yet
         layer_copy + inputs + max(end, head),  # the backward pass begins
-        layer_copy + inputs + layer + backward,  # it is in a layer, computed again
+        layer_copy + inputs - again + layer + backward,  # it is in a layer, computed again
     ]
     return max(moments) + rotary
 
 
 def update_bytes(
-    shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0, checkpointing: bool = True
+    shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0, keep: Keep = "inputs"
 ) -> float:
     """Most bytes that the trainer takes on one device."""
     state = sum(state_bytes(shape, devices, lora_rank).values())
-    return state + transient_bytes(shape, tokens, devices, lora_rank, checkpointing)
+    return state + transient_bytes(shape, tokens, devices, lora_rank, keep)
 
 
 def cache_bytes(shape: Shape, tokens: int) -> int:

@@ -26,6 +26,7 @@ from runtime.memory import (
     MARGIN,
     SAMPLER_SHARE,
     SEQUENCES,
+    Keep,
     Shape,
     cache_bytes,
     cpu_cache_bytes,
@@ -98,7 +99,8 @@ def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
     in_step = c.tasks_per_step * c.group_size * c.max_trajectory_tokens
     tokens = min(max(c.max_tokens_per_micro_batch, c.max_trajectory_tokens), in_step)
     head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
-    update = transient_bytes(shape, tokens, world, rank, c.gradient_checkpointing, head)
+    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
+    update = transient_bytes(shape, tokens, world, rank, keep, head)
     sequence = cache_bytes(shape, c.max_trajectory_tokens)
     sampler = 0.0 if c.engine_url or c.engine_devices else 2 * shape.parameters + sequence
     if is_gpu:

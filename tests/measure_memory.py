@@ -30,7 +30,8 @@ from recipes.memory import HEADING  # noqa: E402
 from runtime import distributed  # noqa: E402
 from runtime.files import write_text  # noqa: E402
 from runtime.lora import add_lora  # noqa: E402
-from runtime.memory import POLICY_SHARE, Shape, state_bytes, transient_bytes  # noqa: E402
+from runtime.memory import POLICY_SHARE, Keep, Shape, state_bytes, transient_bytes  # noqa: E402
+from runtime.recompute import keep_for_backward  # noqa: E402
 from update import Learner, Objective, update_policy  # noqa: E402
 
 SMALL = {
@@ -109,7 +110,7 @@ def measure(
     shape: Shape,
     tokens: int = 1024,
     lora_rank: int = 0,
-    checkpointing: bool = False,
+    keep: Keep = "all",
     bfloat16: bool = False,
 ) -> dict[str, int]:
     """State of this process, and the peak of a real update of two micro-batches if it is alone.
@@ -120,8 +121,7 @@ def measure(
     """
     torch.manual_seed(0)
     model = build(shape, lora_rank)
-    if checkpointing:
-        distributed.checkpoint_activations(model)
+    keep_for_backward(model, keep)
     accelerator = distributed.make_accelerator("bf16")
     policy = model.bfloat16() if bfloat16 else distributed.shard(accelerator, model)
     learning = [p for p in policy.parameters() if p.requires_grad]
@@ -160,7 +160,8 @@ def measure_in_two(shape: Shape, tokens: int, lora_rank: int) -> dict[str, int]:
 
 def measured_rows(tokens: int = 1024) -> Iterator[Result]:
     """One process with all of an update, two with the state, beside what the formulas say."""
-    for shape, rank, how in product(SMALL.values(), (0, 8), (False, True, None)):
+    hows: tuple[Keep | None, ...] = ("all", "products", "inputs", None)
+    for shape, rank, how in product(SMALL.values(), (0, 8), hows):
         devices = 2 if how is None else 1
         state = state_bytes(shape, devices, rank)
         expected = {name: state[name] for name in STATE}
@@ -175,7 +176,7 @@ def measured_rows(tokens: int = 1024) -> Iterator[Result]:
             "context": tokens,
             "devices": devices,
             "trains": f"LoRA {rank}" if rank else "full",
-            "checkpointing": how,
+            "keep": how,
             "measured": found,
             "formula": expected,
         }
@@ -186,8 +187,8 @@ def report(rows: Sequence[Result]) -> str:
     lines = []
     for row in rows:
         found, formula = row["measured"], row["formula"]
-        how = {True: "yes", False: "no", None: "-"}[row["checkpointing"]]
-        line = [*(row[key] for key in ("model", "context", "devices", "trains")), how]
+        names = ("model", "context", "devices", "trains", "keep")
+        line = [row[key] or "-" for key in names]
         for part in STATE:
             expected = "" if found[part] == formula[part] else f" ({formula[part] / 1e6:.2f})"
             line.append(f"{found[part] / 1e6:.2f}{expected}")
@@ -197,7 +198,7 @@ def report(rows: Sequence[Result]) -> str:
         else:
             line += ["not measured", "-"]
         lines.append(line)
-    titles = "model | tokens | processes | trains | checkpointing | weights | gradients | moments"
+    titles = "model | tokens | processes | trains | a layer keeps | weights | gradients | moments"
     table = markdown(f"{titles} | the rest of the peak | measured / formula", lines)
     return f"""# Memory and time of a training step
 
@@ -206,7 +207,8 @@ def report(rows: Sequence[Result]) -> str:
 MB (10⁶ bytes) of one process; of two, the one that holds more. Weights, gradients and moments agree
 with the formulas of `runtime/memory.py` to the byte (a number in brackets would be the formula's).
 The rest of the peak of an update is activations, logits and copies of weights, in brackets by
-formula.
+formula. What a layer keeps for its backward pass: all, as on a GPU; products and its input, as on a
+CPU; its input alone, as with `--gradient-checkpointing`.
 
 {chr(10).join(table)}
 

@@ -20,8 +20,8 @@ from runtime.lora import (
     adapters_off,
     add_lora,
     is_adapter,
-    merged_weights,
     load_adapter,
+    merged_weights,
     save_adapter,
 )
 from update import Objective, forward_policy

@@ -26,14 +26,15 @@ def test_shapes_have_the_published_numbers_of_parameters():
     }
 
 
+@pytest.mark.parametrize("keep", ["all", "products", "inputs"])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_formulas_are_what_an_update_of_tiny_holds(rank):
+def test_the_formulas_are_what_an_update_of_tiny_holds(rank, keep):
     shape = measure_memory.SMALL["tiny"]
-    found = measure_memory.measure(shape, tokens=256, lora_rank=rank)
+    found = measure_memory.measure(shape, tokens=256, lora_rank=rank, keep=keep)
     state = memory.state_bytes(shape, 1, rank)
     for part in measure_memory.STATE:
         assert found[part] == state[part], part
-    expected = transient_bytes(shape, 256, 1, rank, False, 24 << 20)
+    expected = transient_bytes(shape, 256, 1, rank, keep, 24 << 20)
     assert found["transient"] == pytest.approx(expected, rel=0.15)
 
 
@@ -45,8 +46,8 @@ def test_two_processes_hold_what_the_formulas_give_each_of_them():
     assert found == {part: state[part] for part in measure_memory.STATE}
 
 
-@pytest.mark.parametrize(("rank", "checkpointing"), [(0, False), (0, True), (4, False), (4, True)])
-def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, checkpointing):
+@pytest.mark.parametrize(("rank", "keep"), [(0, "all"), (0, "inputs"), (4, "all"), (4, "inputs")])
+def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, keep):
     """What 128 tokens more take, so that weights and their copies do not matter."""
     shape = measure_memory.SMALL["tiny"]
 
@@ -54,11 +55,11 @@ def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, c
         return peak(256) - peak(128)
 
     def measured(tokens):
-        found = measure_memory.measure(shape, tokens, rank, checkpointing, bfloat16=True)
+        found = measure_memory.measure(shape, tokens, rank, keep, bfloat16=True)
         return found["transient"]
 
     def formula(tokens):
-        return transient_bytes(shape, tokens, 2, rank, checkpointing, 24 << 20)
+        return transient_bytes(shape, tokens, 2, rank, keep, 24 << 20)
 
     assert more(measured) == pytest.approx(more(formula), rel=0.1)
 
@@ -111,7 +112,7 @@ def test_checkpointing_lora_and_more_devices_never_need_more():
         for tokens in memory.CONTEXTS:
             for devices in memory.DEVICES:
                 full = memory.update_bytes(shape, tokens, devices)
-                assert full < memory.update_bytes(shape, tokens, devices, checkpointing=False)
+                assert full < memory.update_bytes(shape, tokens, devices, keep="all")
                 assert memory.update_bytes(shape, tokens, devices, memory.LORA_RANK) < full
             sizes = [memory.update_bytes(shape, tokens, devices) for devices in memory.DEVICES]
             assert sizes == sorted(sizes, reverse=True)

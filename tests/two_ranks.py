@@ -22,6 +22,7 @@ from batching import Batch
 from models import CriticModel, PolicyModel
 from runtime import distributed
 from runtime.lora import add_lora
+from runtime.recompute import keep_for_backward
 from sft import SftSettings, imitate
 from update import (
     Learner,
@@ -108,7 +109,7 @@ def run(case: str) -> dict:
 
     def prepared(model: torch.nn.Module) -> Learner:
         if case == "checkpointing":
-            distributed.checkpoint_activations(model)
+            keep_for_backward(model, "inputs")
         model = distributed.shard(accelerator, model.train())
         learning = [p for p in model.parameters() if p.requires_grad]
         make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
