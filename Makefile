@@ -18,7 +18,7 @@ FIND_PYTHON := for p in $(PYTHONS); do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-long test-slow lint format serve bench
+.PHONY: help setup train demo test test-long test-slow lint format serve bench
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ setup:  ## create .venv with the pinned packages (and what ENV needs beyond them
 
 train: setup  ## train on ENV with defaults that fit this machine
 	$(RUN) train.py --env $(ENV) $(ARGS)
+
+demo: setup  ## see it learn, in three minutes: a tiny model that comes with the project
+	$(RUN) train.py --config recipes/demo.json $(ARGS)
 
 test: lint  ## lint, types and the tests of every part, in minutes
 	$(RUN) -m pytest -q -m "not slow and not long" $(ARGS)

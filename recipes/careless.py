@@ -34,7 +34,7 @@ from envs.textcraft.env import TextCraft  # noqa: E402
 from recipes.common import markdown, write_json  # noqa: E402
 from trajectory import NAMES, Conversation  # noqa: E402
 
-PROMPT_FILE = ROOT / "recipes" / "starts" / "tiny-textcraft" / "prompt.json"
+PROMPT_FILE = ROOT / "recipes" / "starts" / "tiny-careless" / "prompt.json"
 ERROR = 0.3
 SHARES = {"depth 1": 0.5, "depth 2": 0.3, "depth 3": 0.2}  # of the demonstrations
 MAX_TURNS = 24

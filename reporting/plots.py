@@ -128,10 +128,14 @@ def _entropy_and_kl(axis: Any, run: RunFiles) -> None:
 
 
 def _title(run: RunFiles) -> str:
-    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
+    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`.
+
+    A run keeps a model's folder by its whole path, of which the name is shown.
+    """
     rounds = " ".join(map(str, run.options.get("rounds") or []))
     names = [run.options.get(key) for key in ("env", "algorithm", "rounds_scheduler", "model")]
     names[2] = f"{names[2]} {rounds}" if names[2] and rounds else names[2]
+    names[3] = Path(names[3]).name if names[3] and Path(names[3]).is_absolute() else names[3]
     parts = [str(name) for name in names if name] or [run.path.resolve().name]
     return " · ".join(parts) + f"   ({run.last_step} steps)"
 

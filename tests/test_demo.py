@@ -1,0 +1,44 @@
+"""`make demo`: what it starts from is what its command says, and its curve rises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs import load_tasks
+from recipes import careless
+from runtime.starts import STARTS, hash_of
+
+ROOT = Path(__file__).resolve().parent.parent
+START = STARTS / "tiny-careless"
+
+
+def test_the_start_was_made_by_the_command_beside_it():
+    about = json.loads((START / "sft.json").read_text())
+    command = (STARTS / "README.md").read_text(encoding="utf-8")
+    count = int(command.split("--count ")[1].split()[0])
+    records, _ = careless.demonstrate(load_tasks("textcraft", "train"), count, careless.ERROR, 0)
+    assert about["records"] == hash_of(records)
+    for words, name in (("--batch-size 16", "batch_size"), ("--epochs 1", "epochs")):
+        assert words in command and about["settings"][name] == int(words.split()[1])
+
+
+def test_make_demo_runs_the_committed_options():
+    assert "train.py --config recipes/demo.json" in (ROOT / "Makefile").read_text()
+    options = json.loads((ROOT / "recipes/demo.json").read_text())
+    assert (ROOT / options["model"]) == START and (ROOT / options["prompt"]).exists()
+
+
+@pytest.mark.long
+def test_the_demos_curve_rises(tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "train.py", "--config", "recipes/demo.json", "--run-dir", str(run)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    success = [row["train/success_rate"] for row in rows]
+    assert len(success) == 40
+    assert sum(success[-10:]) / 10 > sum(success[:10]) / 10  # seen: 0.61 and 0.47
+    assert (run / "reward.png").exists() and "reward.png" in ended.stdout
