@@ -333,6 +333,23 @@ def test_the_figures_against_trl_are_those_of_the_committed_run() -> None:
     assert f"per trained token the update is {ours / theirs:.1f} times faster" in MEASURED
 
 
+def test_the_figures_against_trl_on_equal_work_are_those_of_the_committed_run() -> None:
+    document = json.loads((RESULTS / "trl_step-equal.json").read_text())
+    assert document["settings"]["train_on_all"]
+    summary = document["summary"]
+    times = [summary["trl_over_ours"][f"{n}_s"] for n in ("rollout", "update", "step")]
+    ours, theirs = (summary[side]["step_s"] for side in ("ours", "trl"))
+    single = [r["trl"]["step_s"] / r["ours"]["step_s"] for r in document["repeats"]]
+    assert "{:.1f}, {:.1f} and {:.1f} times faster".format(*times) in MEASURED
+    assert f"({ours:.0f} s against {theirs:.0f} s, medians of five" in MEASURED
+    assert f"single repeats {min(single):.1f} to {max(single):.1f})" in MEASURED
+    assert len(single) == 5
+    assert {r[side]["trained_trajectories"] for r in document["repeats"] for side in r} == {16}
+    both = json.loads((RESULTS / "trl_step.json").read_text())["summary"]["trl_over_ours"]
+    said = f"{times[2]:.1f} times faster than TRL's on equal work, {both['step_s']:.1f} times"
+    assert said in README.replace("\n", " ")
+
+
 def test_the_figures_of_the_environments_servers_are_those_of_the_committed_runs() -> None:
     documents = {
         env: json.loads((RESULTS / f"environments-{env}.json").read_text())
