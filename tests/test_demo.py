@@ -31,6 +31,16 @@ def test_make_demo_runs_the_committed_options():
     assert (ROOT / options["model"]) == START and (ROOT / options["prompt"]).exists()
 
 
+def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
+    found = json.loads((ROOT / "recipes/results/starts/first_steps.json").read_text())
+    page = " ".join((STARTS / "README.md").read_text(encoding="utf-8").split())
+    for run in found["runs"]:
+        before, after = (100 * run[w]["overall"]["avg"]["value"] for w in ("before", "after"))
+        low, high = (100 * run["after"]["overall"]["avg"][n] for n in ("low", "high"))
+        said = f"from {before:.1f} to {after:.1f} % [{low:.1f}, {high:.1f}]"
+        assert f"seed {run['seed']} went {said}" in page or f"seed {run['seed']} {said}" in page
+
+
 @pytest.mark.long
 def test_the_demos_curve_rises(tmp_path):
     run = tmp_path / "run"
