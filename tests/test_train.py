@@ -787,10 +787,11 @@ def test_another_seed_gives_another_run(tmp_path, uninterrupted):
 
 
 def test_steps_beyond_the_first_plan_may_be_the_default_number_of_a_new_run(held_run):
-    saved = saved_config(str(held_run))
-    assert saved.steps == 1
     argv = ["--resume", "--run-dir", str(held_run), "--steps", "60"]
-    assert parse_command_line(Config, argv, "train.py", saved).steps == 60
+    with registered():
+        saved = saved_config(str(held_run))
+        assert saved.steps == 1
+        assert parse_command_line(Config, argv, "train.py", saved).steps == 60
 
 
 # --- Adapters, sentinels, memory -----------------------------------------------------------------
