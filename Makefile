@@ -32,7 +32,7 @@ setup:  ## create .venv with the pinned packages (and what ENV needs beyond them
 train: setup  ## train on ENV with defaults that fit this machine
 	$(RUN) train.py --env $(ENV) $(ARGS)
 
-demo: setup  ## see it learn, in three minutes: a tiny model that comes with the project
+demo: setup  ## see it learn, in some three minutes: a tiny model that comes with the project
 	$(RUN) train.py --config recipes/demo.json $(ARGS)
 
 test: lint  ## lint, types and the tests of every part, in minutes
