@@ -7,10 +7,10 @@
 # What a run leaves lies in runs/, converted models and warm starts in .cache/: mounted, both outlive the container.
 FROM python:3.11-slim-bookworm
 
-# vLLM's CPU build links against libnuma and compiles kernels with g++; make runs everything. No pins: Debian drops old versions.
+# vLLM's CPU build links against libnuma and compiles kernels with g++; tcmalloc saves memory; make runs everything. No pins: Debian drops old versions.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 make \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 libtcmalloc-minimal4 make \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /agent

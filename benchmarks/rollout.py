@@ -188,7 +188,7 @@ def make_engine(path: str, max_num_seqs: int) -> VLLMEngine:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All repeats; {"repeats": [{latency: {loop: {tokens, seconds, idle_s}}}], ...}."""
-    path, n = resolve_model("tiny"), options.trajectories
+    path, n = resolve_model(options.model), options.trajectories
     chat = ChatTemplate(load_tokenizer(path))
     chat.stop_token_ids = ()
     engine = make_engine(path, options.max_num_seqs)
@@ -267,6 +267,7 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = arguments(__doc__, 5, "rollout.json")
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="the engine decodes at a time")
     options = parser.parse_args()
@@ -278,7 +279,7 @@ def main() -> int:
         | {"met": table[latency][name] >= goal}
         for name, (latency, goal) in GOALS.items()
     }
-    setting = {"trajectories": options.trajectories, "turns": NUM_TURNS, "model": "tiny"}
+    setting = {"trajectories": options.trajectories, "turns": NUM_TURNS, "model": options.model}
     setting |= {"tokens_per_turn": TOKENS_PER_TURN, "latencies": LATENCIES}
     setting |= {"max_num_seqs": options.max_num_seqs}
     results.write({"settings": setting, "summary": table, "goals": goals} | measured)

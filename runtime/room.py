@@ -38,7 +38,9 @@ from runtime.memory import (
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES
 # Of a CPU process, beside what the formulas count: Python, torch and vLLM; vLLM's keys and values.
 PROGRAMS = 1.5 * GIB
-CPU_MARGIN = 1.6  # a heap's losses: the laptop's run peaked at 9.1 GB where the parts are 5.6
+# What a heap loses between buffers, with the C library's malloc and tcmalloc: over fifteen steps
+# the laptop's run peaked at 9.1 GB where the parts are 5.6 (benchmarks/default_run.py).
+CPU_MARGIN, TCMALLOC_MARGIN = 1.6, 1.25
 CLEARLY = 1.25  # so many times the memory are refused; less is a warning
 
 
@@ -113,7 +115,7 @@ def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
         own = cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
     return Need(
         state * processes,
-        CPU_MARGIN * processes * (state + update + sampler + own + PROGRAMS),
+        heap_margin() * processes * (state + update + sampler + own + PROGRAMS),
     )
 
 
@@ -142,6 +144,12 @@ def _smaller(config: Config) -> Iterator[tuple[Config, str]]:
 
 
 # ----------------------------------------------------------------------------------- the machine
+
+
+def heap_margin() -> float:
+    """Of the malloc that this process runs with: what it takes over what it is asked for."""
+    preloaded = "tcmalloc" in os.environ.get("LD_PRELOAD", "")
+    return TCMALLOC_MARGIN if preloaded else CPU_MARGIN
 
 
 def room_here() -> Room | None:

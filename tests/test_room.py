@@ -39,6 +39,13 @@ def test_the_laptops_run_needs_what_it_was_seen_to_take():
     assert 7.5e9 < need.peak < 10e9  # 9.1 GB were seen
 
 
+def test_tcmalloc_loses_less_between_buffers(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    with_the_c_librarys = bytes_of(LAPTOP).peak
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 ")
+    assert bytes_of(LAPTOP).peak < 0.8 * with_the_c_librarys
+
+
 def test_enough_is_not_mentioned_little_is_a_line_and_too_little_is_refused():
     peak = bytes_of(LAPTOP).peak / GIB
     assert check_room(LAPTOP, machine(2 * peak)) is None
