@@ -99,11 +99,12 @@ def play(
 
 @cache
 def renamable() -> tuple[str, ...]:
-    """Names of items that no kind has: what is planks or wool is nowhere in the text, so these
-    keep their names."""
+    """Names of items, but for the kinds that some recipe asks for (planks, wool) and their members:
+    which planks there are is nowhere in the text."""
     book = recipe_book()
-    of_a_kind = {*book.group_of, *book.groups}
-    return tuple(sorted(spoken(item) for item in book.items - of_a_kind))
+    asked_for = book.groups.keys() & book.uses.keys()
+    kept = {*asked_for, *(i for i, kind in book.group_of.items() if kind in asked_for)}
+    return tuple(sorted(spoken(item) for item in book.items - kept))
 
 
 @cache
