@@ -75,23 +75,25 @@ def play(
     prompt: list[dict[str, str]],
     error: float,
     rng: random.Random,
-) -> Conversation | None:
-    """One episode as an AgentTraj conversation; None if it took more than MAX_TURNS."""
+    max_turns: int = MAX_TURNS,
+) -> tuple[Conversation, bool]:
+    """One episode as an AgentTraj conversation, and whether it was solved in so many turns."""
     observation = world.reset(task_index, seed=rng.randrange(10**9))
     commands = world.state_for_people()["commands"]
     turns: list[dict[str, Any]] = [
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt
     ]
-    for _ in range(MAX_TURNS):
+    solved = False
+    for _ in range(max_turns):
         _, action = world.oracle()
         if rng.random() < error:
             action = wrong_move(action, commands, rng)
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": True, "value": f"Action: {action}"})
-        observation, _, ended, _, _ = world.step(action)
-        if ended:
-            return {"item_id": f"textcraft_{task_index}", "conversations": turns}
-    return None
+        observation, _, solved, _, _ = world.step(action)
+        if solved:
+            break
+    return {"item_id": f"textcraft_{task_index}", "conversations": turns}, solved
 
 
 # ------------------------------------------------------------------------------------- other names
@@ -151,8 +153,9 @@ def demonstrate(
     turns: dict[str, list[int]] = {name: [] for name in there}
     while len(records) < count:
         (name,) = rng.choices(there, [SHARES[n] for n in there])
-        record = play(world, rng.choice(by_subtask[name]).task_index, prompt, error, rng)
-        if record is None:
+        task = rng.choice(by_subtask[name])
+        record, solved = play(world, task.task_index, prompt, error, rng)
+        if not solved:
             turns[name].append(MAX_TURNS + 1)
             continue
         turns[name].append((len(record["conversations"]) - len(prompt)) // 2)

@@ -14,15 +14,10 @@ are measured on the same held-out goals, three seeds each:
     rl above sft                      and more of what the warm start did would not have done it
     shuffled at or below its start    and the rewards are what did it
 
-The sft arm runs through the very same loop of optimizer steps, and its loss has the gradient that
-the policy's has where every advantage is 1 and π_old = π_θ,
-
-    ∇ 1/N Σ ρ·1 = 1/N Σ ∇ log π_θ(token)          ρ = π_θ / stopgrad(π_θ)
-
-so optimizer, clipping, precision and micro-batches are equal. It may be given several learning
-rates (--learning-rates; RL's and the warm start's if nothing is said), and the best of them *on the
-reported goals* stands for it, an advantage that RL does not have. Every arm's figure is that of its
-last step.
+The sft arm runs through the very same loop of optimizer steps (imitation.py). It may be given
+several learning rates (--learning-rates; RL's and the warm start's if nothing is said), and the
+best of them *on the reported goals* stands for it, an advantage that RL does not have. Every arm's
+figure is that of its last step.
 
 What is measured, before and after: held-out goals of families that share no recipe with the
 training goals, 4 samples each, as the run itself measures them every 15 steps; and AgentGym's
@@ -37,7 +32,7 @@ Each run takes 1.0 to 1.3 hours on two CPU cores (the sft arm that for each lear
 `shuffled`, whose episodes grow long as it fails, 2.6), and half an hour for each evaluation of the
 published split, which --test-samples 0 leaves out. It may be killed at any time and goes on from
 its last checkpoint. What follows the known options is handed on to train.py, for all arms alike.
-Read next: learns_report.py; demonstrations.py.
+Read next: imitation.py, learns_report.py; demonstrations.py.
 """
 
 import argparse
@@ -45,7 +40,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +61,12 @@ from recipes.common import (  # noqa: E402
     train,
     write_result,
 )
+from recipes.imitation import imitate, of_a_teacher  # noqa: E402
 from recipes.learns_report import ARMS, report  # noqa: E402
 
 if TYPE_CHECKING:
-    from batching import Batch
     from config import Config
+    from trajectory import Conversation
     from worker import Worker
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
@@ -95,60 +90,15 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
 
 
 def train_sft(config: "Config") -> None:
-    """The control: the loop of train.py with demonstrations in place of rollouts.
-
-    Evaluation, checkpoints, files and resume are train.py's own; so is what takes the optimizer
-    step. Each step sees demonstrations that no step before it saw.
-    """
+    """The control: fresh demonstrations of the oracle, as many as fit into RL's time."""
     from demonstrations import demonstrations
-    from rollout import RolloutLog
-    from runtime.clock import Clock
-    from session import at_work, is_due
-    from sft import SftSettings, encode
+
+    def records(worker: "Worker", count: int) -> list["Conversation"]:
+        seed = 1_000_000 * (config.seed + 1)  # far from the warm start's, which are small numbers
+        return demonstrations(config.env, worker.tasks, count, seed, config.env_addr)
 
     per_step = max(1, config.tasks_per_step * config.group_size // 2)
-    if config.ppo_epochs != 1 or config.mini_batch_size < per_step:
-        raise ValueError(
-            "the sft arm takes one optimizer step per step, as the rl arm's defaults do"
-        )
-    settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
-    with at_work(config) as session:
-        worker, count = session.worker, config.steps * per_step
-        seed = 1_000_000 * (config.seed + 1)  # far from the warm start's, which are small numbers
-        urls = config.env_addr
-        records = demonstrations(config.env, worker.tasks, count, seed, urls)
-        if len(records) < count:
-            raise SystemExit(f"only {len(records)} of {count} demonstrations succeeded")
-        session.evaluate_start()
-        for step in session.steps_left():
-            clock = Clock(vars(config))
-            chosen = records[(step - 1) * per_step : step * per_step]
-            batch = encode(worker.chat, chosen, settings, worker.pad_id)
-            with clock("time/update_s"):
-                metrics = imitation_step(worker, step, batch)
-            if is_due(step, config.eval_every, config.steps):
-                worker.load_into_engine()
-            metrics |= session.evaluate_if_due(step, clock)
-            session.finish_step(step, metrics, clock, RolloutLog())
-
-
-def imitation_step(worker: "Worker", step: int, batch: "Batch") -> dict[str, Any]:
-    """One optimizer step on demonstrations; the metrics that a step of RL has too."""
-    from losses import imitation_loss, masked_mean
-    from update import forward_policy, optimize
-
-    objective = replace(worker.config, share_prefix=False)  # as its result was made
-
-    def loss_of(part: "Batch", denominator: float) -> tuple[Any, dict[str, Any]]:
-        mask = part.loss_mask.to(worker.device)
-        log_probs, entropy = forward_policy(worker.policy.model, part, objective, worker.device)
-        loss = imitation_loss(log_probs, mask, denominator)
-        return loss, {"loss": loss, "entropy": masked_mean(entropy, mask, denominator)}
-
-    worker.set_learning_rates(step)
-    metrics = optimize(worker.policy, batch, loss_of, objective, seed=step)
-    found: dict[str, Any] = {f"policy/{name}": value for name, value in metrics.items()}
-    return found | {"data/policy_tokens": int(batch.loss_mask.sum())}
+    imitate(config, of_a_teacher(records, per_step))
 
 
 def run_sft(

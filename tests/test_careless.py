@@ -20,7 +20,7 @@ def actions(record):
 def test_without_errors_it_plays_the_oracles_moves():
     world, prompt = TextCraft(), []
     for task in TASKS[:20]:
-        record = careless.play(world, task.task_index, prompt, 0.0, random.Random(0))
+        record, _ = careless.play(world, task.task_index, prompt, 0.0, random.Random(0))
         world.reset(task.task_index, seed=random.Random(0).randrange(10**9))
         for text in actions(record):
             assert text == f"Action: {world.oracle()[1]}"
@@ -42,7 +42,7 @@ def test_it_errs_as_often_as_it_is_told():
     wrong = total = 0
     for task in TASKS[:100]:
         start = rng.getstate()
-        record = careless.play(world, task.task_index, [], 0.3, rng)
+        record, _ = careless.play(world, task.task_index, [], 0.3, rng)
         after, replay = rng.getstate(), random.Random()
         replay.setstate(start)
         world.reset(task.task_index, seed=replay.randrange(10**9))

@@ -1,0 +1,125 @@
+"""The control that every claim of reinforcement learning needs: imitation, in the very same loop.
+
+Evaluation, checkpoints, files and resume are train.py's own, and so is what takes the optimizer
+step. The loss has the gradient that the policy's has where every advantage is 1 and π_old = π_θ,
+
+    ∇ 1/N Σ ρ·1 = 1/N Σ ∇ log π_θ(token)          ρ = π_θ / stopgrad(π_θ)
+
+so optimizer, clipping, precision and micro-batches are equal, and what differs is which tokens are
+made likelier: those of a teacher, or of what the policy itself has just done right.
+
+Read next: learns.py, miniature.py.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from batching import Batch
+    from config import Config
+    from rollout import RolloutLog
+    from runtime.clock import Clock
+    from trajectory import Conversation
+    from worker import Worker
+
+    Lesson = tuple[Batch | None, dict[str, Any], RolloutLog]
+    LessonAt = Callable[[int, Clock], Lesson]  # what a step imitates, and what to log of it
+
+
+def imitate(config: "Config", prepare: Callable[["Worker"], "LessonAt"]) -> None:
+    """The loop of train.py with a lesson in place of advantages.
+
+    Args: prepare: called once, before the first evaluation.
+    """
+    from runtime.clock import Clock
+    from session import at_work, is_due
+
+    with at_work(config) as session:
+        worker = session.worker
+        lesson_at = prepare(worker)
+        session.evaluate_start()
+        for step in session.steps_left():
+            clock = Clock(vars(config))
+            batch, metrics, log = lesson_at(step, clock)
+            if batch is not None:
+                with clock("time/update_s"):
+                    metrics |= imitation_step(worker, step, batch)
+            if is_due(step, config.eval_every, config.steps):
+                worker.load_into_engine()
+            metrics |= session.evaluate_if_due(step, clock)
+            session.finish_step(step, metrics, clock, log)
+
+
+def imitation_step(worker: "Worker", step: int, batch: "Batch") -> dict[str, Any]:
+    """One optimizer step on demonstrations; the metrics that a step of RL has too."""
+    from losses import imitation_loss, masked_mean
+    from update import forward_policy, optimize
+
+    objective = replace(worker.config, share_prefix=False)  # as its result was made
+
+    def loss_of(part: "Batch", denominator: float) -> tuple[Any, dict[str, Any]]:
+        mask = part.loss_mask.to(worker.device)
+        log_probs, entropy = forward_policy(worker.policy.model, part, objective, worker.device)
+        loss = imitation_loss(log_probs, mask, denominator)
+        return loss, {"loss": loss, "entropy": masked_mean(entropy, mask, denominator)}
+
+    worker.set_learning_rates(step)
+    metrics = optimize(worker.policy, batch, loss_of, objective, seed=step)
+    found: dict[str, Any] = {f"policy/{name}": value for name, value in metrics.items()}
+    return found | {"data/policy_tokens": int(batch.loss_mask.sum())}
+
+
+def of_a_teacher(
+    records: Callable[["Worker", int], list["Conversation"]], per_step: int
+) -> Callable[["Worker"], "LessonAt"]:
+    """Each step imitates demonstrations that no step before it saw.
+
+    Args: records: (worker, how many) -> all that the run will need.
+    Raises: SystemExit: there are fewer.
+    """
+    from rollout import RolloutLog
+    from sft import SftSettings, encode
+
+    def prepare(worker: "Worker") -> "LessonAt":
+        config = worker.config
+        if config.ppo_epochs != 1 or config.mini_batch_size < per_step:
+            raise ValueError("an imitation arm takes one optimizer step per step, as rl's does")
+        settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
+        count = config.steps * per_step
+        taught = records(worker, count)
+        if len(taught) < count:
+            raise SystemExit(f"only {len(taught)} of {count} demonstrations succeeded")
+
+        def lesson_at(step: int, _: "Clock") -> "Lesson":
+            chosen = taught[(step - 1) * per_step : step * per_step]
+            return encode(worker.chat, chosen, settings, worker.pad_id), {}, RolloutLog()
+
+        return lesson_at
+
+    return prepare
+
+
+def of_its_own(worker: "Worker") -> "LessonAt":
+    """Each step plays as train.py's does and imitates what succeeded: filtered imitation, which is
+    RL with the return for an advantage and no baseline."""
+    from batching import make_batch
+    from reporting.metrics import summarize_trajectories
+    from train import requests_of
+
+    def lesson_at(step: int, clock: "Clock") -> "Lesson":
+        requests = requests_of(step, worker.tasks, worker.config)
+        with clock("time/sync_s"):
+            worker.load_into_engine()
+        with clock("time/rollout_s"):
+            played, log = worker.roll_out(requests, worker.scheduler.rounds_at(step))
+        solved = [t for t in played if t.is_valid and t.success]
+        metrics = summarize_trajectories(played) | {"train/trajectories_used": len(solved)}
+        return make_batch(solved, worker.pad_id) if solved else None, metrics, log
+
+    return lesson_at

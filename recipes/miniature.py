@@ -1,0 +1,382 @@
+"""The paper in miniature: each of its claims in a world small enough for seeds, controls and
+intervals on two CPU cores.
+
+The laboratory (miniature.json): TextCraft's goals of depth 1 to 3, which take 2 to 12 moves, and a
+model of 3M parameters that has imitated a careless teacher (careless.py): it can read a recipe and
+errs in a third of its moves. It samples ten times faster than the 135M model, so that a run takes
+minutes and an arm gets seeds. All arms of one seed see the same goals in the same order, and are
+measured on held-out goals, which share no recipe with the training goals, in 16 turns.
+
+    figure        arms                                        what it asks
+    horizons      short, long, stepwise                       does it help to widen the horizon?
+    teacher       imitation, filtered, own, long              can RL pass its teacher?
+    estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each with the rate,
+                                                              of three, that suits it
+    controls      long, shuffled, still                       are the rewards what does it?
+    noise         long, five seeds                            what can three seeds show at all?
+    compute       start, imitation, long                      more turns, more samples: what for?
+
+    python recipes/miniature.py                    what there is, what is missing and how long that
+                                                   takes; then runs it, and goes on where it was
+    python recipes/miniature.py --figure horizons  one figure's runs
+    python recipes/miniature.py status             says what is missing and runs nothing
+    python recipes/miniature.py report             tables and pictures of the results that there are
+
+A run may be killed at any time; its result is results/miniature/<arm>-<seed>.json. Two commands may
+work side by side: who starts a run marks it. Read next: imitation.py, miniature_report.py.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recipes.common import (  # noqa: E402
+    RESULTS,
+    Result,
+    circumstances_of,
+    load_config,
+    markdown,
+    read_json,
+    read_lines,
+    run,
+    steps_done,
+    train,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from envs import Task
+    from trajectory import Conversation
+    from worker import Worker
+
+BASE = ROOT / "recipes" / "miniature.json"
+FOLDER = RESULTS / "miniature"
+SEEDS = (0, 1, 2)
+PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
+PILOT_STEPS = 30
+RATES = (1e-4, 3e-4, 1e-3)
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
+BASE_ALGORITHM = "grpo"  # the arm `long` is its
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: options beside those of miniature.json, for how many steps.
+
+    Attributes:
+        learner: "train" is train.py; the others are imitation.py's lessons.
+        minutes: about how long a run takes on two cores, for the table; measured ones replace it.
+    """
+
+    words: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
+    steps: int = 40
+    learner: str = "train"
+    minutes: float = 8.0
+
+
+def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
+    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}")
+    return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
+
+
+def pilot(algorithm: str, rate: float) -> str:
+    return f"{algorithm}-{rate:g}"
+
+
+ARMS: dict[str, Arm] = {
+    "long": Arm(seeds=(0, 1, 2, 3, 4)),
+    "short": Arm(("--rounds", "4"), steps=100),
+    "stepwise": Arm(
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+        + ("--steps-scaling-inter", "20"),
+        steps=60,
+    ),
+    "imitation": Arm(learner="teacher"),
+    "filtered": Arm(learner="filtered"),
+    "own": Arm(learner="own"),
+    "shuffled": Arm(("--shuffle-rewards",)),
+    "still": Arm(("--learning-rate", "0")),
+} | {
+    pilot(algorithm, rate): Arm(rate_words(algorithm, rate), (PILOT_SEED,), PILOT_STEPS)
+    for algorithm in ESTIMATORS
+    for rate in RATES
+}
+FIGURES: dict[str, tuple[str, ...]] = {
+    "horizons": ("short", "long", "stepwise"),
+    "teacher": ("imitation", "filtered", "own", "long"),
+    "estimators": (
+        *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
+        *("long", *ESTIMATORS[1:]),
+    ),
+    "controls": ("long", "shuffled", "still"),
+    "noise": ("long",),
+    "compute": ("imitation", "long"),
+}
+
+
+# -------------------------------------------------------------------------------- which run is next
+
+
+def read_results(folder: Path) -> dict[tuple[str, int], Result]:
+    """(arm, seed) -> its result."""
+    found = {}
+    for path in sorted(folder.glob("*-*.json")):
+        name, _, seed = path.stem.rpartition("-")
+        found[name, int(seed)] = read_json(path)
+    return found
+
+
+def chosen_rate(algorithm: str, results: dict[tuple[str, int], Result]) -> float | None:
+    """The learning rate under which training goals were solved most often in a pilot's last third;
+    None until all pilots are done."""
+    scores = {}
+    for rate in RATES:
+        result = results.get((pilot(algorithm, rate), PILOT_SEED))
+        if result is None:
+            return None
+        scores[rate] = pilot_score(result)
+    return max(scores, key=lambda rate: scores[rate])
+
+
+def pilot_score(result: Result) -> float:
+    """Share of training episodes solved in the last third of its steps."""
+    success = [row["train/success_rate"] for row in result["curve"]]
+    return statistics.fmean(success[-len(success) // 3 :])
+
+
+def arm_of(name: str, results: dict[tuple[str, int], Result]) -> Arm | None:
+    """An estimator's arm has the rate that its pilots have chosen; None before that."""
+    if name not in ESTIMATORS:
+        return ARMS[name]
+    rate = chosen_rate(name, results)
+    return None if rate is None else Arm(rate_words(name, rate))
+
+
+def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
+    """The runs behind figures, each once: all arms' first seeds, then their second ones."""
+    names = dict.fromkeys(name for figure in figures for name in FIGURES[figure])
+    runs = [(ARMS[n].seeds if n in ARMS else SEEDS, n) for n in names]
+    ordered = [(place, seed, n) for seeds, n in runs for place, seed in enumerate(seeds)]
+    return [(n, seed) for _, seed, n in sorted(ordered, key=lambda run: run[0])]
+
+
+def status(figures: Sequence[str], folder: Path) -> str:
+    """A table: arms, seeds there and missing, minutes that a run takes, minutes left."""
+    results = read_results(folder)
+    runs, rows, left = wanted(figures), [], 0.0
+    for name in dict.fromkeys(name for name, _ in runs):
+        seeds = [seed for n, seed in runs if n == name]
+        missing = [seed for seed in seeds if (name, seed) not in results]
+        took = [60 * results[name, s]["hours"] for s in seeds if s not in missing]
+        arm = ARMS.get(name, Arm())
+        minutes = statistics.fmean(took) if took else arm.minutes
+        left += minutes * len(missing)
+        there = " ".join(str(s) for s in seeds if s not in missing) or "-"
+        rows.append((name, there, " ".join(map(str, missing)) or "-", f"{minutes:.0f}"))
+    lines = markdown("arm | seeds there | missing | minutes a run", rows)
+    return "\n".join([*lines, "", f"{left / 60:.1f} hours of runs are missing"])
+
+
+# -------------------------------------------------------------------------------------------- a run
+
+
+def arguments_of(arm: Arm, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
+    """train.py's; an imitation's lesson reads the same ones."""
+    words = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
+    return [*words, *arm.words, *extra, "--run-dir", str(run_dir)]
+
+
+@contextlib.contextmanager
+def marked(path: Path) -> Iterator[bool]:
+    """Whether nobody else is at this run; nobody will be inside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Result:
+    """One run, or the rest of it; what is kept of it."""
+    run_dir = runs / f"{name}-{seed}"
+    arguments = arguments_of(arm, seed, run_dir, extra)
+    steps = load_config(arguments).steps
+    if arm.learner == "train":
+        train(arguments, run_dir, steps)
+    elif steps_done(run_dir) < steps:
+        inner = [sys.executable, str(Path(__file__).resolve()), "learn", arm.learner, *arguments]
+        run(inner + (["--resume"] if (run_dir / "config.json").exists() else []))
+    return {"arm": name, "seed": seed} | record(run_dir, steps)
+
+
+CURVE = (
+    "train/success_rate",
+    "train/turns_mean",
+    "train/parse_error_rate",
+    "train/groups",
+    "train/groups_zero_variance",
+    "train/trajectories_used",
+    "horizon/max_rounds",
+    "policy/entropy",
+    "policy/grad_norm",
+)
+
+
+def record(run_dir: Path, steps: int) -> Result:
+    """Circumstances, options, a row for each step, and in how many turns each held-out goal was
+    solved (0: it was not) by each sample, at each evaluation.
+
+    A row adds to the metrics what was spent in all so far: seconds (without evaluations and files),
+    turns, those of them in episodes that failed, tokens; and the episodes that succeeded.
+    """
+    timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
+    config = read_json(run_dir / "config.json")["config"]
+    spent = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
+    curve = []
+    for row in read_lines(run_dir / "metrics.jsonl"):
+        step = row["step"]
+        if not step:
+            continue
+        for line in read_lines(run_dir / "trajectories" / f"step_{step:06d}.jsonl"):
+            turns = len(line["turns"])
+            spent["turns"] += turns
+            spent["failed_turns"] += 0 if line["success"] else turns
+            spent["tokens"] += sum(
+                turn["action_span"][1] - turn["action_span"][0] for turn in line["turns"]
+            )
+            spent["successes"] += line["success"]
+        took = timings[step]
+        spent["seconds"] += took["time/step_s"]
+        spent["seconds"] -= sum(took.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
+        kept = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
+        curve.append({"step": step} | {n: round(v, 1) for n, v in spent.items()} | kept)
+    held_out = [
+        {"step": int(path.stem.rpartition("_")[2]), "solved_in": solved_in(read_lines(path))}
+        for path in sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
+    ]
+    at = [evaluation["step"] for evaluation in held_out]
+    if at[:1] != [0] or at[-1] != steps:
+        raise SystemExit(f"{run_dir} was evaluated at steps {at}, expected 0 to {steps}")
+    hours = round(sum(row.get("time/step_s", 0.0) for row in timings.values()) / 3600, 3)
+    about = {"steps": steps, "hours": hours, **circumstances_of(run_dir), "config": config}
+    return about | {"curve": curve, "held_out": held_out}
+
+
+def solved_in(trajectories: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """task_id -> the turns that each sample took, 0 where it did not solve the task.
+
+    >>> solved_in([{"task_id": "a", "success": True, "turns": [0, 0], "stop_reason": "success"},
+    ...            {"task_id": "a", "success": False, "turns": [0], "stop_reason": "max_rounds"}])
+    {'a': [2, 0]}
+    """
+    from trajectory import LOST
+
+    found: dict[str, list[int]] = {}
+    for line in trajectories:
+        if line["stop_reason"] not in LOST:
+            turns = len(line["turns"]) if line["success"] else 0
+            found.setdefault(line["task_id"], []).append(turns)
+    return found
+
+
+# ----------------------------------------------------------------------------- the imitations' runs
+
+
+def learn(learner: str, arguments: Sequence[str]) -> None:
+    """A run of an arm that imitates, in this process."""
+    from recipes import imitation
+
+    def records(worker: "Worker", count: int) -> list["Conversation"]:
+        c = worker.config
+        seed = 1_000_000 * (c.seed + 1)  # far from the start's, which is 0
+        played = teach(worker.tasks, 2 * count, c.evaluation_rounds, seed)
+        return [record for record, solved in played if solved or learner == "teacher"][:count]
+
+    config = load_config(arguments)
+    per_step = config.tasks_per_step * config.group_size
+    own = learner == "own"
+    lesson = imitation.of_its_own if own else imitation.of_a_teacher(records, per_step)
+    imitation.imitate(config, lesson)
+
+
+def teach(
+    tasks: Sequence["Task"], count: int, horizon: int, seed: int
+) -> list[tuple["Conversation", bool]]:
+    """Episodes of the careless teacher on the training goals, each as often as any other, cut at
+    the horizon; and whether they earned what RL's would have."""
+    from envs.textcraft.env import TextCraft
+    from recipes import careless
+
+    rng, world = random.Random(seed), TextCraft()
+    prompt = read_json(careless.PROMPT_FILE)
+    order = [task.task_index for task in tasks] * (count // len(tasks) + 1)
+    rng.shuffle(order)
+    return [
+        careless.play(world, index, prompt, careless.ERROR, rng, horizon) for index in order[:count]
+    ]
+
+
+# ----------------------------------------------------------------------------------------- commands
+
+
+def run_missing(figures: Sequence[str], folder: Path, runs: Path, extra: Sequence[str]) -> None:
+    """One run after the other; those that somebody else is at are left to them."""
+    for name, seed in wanted(figures):
+        path = folder / f"{name}-{seed}.json"
+        with marked(runs / f"{name}-{seed}.lock") as ours:
+            results = read_results(folder)
+            arm = arm_of(name, results)
+            if not ours or arm is None or (name, seed) in results:
+                continue
+            write_json(path, play(name, arm, seed, runs, extra))
+            print(f"wrote {path}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["learn"]:  # how an imitation's run is started
+        with contextlib.suppress(KeyboardInterrupt):
+            learn(argv[1], argv[2:])
+            return 0
+        return 130
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", nargs="?", choices=("run", "status", "report"), default="run")
+    parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument("--results", type=Path, default=FOLDER)
+    parser.add_argument("--runs", type=Path, default=Path("runs/miniature"), help="where runs lie")
+    options, extra = parser.parse_known_args(argv)
+    if extra and options.command != "run":
+        parser.error(f"unknown arguments: {' '.join(extra)}")
+    os.chdir(ROOT)
+    if options.command == "report":
+        from recipes.miniature_report import report
+
+        print(report(options.figure, options.results))
+        return 0
+    print(status(options.figure, options.results), flush=True)
+    if options.command == "run":
+        try:
+            run_missing(options.figure, options.results, options.runs, extra)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""What the runs of miniature.py came to: tables for RESULTS.md, pictures beside the results.
+
+A run keeps, for every evaluation, in how many turns each sample of each held-out goal was solved.
+So "solved within n turns" is known for every n, and the state of a run at a budget (of turns
+played, of seconds) is found by going in a line from the evaluation before it to the one after it,
+goal by goal.
+
+Two kinds of interval, both 95 %, stand beside a figure:
+
+    goals    goals resampled, a goal's value being its mean over samples and seeds: what other goals
+             of this kind would give
+    seeds    mean ± t(n-1) s/√n over the n seeds' own figures: what other seeds would give; wide
+             where n is 3, as t(2) is 4.3
+
+Differences are paired, by goal and by seed. Read next: miniature.py.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs import load_tasks  # noqa: E402
+from recipes.common import Result, difference, markdown, mean_over_seeds, percent  # noqa: E402
+from reporting.figures import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
+from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
+from runtime.files import write_text  # noqa: E402
+
+Shares = dict[str, float]  # task_id -> share of its samples solved
+Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
+T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}  # 97.5 %
+DEPTHS = ("depth 1", "depth 2", "depth 3")
+PAGE = ROOT / "RESULTS.md"
+
+
+# ------------------------------------------------------------------------------------ reading a run
+
+
+@cache
+def depth_of() -> Mapping[str, str]:
+    """task_id -> its sub-task, of the goals that are held out."""
+    return {t.task_id: t.subtask for t in load_tasks("textcraft", None, "family_test")}
+
+
+def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
+    """The share of each goal's samples that were solved in at most so many turns.
+
+    >>> shares({"solved_in": {"a": [3, 0, 7, 16]}}, within=7)
+    {'a': 0.5}
+    """
+    return {
+        task_id: sum(0 < turns <= within for turns in samples) / len(samples)
+        for task_id, samples in evaluation["solved_in"].items()
+    }
+
+
+def start(result: Result) -> Shares:
+    return shares(result["held_out"][0])
+
+
+def end(result: Result) -> Shares:
+    return shares(result["held_out"][-1])
+
+
+def spent_at(result: Result, step: int, unit: str) -> float:
+    """Turns, tokens or seconds until the end of a step."""
+    return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)
+
+
+def at(budget: float, unit: str) -> Reading:
+    """Where a run stood when it had spent so much; a run that ended before is a KeyError's worth.
+
+    Raises:
+        ValueError: it was never that far.
+    """
+
+    def reading(result: Result) -> Shares:
+        points = [(spent_at(result, e["step"], unit), shares(e)) for e in result["held_out"]]
+        for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
+            if x0 <= budget <= x1:
+                part = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0
+                both = before.keys() & after.keys()
+                return {i: (1 - part) * before[i] + part * after[i] for i in both}
+        raise ValueError(f"{result['arm']}-{result['seed']} has not played {budget:.0f} {unit}")
+
+    return reading
+
+
+def common_budget(results: Sequence[Result], unit: str) -> float:
+    """What every run has spent at its end."""
+    return min(float(result["curve"][-1][unit]) for result in results)
+
+
+# ---------------------------------------------------------------------------------- goals and seeds
+
+
+def of_depth(found: Shares, depth: str | None) -> Shares:
+    return {i: v for i, v in found.items() if depth is None or depth_of().get(i) == depth}
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of the seeds' figures, and Student's interval.
+
+    >>> {name: round(v, 2) for name, v in over_seeds([0.4, 0.5, 0.6]).items()}
+    {'value': 0.5, 'low': 0.25, 'high': 0.75}
+    >>> over_seeds([0.4])["low"] is None
+    True
+    """
+    mean, n = statistics.fmean(values), len(values)
+    if n == 1:
+        return {"value": mean, "low": None, "high": None}
+    half = T.get(n - 1, 2.0) * statistics.stdev(values) / math.sqrt(n)
+    return {"value": mean, "low": mean - half, "high": mean + half}
+
+
+def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
+    if estimate["low"] is None:
+        return "-"
+    sign = "+" if signed else ""
+    return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
+
+
+def cell(results: Sequence[Result], reading: Reading, depth: str | None = None) -> str:
+    """`53.1 [48.2, 58.0]`: mean over goals and seeds, interval over goals."""
+    found = [of_depth(reading(result), depth) for result in results]
+    return percent(bootstrap(list(mean_over_seeds(found).values())))
+
+
+def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
+    return brackets(over_seeds([statistics.fmean(reading(r).values()) for r in results]))
+
+
+def compare(
+    ours: Sequence[Result], others: Sequence[Result], reading: Reading, before: Reading
+) -> str:
+    """`+3.1 points (goals [1.0, 5.2]; seeds [-2.0, 8.2])`: the first minus the second, paired."""
+    a, b = mean_over_seeds([reading(r) for r in ours]), mean_over_seeds([before(r) for r in others])
+    goals = difference(b, a)
+    of_seed = {r["seed"]: statistics.fmean(before(r).values()) for r in others}
+    pairs = [
+        statistics.fmean(reading(r).values()) - of_seed[r["seed"]]
+        for r in ours
+        if r["seed"] in of_seed
+    ]
+    seeds = brackets(over_seeds(pairs), signed=True) if pairs else "-"
+    return f"{100 * goals['value']:+.1f} (goals {brackets(goals, signed=True)}; seeds {seeds})"
+
+
+# -------------------------------------------------------------------------------------- the figures
+
+Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
+
+
+def horizons(runs: Runs) -> list[str]:
+    arms = [name for name in ("short", "long", "stepwise") if runs.get(name)]
+    every = [result for name in arms for result in runs[name]]
+    lines: list[str] = []
+    for unit in ("turns", "seconds"):
+        budget = common_budget(every, unit)
+        reading = at(budget, unit)
+        rows = [
+            (name, len(runs[name]), cell(runs[name], reading), seeds_cell(runs[name], reading))
+            + tuple(cell(runs[name], reading, depth) for depth in DEPTHS)
+            for name in arms
+        ]
+        lines += [f"Held-out goals solved in 16 turns, %, after {budget:,.0f} {unit}:", ""]
+        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(DEPTHS)
+        rows.insert(0, ("start", "", cell(every, start), "") + by_depth(every, start))
+        lines += [*markdown(titles, rows), ""]
+        for name in arms:
+            if name != "stepwise" and "stepwise" in arms:
+                told = compare(runs["stepwise"], runs[name], reading, reading)
+                lines += [f"stepwise minus {name}: {told} points.", ""]
+    lines += ["What the turns were spent on, over whole runs:", ""]
+    titles = "arm | turns a step | of them in episodes that failed, % | groups with signal, % | "
+    titles += "tokens per success"
+    lines += markdown(titles, [(name, *mechanism(runs[name])) for name in arms])
+    return lines
+
+
+def by_depth(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
+    return tuple(cell(results, reading, depth) for depth in DEPTHS)
+
+
+def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
+    rows = [row for result in results for row in result["curve"]]
+    last = [result["curve"][-1] for result in results]
+    turns = sum(row["turns"] for row in last)
+    groups = sum(row["train/groups"] for row in rows)
+    silent = sum(row["train/groups_zero_variance"] for row in rows)
+    tokens, successes = (sum(row[name] for row in last) for name in ("tokens", "successes"))
+    failed = sum(row["failed_turns"] for row in last)
+    return (
+        f"{turns / len(rows):.0f}",
+        f"{100 * failed / turns:.0f}",
+        f"{100 * (groups - silent) / groups:.0f}",
+        f"{tokens / successes:.0f}",
+    )
+
+
+def plain(names: Sequence[str], against: str = "") -> Callable[[Runs], list[str]]:
+    """A table of arms at their ends, and each against one of them."""
+
+    def lines_of(runs: Runs) -> list[str]:
+        arms = [name for name in names if runs.get(name)]
+        rows = []
+        for name in arms:
+            minutes = statistics.fmean(r["curve"][-1]["seconds"] for r in runs[name]) / 60
+            rows.append(
+                (name, " ".join(str(r["seed"]) for r in runs[name]), f"{minutes:.1f}")
+                + (cell(runs[name], start), cell(runs[name], end), seeds_cell(runs[name], end))
+                + by_depth(runs[name], end)
+            )
+        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(DEPTHS)
+        lines = markdown(titles, rows)
+        for name in arms:
+            told = compare(runs[name], runs[name], end, start)
+            lines += ["", f"{name} minus its start: {told} points."]
+            if against in arms and name != against:
+                told = compare(runs[against], runs[name], end, end)
+                lines[-1] += f" {against} minus {name}: {told}."
+        return lines
+
+    return lines_of
+
+
+def noise(runs: Runs) -> list[str]:
+    """How far apart runs of one arm end that differ in their seed alone."""
+    ends = [statistics.fmean(end(r).values()) for r in runs["long"]]
+    gains = [
+        statistics.fmean(end(r).values()) - statistics.fmean(start(r).values())
+        for r in runs["long"]
+    ]
+    rows = [
+        (name, " ".join(f"{100 * v:.1f}" for v in values), f"{100 * statistics.fmean(values):.1f}")
+        + (f"{100 * spread(values):.1f}", f"{100 * smallest_effect(values, 3):.1f}")
+        for name, values in (("end", ends), ("gain over the start", gains))
+    ]
+    titles = "long, % | by seed | mean | standard deviation | smallest effect of three seeds"
+    return markdown(titles, rows)
+
+
+def spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def smallest_effect(values: Sequence[float], seeds: int) -> float:
+    """The difference of two arms, so many seeds each, whose 95 % interval just leaves 0:
+    t(2n-2) · s · √(2/n), s as these values have it."""
+    return T[2 * seeds - 2] * spread(values) * math.sqrt(2 / seeds)
+
+
+def compute(runs: Runs) -> list[str]:
+    """What more turns and more samples buy: the start, and the ends of two arms."""
+    lines: list[str] = []
+    within, samples = (2, 4, 6, 8, 12, 16), (1, 2, 3, 4)
+    parts = [("start", runs["long"], 0)]
+    parts += [(name, runs[name], -1) for name in ("imitation", "long") if runs.get(name)]
+    rows, more = [], []
+    for name, results, place in parts:
+        evaluations = [result["held_out"][place] for result in results]
+        rows.append((name, *(over_goals(evaluations, shares, n) for n in within)))
+        more.append((name, *(over_goals(evaluations, passes, k) for k in samples)))
+    lines += markdown("% solved within | " + " | ".join(f"{n} turns" for n in within), rows)
+    lines += ["", *markdown("% solved by one of | " + " | ".join(map(str, samples)), more)]
+    return lines
+
+
+def over_goals(
+    evaluations: Sequence[Any], of: Callable[[Mapping[str, Any], int], Shares], n: int
+) -> str:
+    return percent(bootstrap(list(mean_over_seeds([of(e, n) for e in evaluations]).values())))
+
+
+def passes(evaluation: Mapping[str, Any], k: int) -> Shares:
+    """The chance that one of k samples solves each goal."""
+    return {
+        i: pass_at_k(len(samples), sum(turns > 0 for turns in samples), k)
+        for i, samples in evaluation["solved_in"].items()
+        if len(samples) >= k
+    }
+
+
+# ----------------------------------------------------------------------------------------- pictures
+
+
+def curves(
+    path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: bool
+) -> None:
+    """Held-out success over what was spent, seeds pooled by goal; by depth where `panels`."""
+    depths: tuple[str | None, ...] = (None, *DEPTHS) if panels else (None,)
+    size = (9.5, 6.5) if panels else (7.5, 4.5)
+    shape = {"nrows": 2, "ncols": 2, "sharex": True} if panels else {}
+    colors = dict(zip(names, PALETTE, strict=False))
+    with figure(path, size, **shape) as (_, axes):
+        for axis, depth in zip(axes.flat if panels else [axes], depths, strict=True):
+            for name in names:
+                if runs.get(name):
+                    band(axis, pooled(runs[name], unit, depth), colors[name], name, scale=100)
+            axis.set_title(depth or "all held-out goals")
+            axis.set(ylabel="solved in 16 turns, %")
+        for axis in axes[1] if panels else [axes]:
+            axis.set(xlabel=label)
+        (axes.flat[0] if panels else axes).legend(loc="best")
+
+
+def pooled(
+    results: Sequence[Result], unit: str, depth: str | None
+) -> list[tuple[float, dict[str, Any]]]:
+    """(mean spent, estimate over goals) at each evaluation that all seeds have."""
+    steps = set.intersection(*({e["step"] for e in r["held_out"]} for r in results))
+    points = []
+    for step in sorted(steps):
+        found = [shares(e) for r in results for e in r["held_out"] if e["step"] == step]
+        goals = mean_over_seeds([of_depth(f, depth) for f in found])
+        spent = statistics.fmean(spent_at(r, step, unit) for r in results)
+        points.append((spent, bootstrap(list(goals.values()))))
+    return points
+
+
+def plot_compute(path: Path, runs: Runs) -> None:
+    """Success over turns and over samples."""
+    parts = [("start", runs["long"], 0, GREY)]
+    colors = {"imitation": ORANGE, "long": GREEN}
+    parts += [(n, runs[n], -1, color) for n, color in colors.items() if runs.get(n)]
+    with figure(path, (9.5, 4.0), ncols=2, sharey=True) as (_, (left, right)):
+        for name, results, place, color in parts:
+            evaluations = [r["held_out"][place] for r in results]
+            for axis, xs, of in ((left, range(1, 17), shares), (right, range(1, 5), passes)):
+                points = [
+                    (x, bootstrap(list(mean_over_seeds([of(e, x) for e in evaluations]).values())))
+                    for x in xs
+                ]
+                band(axis, points, color, name, scale=100)
+        left.set(xlabel="turns allowed", ylabel="held-out goals solved, %")
+        right.set(xlabel="samples, one of which solves it")
+        left.legend(loc="best")
+
+
+# --------------------------------------------------------------------------------------- the report
+
+
+def estimators(runs: Runs) -> list[str]:
+    from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score
+
+    rows = []
+    for algorithm in ESTIMATORS:
+        found = [runs.get(pilot(algorithm, rate)) for rate in RATES]
+        rows.append((algorithm, *(f"{100 * pilot_score(f[0]):.1f}" if f else "-" for f in found)))
+    rates = " | ".join(f"{rate:g}" for rate in RATES)
+    lines = [f"Success on training goals in the last third of a pilot, %, seed {PILOT_SEED}:", ""]
+    lines += [*markdown(f"estimator | {rates}", rows), "", "With the best of them:", ""]
+    return lines + plain(("long", *ESTIMATORS[1:]), against="long")(runs)
+
+
+TABLES: dict[str, Callable[[Runs], list[str]]] = {
+    "horizons": horizons,
+    "teacher": plain(("imitation", "filtered", "own", "long"), against="long"),
+    "estimators": estimators,
+    "controls": plain(("long", "shuffled", "still"), against="long"),
+    "noise": noise,
+    "compute": compute,
+}
+
+
+def draw(name: str, runs: Runs, folder: Path) -> None:
+    """The figure's picture; `noise` has none."""
+    from recipes.miniature import ESTIMATORS
+
+    path, turns = folder / f"{name}.png", "turns played in training"
+    if name == "horizons":
+        curves(path, runs, ("short", "long", "stepwise"), "turns", turns, panels=True)
+    elif name == "teacher":
+        imitations = ("imitation", "filtered", "own")
+        curves(path, runs, (*imitations, "long"), "seconds", "seconds of training", panels=True)
+    elif name == "estimators":
+        curves(path, runs, ("long", *ESTIMATORS[1:]), "turns", turns, panels=False)
+    elif name == "controls":
+        curves(path, runs, ("long", "shuffled", "still"), "turns", turns, panels=False)
+    elif name == "compute":
+        plot_compute(path, runs)
+
+
+def report(names: Sequence[str], folder: Path, page: Path = PAGE) -> str:
+    """The tables of figures that have results; into the page too, between their markers, and
+    pictures beside the results."""
+    from recipes.miniature import FIGURES, read_results
+
+    results = read_results(folder)
+    parts = []
+    for name in names:
+        arms = FIGURES[name]
+        runs = {arm: [r for (a, _), r in sorted(results.items()) if a == arm] for arm in arms}
+        if not any(runs.values()):
+            continue
+        table = "\n".join(TABLES[name](runs))
+        draw(name, runs, folder)
+        insert(page, name, table)
+        parts.append(f"{name}\n\n{table}")
+    return "\n\n".join(parts) or f"no results in {folder}; python recipes/miniature.py makes them"
+
+
+def insert(page: Path, name: str, table: str) -> None:
+    """Put a table between its markers on the page, if it has them."""
+    first, last = f"<!-- miniature {name} -->\n", f"<!-- end {name} -->"
+    text = page.read_text(encoding="utf-8")
+    if first in text:
+        before, _, rest = text.partition(first)
+        after = rest.partition(last)[2]
+        write_text(page, f"{before}{first}{table}\n{last}{after}")
