@@ -58,10 +58,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from reporting.evalconfig import ALL, EvalConfig, evaluation_options, model_of
 from runtime.cli import complain, refuse_misuse
+from runtime.malloc import begin_with_tcmalloc
 
 PROG = "evaluate.py"
 if __name__ == "__main__":  # before the imports below take their seconds
     refuse_misuse(PROG, lambda: evaluation_options(None, PROG))
+    begin_with_tcmalloc()
 
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server

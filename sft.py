@@ -37,11 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from runtime.cli import complain, refuse_misuse
+from runtime.malloc import begin_with_tcmalloc
 from runtime.sftconfig import SftConfig, SftSettings, settings_of, sft_options
 
 PROG, SUMMARY = "sft.py", (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
     refuse_misuse(PROG, lambda: sft_options(None, PROG, SUMMARY))
+    begin_with_tcmalloc()
 
 import torch
 

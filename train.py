@@ -43,10 +43,12 @@ from __future__ import annotations
 import sys
 
 from runtime.cli import complain, refuse_misuse, say_remarks, training_options
+from runtime.malloc import begin_with_tcmalloc
 
 PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
     refuse_misuse(PROG, lambda: training_options(None, PROG, SUMMARY))
+    begin_with_tcmalloc()
 
 import os
 import random

@@ -44,7 +44,7 @@ from rollout import (
     collect,
     sampling_seed,
 )
-from runtime import checkpoint, distributed, precision, rundir, sync
+from runtime import checkpoint, distributed, malloc, precision, rundir, sync
 from runtime.checks import held_out_tasks
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
@@ -95,6 +95,8 @@ class Worker:
             "timing the processor", lambda: precision.choose(config.precision, config.deterministic)
         )
         distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
+        if not torch.cuda.is_available() and (line := malloc.advice()):
+            distributed.say(f"note: {line}")
         self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted

@@ -118,6 +118,7 @@ def of_its_own(worker: "Worker") -> "LessonAt":
             worker.load_into_engine()
         with clock("time/rollout_s"):
             played, log = worker.roll_out(requests, worker.scheduler.rounds_at(step))
+        worker.run.write_trajectories(f"step_{step:06d}", played)
         solved = [t for t in played if t.is_valid and t.success]
         metrics = summarize_trajectories(played) | {"train/trajectories_used": len(solved)}
         return make_batch(solved, worker.pad_id) if solved else None, metrics, log

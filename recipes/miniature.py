@@ -29,6 +29,7 @@ work side by side: who starts a run marks it. Read next: imitation.py, miniature
 import argparse
 import contextlib
 import fcntl
+import math
 import os
 import random
 import statistics
@@ -107,7 +108,7 @@ ARMS: dict[str, Arm] = {
     "filtered": Arm(learner="filtered"),
     "own": Arm(learner="own"),
     "shuffled": Arm(("--shuffle-rewards",)),
-    "still": Arm(("--learning-rate", "0")),
+    "still": Arm(("--learning-rate", "1e-12")),
 } | {
     pilot(algorithm, rate): Arm(rate_words(algorithm, rate), (PILOT_SEED,), PILOT_STEPS)
     for algorithm in ESTIMATORS
@@ -324,7 +325,7 @@ def teach(
 
     rng, world = random.Random(seed), TextCraft()
     prompt = read_json(careless.PROMPT_FILE)
-    order = [task.task_index for task in tasks] * (count // len(tasks) + 1)
+    order = [task.task_index for task in tasks] * math.ceil(count / len(tasks))
     rng.shuffle(order)
     return [
         careless.play(world, index, prompt, careless.ERROR, rng, horizon) for index in order[:count]

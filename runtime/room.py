@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from config import Config, Misuse, flag, has_gpu
 from runtime.find_model import model_config
+from runtime.malloc import has_tcmalloc
 from runtime.memory import (
     GIB,
     GPU_HEAD_BYTES,
@@ -148,8 +149,7 @@ def _smaller(config: Config) -> Iterator[tuple[Config, str]]:
 
 def heap_margin() -> float:
     """Of the malloc that this process runs with: what it takes over what it is asked for."""
-    preloaded = "tcmalloc" in os.environ.get("LD_PRELOAD", "")
-    return TCMALLOC_MARGIN if preloaded else CPU_MARGIN
+    return TCMALLOC_MARGIN if has_tcmalloc() else CPU_MARGIN
 
 
 def room_here() -> Room | None:

@@ -316,6 +316,26 @@ def test_the_rollout_figures_are_those_of_the_committed_run(name: str, after: st
         assert f"| {summary['tail']['ratio_to_lockstep']:.1f} times |" in MEASURED
 
 
+def test_the_default_runs_seconds_and_bytes_are_those_of_the_committed_run() -> None:
+    found = json.loads((RESULTS / "default_run.json").read_text())["summary"]
+    names = ("rollout_s", "update_s", "step_s", "generated_tokens_per_s", "trained_tokens_per_s")
+    for way, row in (
+        ("bf16", "bfloat16, the C library's malloc"),
+        ("fp32", "float32, the C library's malloc"),
+        ("bf16 tcmalloc", "bfloat16, tcmalloc: as it is where that is installed"),
+    ):
+        digits = (1, 1, 1, 0, 0)
+        cells = [f"{found[way][n]:.{d}f}" for n, d in zip(names, digits, strict=True)]
+        assert f"| {row} | {' | '.join(cells)} | {found[way]['peak_gb']:.2f} |" in MEASURED
+    plain, better = found["bf16"], found["bf16 tcmalloc"]
+    trained, sampled = (better[n] / plain[n] for n in reversed(names[3:]))
+    assert (
+        f"trains {trained:.2f} times as many tokens a second and samples {sampled:.2f}" in MEASURED
+    )
+    assert f"Memory: {better['peak_gb']:.1f} GB at most" in README
+    assert f"{plain['peak_gb']:.1f} GB without" in README.replace("\n", " ")
+
+
 def test_the_figures_against_trl_are_those_of_the_committed_run() -> None:
     document = json.loads((RESULTS / "trl_step.json").read_text())
     times = [document["summary"]["trl_over_ours"][f"{n}_s"] for n in ("rollout", "update", "step")]

@@ -1,0 +1,185 @@
+"""The paper in miniature: which runs are wanted, what is kept of them, how they are compared."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import toy_env
+
+from config import Config, complete
+from envs import load_tasks
+from recipes import common, imitation, miniature, miniature_report
+
+GOALS = [t.task_id for t in load_tasks("textcraft", None, "family_test")][:12]
+
+
+def result(arm, seed, before, after, turns=(100, 200), hours=0.1):
+    """A run of two steps, evaluated before and after; `before`, `after`: turns of each sample."""
+    rows = [
+        {"step": n, "turns": t, "failed_turns": t / 4, "tokens": 10 * t, "successes": n}
+        | {"seconds": 10.0 * n, "train/groups": 4, "train/groups_zero_variance": 1}
+        | {"train/success_rate": 0.1 * n}
+        for n, t in enumerate(turns, start=1)
+    ]
+    held_out = [
+        {"step": step, "solved_in": dict.fromkeys(GOALS, samples)}
+        for step, samples in ((0, before), (2, after))
+    ]
+    return {"arm": arm, "seed": seed, "hours": hours, "curve": rows, "held_out": held_out}
+
+
+def write(folder, *results):
+    for r in results:
+        common.write_json(folder / f"{r['arm']}-{r['seed']}.json", r)
+
+
+# ----------------------------------------------------------------------------------------- the runs
+
+
+@pytest.mark.parametrize("name", miniature.ARMS)
+def test_every_arm_is_a_command_line_that_train_accepts_and_differs_where_it_says(name, tmp_path):
+    def options(arm):
+        return common.load_config(miniature.arguments_of(arm, 1, tmp_path))
+
+    arm = miniature.ARMS[name]
+    ours, base = options(arm), options(miniature.Arm(steps=arm.steps))
+    differing = {n.replace("_", "-") for n in vars(ours) if getattr(ours, n) != getattr(base, n)}
+    assert differing <= {word.removeprefix("--") for word in arm.words if word.startswith("--")}
+    assert base.tasks == "family_train" and base.eval_tasks == "family_test"
+    assert ours.evaluation_rounds == 16  # however they were trained
+
+
+def test_first_seeds_of_all_arms_come_first_and_no_run_twice():
+    runs = miniature.wanted(["horizons", "controls"])
+    assert len(runs) == len(set(runs)) == 5 * 3 + 2
+    assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("long", 4)
+
+
+def test_an_estimator_waits_for_its_pilots_and_takes_the_rate_that_trains_best(tmp_path):
+    pilots = [(miniature.pilot("ppo", rate), rate) for rate in miniature.RATES]
+    for number, (name, _) in enumerate(pilots):
+        assert miniature.arm_of("ppo", miniature.read_results(tmp_path)) is None
+        pilot = result(name, miniature.PILOT_SEED, [0], [0])
+        pilot["curve"][-1]["train/success_rate"] = (0.3, 0.7, 0.5)[number]
+        write(tmp_path, pilot)
+    arm = miniature.arm_of("ppo", miniature.read_results(tmp_path))
+    assert arm.words == miniature.rate_words("ppo", miniature.RATES[1])
+    assert "--critic-learning-rate" in arm.words
+
+
+def test_the_status_counts_what_is_missing_by_what_runs_took(tmp_path):
+    write(
+        tmp_path, result("long", 0, [0], [0], hours=0.5), result("short", 0, [0], [0], hours=0.25)
+    )
+    said = miniature.status(["noise"], tmp_path)
+    assert "| long | 0 | 1 2 3 4 | 30 |" in said and "2.0 hours" in said
+    assert miniature.main(["status", "--results", str(tmp_path)]) == 0
+
+
+def test_a_run_that_somebody_is_at_is_left_to_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(miniature, "play", lambda *_: pytest.fail("somebody is at it"))
+    with (
+        miniature.marked(tmp_path / "a.lock") as ours,
+        miniature.marked(tmp_path / "a.lock") as too,
+    ):
+        assert ours and not too
+    monkeypatch.setattr(miniature, "wanted", lambda _: [("long", 0)])
+    with miniature.marked(tmp_path / "long-0.lock"):
+        miniature.run_missing(["noise"], tmp_path, tmp_path, [])
+
+
+class Easy(toy_env.Letters):
+    """What half of all random texts solve."""
+
+    def step(self, action):
+        observation, reward, ended, cut, info = super().step(action)
+        return observation, reward, ended, cut, info | {"success": ended and self.score >= 0.5}
+
+
+def test_own_successes_are_what_is_imitated_and_a_run_is_kept_and_gone_on_with(tmp_path):
+    with toy_env.serve(Easy) as url, toy_env.fresh_process_state():
+        options = toy_env.options(tmp_path, url, eval_every=2, learning_rate=1e-3)
+        config = complete(Config(**options))
+        imitation.imitate(config, imitation.of_its_own)
+        imitation.imitate(replace(config, steps=4, resume=True), imitation.of_its_own)
+    kept = miniature.record(tmp_path / "run", 4)
+    assert [row["step"] for row in kept["curve"]] == [1, 2, 3, 4]
+    assert [e["step"] for e in kept["held_out"]] == [0, 2, 4]
+    per_step = config.tasks_per_step * config.group_size
+    last = kept["curve"][-1]
+    assert 0 < last["successes"] == sum(r["train/trajectories_used"] for r in kept["curve"])
+    assert last["turns"] == 4 * per_step * 2  # two turns an episode
+    assert last["failed_turns"] == last["turns"] - 2 * last["successes"]
+    assert last["tokens"] > 0 and last["seconds"] > 0
+    with pytest.raises(SystemExit, match="expected 0 to 5"):
+        miniature.record(tmp_path / "run", 5)
+
+
+def test_the_teacher_plays_every_goal_as_often_and_says_what_was_rewarded():
+    tasks = load_tasks("textcraft", None, "family_train", ("depth 2",))[:4]
+    played = miniature.teach(tasks, 40, horizon=6, seed=0)
+    ids = [record["item_id"] for record, _ in played]
+    assert {ids.count(task.task_id) for task in tasks} == {10}
+    turns = [sum(t["from"] == "gpt" for t in record["conversations"]) for record, _ in played]
+    assert max(turns) == 6 and 0 < sum(solved for _, solved in played) < 40
+    assert all(n == 6 for n, (_, solved) in zip(turns, played, strict=True) if not solved)
+
+
+# -------------------------------------------------------------------------------------- comparisons
+
+
+def test_a_run_at_a_budget_lies_between_its_evaluations():
+    run = result("long", 0, [0, 0, 0, 0], [3, 3, 0, 0])
+    for budget, share in ((0, 0.0), (100, 0.25), (200, 0.5)):
+        assert miniature_report.at(budget, "turns")(run) == dict.fromkeys(GOALS, share)
+    with pytest.raises(ValueError, match="long-0 has not played 201 turns"):
+        miniature_report.at(201, "turns")(run)
+
+
+def test_a_difference_has_the_sign_of_the_first_and_pairs_by_seed():
+    better = [result("a", s, [0], [2] if s else [0]) for s in (0, 1)]
+    worse = [result("b", s, [0], [0]) for s in (1, 2)]
+    end = miniature_report.end
+    said = miniature_report.compare(better, worse, end, end)
+    assert said.startswith("+50.0 (goals [") and said.endswith("seeds -)")  # one pair: no interval
+
+
+def test_the_intervals_of_seeds_are_students():
+    found = miniature_report.over_seeds([0.40, 0.50, 0.60])
+    assert found["high"] - found["value"] == pytest.approx(4.30 * 0.1 / 3**0.5)
+    assert miniature_report.smallest_effect([0.4, 0.5, 0.6], 3) == pytest.approx(
+        2.78 * 0.1 * (2 / 3) ** 0.5
+    )
+
+
+def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_there(tmp_path):
+    arms = {"short": [5, 0], "long": [9, 9], "stepwise": [3, 3]}
+    write(tmp_path, *(result(a, s, [0, 0], after) for a, after in arms.items() for s in (0, 1)))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- miniature horizons -->\nold\n<!-- end horizons -->\nafter\n")
+    said = miniature_report.report(["horizons", "noise", "compute", "teacher"], tmp_path, page)
+    text = page.read_text()
+    assert "old" not in text and text.startswith("before\n") and text.endswith("-->\nafter\n")
+    assert "| long | 2 | 100.0" in text and "stepwise minus short: +50.0" in text
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "horizons.png",
+        "compute.png",
+        "teacher.png",
+    }
+    assert "long minus its start: +100.0" in said
+    again = miniature_report.report(["horizons"], tmp_path, page)
+    assert again in said and page.read_text() == text
+    assert "makes them" in miniature_report.report(["noise"], tmp_path / "none", page)
+
+
+def test_the_page_says_what_the_results_say():
+    """RESULTS.md between its markers, made again."""
+    page = miniature_report.PAGE.read_text(encoding="utf-8")
+    copy = json.dumps(page)
+    results = miniature.read_results(miniature.FOLDER)
+    for name, arms in miniature.FIGURES.items():
+        first, last = f"<!-- miniature {name} -->\n", f"\n<!-- end {name} -->"
+        if first in page:
+            runs = {arm: [r for (a, _), r in sorted(results.items()) if a == arm] for arm in arms}
+            table = page.partition(first)[2].partition(last)[0]
+            assert table == "\n".join(miniature_report.TABLES[name](runs)), copy[:0]
