@@ -95,8 +95,8 @@ class Worker:
             "timing the processor", lambda: precision.choose(config.precision, config.deterministic)
         )
         distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
-        if not torch.cuda.is_available() and (line := malloc.advice()):
-            distributed.say(f"note: {line}")
+        if not torch.cuda.is_available() and (better := malloc.advice()):
+            distributed.say(f"note: {better}")
         self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted

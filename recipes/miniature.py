@@ -23,7 +23,8 @@ measured on held-out goals, which share no recipe with the training goals, in 16
     python recipes/miniature.py report             tables and pictures of the results that there are
 
 A run may be killed at any time; its result is results/miniature/<arm>-<seed>.json. Two commands may
-work side by side: who starts a run marks it. Read next: imitation.py, miniature_report.py.
+work side by side: who starts a run marks it. Read next:
+miniature_plan.py, imitation.py, miniature_report.py.
 """
 
 import argparse
@@ -32,10 +33,8 @@ import fcntl
 import math
 import os
 import random
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +42,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recipes.common import (  # noqa: E402
-    RESULTS,
     Result,
     circumstances_of,
     load_config,
-    markdown,
     read_json,
     read_lines,
     run,
@@ -55,139 +52,22 @@ from recipes.common import (  # noqa: E402
     train,
     write_json,
 )
+from recipes.miniature_plan import (  # noqa: E402
+    BASE,
+    FIGURES,
+    FOLDER,
+    Arm,
+    arm_of,
+    read_results,
+    status,
+    wanted,
+)
+from recipes.miniature_report import report  # noqa: E402
 
 if TYPE_CHECKING:
     from envs import Task
     from trajectory import Conversation
     from worker import Worker
-
-BASE = ROOT / "recipes" / "miniature.json"
-FOLDER = RESULTS / "miniature"
-SEEDS = (0, 1, 2)
-PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
-PILOT_STEPS = 30
-RATES = (1e-4, 3e-4, 1e-3)
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
-BASE_ALGORITHM = "grpo"  # the arm `long` is its
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to train: options beside those of miniature.json, for how many steps.
-
-    Attributes:
-        learner: "train" is train.py; the others are imitation.py's lessons.
-        minutes: about how long a run takes on two cores, for the table; measured ones replace it.
-    """
-
-    words: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = SEEDS
-    steps: int = 40
-    learner: str = "train"
-    minutes: float = 8.0
-
-
-def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
-    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}")
-    return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
-
-
-def pilot(algorithm: str, rate: float) -> str:
-    return f"{algorithm}-{rate:g}"
-
-
-ARMS: dict[str, Arm] = {
-    "long": Arm(seeds=(0, 1, 2, 3, 4)),
-    "short": Arm(("--rounds", "4"), steps=100),
-    "stepwise": Arm(
-        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
-        + ("--steps-scaling-inter", "20"),
-        steps=60,
-    ),
-    "imitation": Arm(learner="teacher"),
-    "filtered": Arm(learner="filtered"),
-    "own": Arm(learner="own"),
-    "shuffled": Arm(("--shuffle-rewards",)),
-    "still": Arm(("--learning-rate", "1e-12")),
-} | {
-    pilot(algorithm, rate): Arm(rate_words(algorithm, rate), (PILOT_SEED,), PILOT_STEPS)
-    for algorithm in ESTIMATORS
-    for rate in RATES
-}
-FIGURES: dict[str, tuple[str, ...]] = {
-    "horizons": ("short", "long", "stepwise"),
-    "teacher": ("imitation", "filtered", "own", "long"),
-    "estimators": (
-        *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
-        *("long", *ESTIMATORS[1:]),
-    ),
-    "controls": ("long", "shuffled", "still"),
-    "noise": ("long",),
-    "compute": ("imitation", "long"),
-}
-
-
-# -------------------------------------------------------------------------------- which run is next
-
-
-def read_results(folder: Path) -> dict[tuple[str, int], Result]:
-    """(arm, seed) -> its result."""
-    found = {}
-    for path in sorted(folder.glob("*-*.json")):
-        name, _, seed = path.stem.rpartition("-")
-        found[name, int(seed)] = read_json(path)
-    return found
-
-
-def chosen_rate(algorithm: str, results: dict[tuple[str, int], Result]) -> float | None:
-    """The learning rate under which training goals were solved most often in a pilot's last third;
-    None until all pilots are done."""
-    scores = {}
-    for rate in RATES:
-        result = results.get((pilot(algorithm, rate), PILOT_SEED))
-        if result is None:
-            return None
-        scores[rate] = pilot_score(result)
-    return max(scores, key=lambda rate: scores[rate])
-
-
-def pilot_score(result: Result) -> float:
-    """Share of training episodes solved in the last third of its steps."""
-    success = [row["train/success_rate"] for row in result["curve"]]
-    return statistics.fmean(success[-len(success) // 3 :])
-
-
-def arm_of(name: str, results: dict[tuple[str, int], Result]) -> Arm | None:
-    """An estimator's arm has the rate that its pilots have chosen; None before that."""
-    if name not in ESTIMATORS:
-        return ARMS[name]
-    rate = chosen_rate(name, results)
-    return None if rate is None else Arm(rate_words(name, rate))
-
-
-def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
-    """The runs behind figures, each once: all arms' first seeds, then their second ones."""
-    names = dict.fromkeys(name for figure in figures for name in FIGURES[figure])
-    runs = [(ARMS[n].seeds if n in ARMS else SEEDS, n) for n in names]
-    ordered = [(place, seed, n) for seeds, n in runs for place, seed in enumerate(seeds)]
-    return [(n, seed) for _, seed, n in sorted(ordered, key=lambda run: run[0])]
-
-
-def status(figures: Sequence[str], folder: Path) -> str:
-    """A table: arms, seeds there and missing, minutes that a run takes, minutes left."""
-    results = read_results(folder)
-    runs, rows, left = wanted(figures), [], 0.0
-    for name in dict.fromkeys(name for name, _ in runs):
-        seeds = [seed for n, seed in runs if n == name]
-        missing = [seed for seed in seeds if (name, seed) not in results]
-        took = [60 * results[name, s]["hours"] for s in seeds if s not in missing]
-        arm = ARMS.get(name, Arm())
-        minutes = statistics.fmean(took) if took else arm.minutes
-        left += minutes * len(missing)
-        there = " ".join(str(s) for s in seeds if s not in missing) or "-"
-        rows.append((name, there, " ".join(map(str, missing)) or "-", f"{minutes:.0f}"))
-    lines = markdown("arm | seeds there | missing | minutes a run", rows)
-    return "\n".join([*lines, "", f"{left / 60:.1f} hours of runs are missing"])
 
 
 # -------------------------------------------------------------------------------------------- a run
@@ -365,8 +245,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(extra)}")
     os.chdir(ROOT)
     if options.command == "report":
-        from recipes.miniature_report import report
-
         print(report(options.figure, options.results))
         return 0
     print(status(options.figure, options.results), flush=True)

@@ -1,160 +1,52 @@
 """What the runs of miniature.py came to: tables for RESULTS.md, pictures beside the results.
 
-A run keeps, for every evaluation, in how many turns each sample of each held-out goal was solved.
-So "solved within n turns" is known for every n, and the state of a run at a budget (of turns
-played, of seconds) is found by going in a line from the evaluation before it to the one after it,
-goal by goal.
-
-Two kinds of interval, both 95 %, stand beside a figure:
-
-    goals    goals resampled, a goal's value being its mean over samples and seeds: what other goals
-             of this kind would give
-    seeds    mean ± t(n-1) s/√n over the n seeds' own figures: what other seeds would give; wide
-             where n is 3, as t(2) is 4.3
-
-Differences are paired, by goal and by seed. Read next: miniature.py.
+Read next: evidence.py, which says what an interval is over; miniature_plan.py.
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from envs import load_tasks  # noqa: E402
-from recipes.common import Result, difference, markdown, mean_over_seeds, percent  # noqa: E402
+from recipes.common import Result, markdown, mean_over_seeds, percent  # noqa: E402
+from recipes.evidence import (  # noqa: E402
+    DEPTHS,
+    Reading,
+    Shares,
+    at,
+    cell,
+    common_budget,
+    compare,
+    end,
+    of_depth,
+    seeds_cell,
+    shares,
+    smallest_effect,
+    spent_at,
+    spread,
+    start,
+)
+from recipes.miniature_plan import (  # noqa: E402
+    ESTIMATORS,
+    FIGURES,
+    PILOT_SEED,
+    RATES,
+    pilot,
+    pilot_score,
+    read_results,
+)
 from reporting.figures import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
 from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
 from runtime.files import write_text  # noqa: E402
 
-Shares = dict[str, float]  # task_id -> share of its samples solved
-Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
-T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}  # 97.5 %
-DEPTHS = ("depth 1", "depth 2", "depth 3")
 PAGE = ROOT / "RESULTS.md"
-
-
-# ------------------------------------------------------------------------------------ reading a run
-
-
-@cache
-def depth_of() -> Mapping[str, str]:
-    """task_id -> its sub-task, of the goals that are held out."""
-    return {t.task_id: t.subtask for t in load_tasks("textcraft", None, "family_test")}
-
-
-def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
-    """The share of each goal's samples that were solved in at most so many turns.
-
-    >>> shares({"solved_in": {"a": [3, 0, 7, 16]}}, within=7)
-    {'a': 0.5}
-    """
-    return {
-        task_id: sum(0 < turns <= within for turns in samples) / len(samples)
-        for task_id, samples in evaluation["solved_in"].items()
-    }
-
-
-def start(result: Result) -> Shares:
-    return shares(result["held_out"][0])
-
-
-def end(result: Result) -> Shares:
-    return shares(result["held_out"][-1])
-
-
-def spent_at(result: Result, step: int, unit: str) -> float:
-    """Turns, tokens or seconds until the end of a step."""
-    return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)
-
-
-def at(budget: float, unit: str) -> Reading:
-    """Where a run stood when it had spent so much; a run that ended before is a KeyError's worth.
-
-    Raises:
-        ValueError: it was never that far.
-    """
-
-    def reading(result: Result) -> Shares:
-        points = [(spent_at(result, e["step"], unit), shares(e)) for e in result["held_out"]]
-        for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
-            if x0 <= budget <= x1:
-                part = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0
-                both = before.keys() & after.keys()
-                return {i: (1 - part) * before[i] + part * after[i] for i in both}
-        raise ValueError(f"{result['arm']}-{result['seed']} has not played {budget:.0f} {unit}")
-
-    return reading
-
-
-def common_budget(results: Sequence[Result], unit: str) -> float:
-    """What every run has spent at its end."""
-    return min(float(result["curve"][-1][unit]) for result in results)
-
-
-# ---------------------------------------------------------------------------------- goals and seeds
-
-
-def of_depth(found: Shares, depth: str | None) -> Shares:
-    return {i: v for i, v in found.items() if depth is None or depth_of().get(i) == depth}
-
-
-def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of the seeds' figures, and Student's interval.
-
-    >>> {name: round(v, 2) for name, v in over_seeds([0.4, 0.5, 0.6]).items()}
-    {'value': 0.5, 'low': 0.25, 'high': 0.75}
-    >>> over_seeds([0.4])["low"] is None
-    True
-    """
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1:
-        return {"value": mean, "low": None, "high": None}
-    half = T.get(n - 1, 2.0) * statistics.stdev(values) / math.sqrt(n)
-    return {"value": mean, "low": mean - half, "high": mean + half}
-
-
-def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    if estimate["low"] is None:
-        return "-"
-    sign = "+" if signed else ""
-    return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
-
-
-def cell(results: Sequence[Result], reading: Reading, depth: str | None = None) -> str:
-    """`53.1 [48.2, 58.0]`: mean over goals and seeds, interval over goals."""
-    found = [of_depth(reading(result), depth) for result in results]
-    return percent(bootstrap(list(mean_over_seeds(found).values())))
-
-
-def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
-    return brackets(over_seeds([statistics.fmean(reading(r).values()) for r in results]))
-
-
-def compare(
-    ours: Sequence[Result], others: Sequence[Result], reading: Reading, before: Reading
-) -> str:
-    """`+3.1 points (goals [1.0, 5.2]; seeds [-2.0, 8.2])`: the first minus the second, paired."""
-    a, b = mean_over_seeds([reading(r) for r in ours]), mean_over_seeds([before(r) for r in others])
-    goals = difference(b, a)
-    of_seed = {r["seed"]: statistics.fmean(before(r).values()) for r in others}
-    pairs = [
-        statistics.fmean(reading(r).values()) - of_seed[r["seed"]]
-        for r in ours
-        if r["seed"] in of_seed
-    ]
-    seeds = brackets(over_seeds(pairs), signed=True) if pairs else "-"
-    return f"{100 * goals['value']:+.1f} (goals {brackets(goals, signed=True)}; seeds {seeds})"
-
+Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 
 # -------------------------------------------------------------------------------------- the figures
-
-Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 
 
 def horizons(runs: Runs) -> list[str]:
@@ -244,16 +136,6 @@ def noise(runs: Runs) -> list[str]:
     ]
     titles = "long, % | by seed | mean | standard deviation | smallest effect of three seeds"
     return markdown(titles, rows)
-
-
-def spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference of two arms, so many seeds each, whose 95 % interval just leaves 0:
-    t(2n-2) · s · √(2/n), s as these values have it."""
-    return T[2 * seeds - 2] * spread(values) * math.sqrt(2 / seeds)
 
 
 def compute(runs: Runs) -> list[str]:
@@ -347,8 +229,6 @@ def plot_compute(path: Path, runs: Runs) -> None:
 
 
 def estimators(runs: Runs) -> list[str]:
-    from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score
-
     rows = []
     for algorithm in ESTIMATORS:
         found = [runs.get(pilot(algorithm, rate)) for rate in RATES]
@@ -371,8 +251,6 @@ TABLES: dict[str, Callable[[Runs], list[str]]] = {
 
 def draw(name: str, runs: Runs, folder: Path) -> None:
     """The figure's picture; `noise` has none."""
-    from recipes.miniature import ESTIMATORS
-
     path, turns = folder / f"{name}.png", "turns played in training"
     if name == "horizons":
         curves(path, runs, ("short", "long", "stepwise"), "turns", turns, panels=True)
@@ -390,8 +268,6 @@ def draw(name: str, runs: Runs, folder: Path) -> None:
 def report(names: Sequence[str], folder: Path, page: Path = PAGE) -> str:
     """The tables of figures that have results; into the page too, between their markers, and
     pictures beside the results."""
-    from recipes.miniature import FIGURES, read_results
-
     results = read_results(folder)
     parts = []
     for name in names:

@@ -1,6 +1,5 @@
 """The paper in miniature: which runs are wanted, what is kept of them, how they are compared."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,8 @@ import toy_env
 
 from config import Config, complete
 from envs import load_tasks
-from recipes import common, imitation, miniature, miniature_report
+from recipes import common, evidence, imitation, miniature, miniature_report
+from recipes import miniature_plan as plan
 
 GOALS = [t.task_id for t in load_tasks("textcraft", None, "family_test")][:12]
 
@@ -36,13 +36,13 @@ def write(folder, *results):
 # ----------------------------------------------------------------------------------------- the runs
 
 
-@pytest.mark.parametrize("name", miniature.ARMS)
+@pytest.mark.parametrize("name", plan.ARMS)
 def test_every_arm_is_a_command_line_that_train_accepts_and_differs_where_it_says(name, tmp_path):
     def options(arm):
         return common.load_config(miniature.arguments_of(arm, 1, tmp_path))
 
-    arm = miniature.ARMS[name]
-    ours, base = options(arm), options(miniature.Arm(steps=arm.steps))
+    arm = plan.ARMS[name]
+    ours, base = options(arm), options(plan.Arm(steps=arm.steps))
     differing = {n.replace("_", "-") for n in vars(ours) if getattr(ours, n) != getattr(base, n)}
     assert differing <= {word.removeprefix("--") for word in arm.words if word.startswith("--")}
     assert base.tasks == "family_train" and base.eval_tasks == "family_test"
@@ -50,20 +50,20 @@ def test_every_arm_is_a_command_line_that_train_accepts_and_differs_where_it_say
 
 
 def test_first_seeds_of_all_arms_come_first_and_no_run_twice():
-    runs = miniature.wanted(["horizons", "controls"])
+    runs = plan.wanted(["horizons", "controls"])
     assert len(runs) == len(set(runs)) == 5 * 3 + 2
     assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("long", 4)
 
 
 def test_an_estimator_waits_for_its_pilots_and_takes_the_rate_that_trains_best(tmp_path):
-    pilots = [(miniature.pilot("ppo", rate), rate) for rate in miniature.RATES]
+    pilots = [(plan.pilot("ppo", rate), rate) for rate in plan.RATES]
     for number, (name, _) in enumerate(pilots):
-        assert miniature.arm_of("ppo", miniature.read_results(tmp_path)) is None
-        pilot = result(name, miniature.PILOT_SEED, [0], [0])
+        assert plan.arm_of("ppo", plan.read_results(tmp_path)) is None
+        pilot = result(name, plan.PILOT_SEED, [0], [0])
         pilot["curve"][-1]["train/success_rate"] = (0.3, 0.7, 0.5)[number]
         write(tmp_path, pilot)
-    arm = miniature.arm_of("ppo", miniature.read_results(tmp_path))
-    assert arm.words == miniature.rate_words("ppo", miniature.RATES[1])
+    arm = plan.arm_of("ppo", plan.read_results(tmp_path))
+    assert arm.words == plan.rate_words("ppo", plan.RATES[1])
     assert "--critic-learning-rate" in arm.words
 
 
@@ -71,7 +71,7 @@ def test_the_status_counts_what_is_missing_by_what_runs_took(tmp_path):
     write(
         tmp_path, result("long", 0, [0], [0], hours=0.5), result("short", 0, [0], [0], hours=0.25)
     )
-    said = miniature.status(["noise"], tmp_path)
+    said = plan.status(["noise"], tmp_path)
     assert "| long | 0 | 1 2 3 4 | 30 |" in said and "2.0 hours" in said
     assert miniature.main(["status", "--results", str(tmp_path)]) == 0
 
@@ -131,23 +131,23 @@ def test_the_teacher_plays_every_goal_as_often_and_says_what_was_rewarded():
 def test_a_run_at_a_budget_lies_between_its_evaluations():
     run = result("long", 0, [0, 0, 0, 0], [3, 3, 0, 0])
     for budget, share in ((0, 0.0), (100, 0.25), (200, 0.5)):
-        assert miniature_report.at(budget, "turns")(run) == dict.fromkeys(GOALS, share)
+        assert evidence.at(budget, "turns")(run) == dict.fromkeys(GOALS, share)
     with pytest.raises(ValueError, match="long-0 has not played 201 turns"):
-        miniature_report.at(201, "turns")(run)
+        evidence.at(201, "turns")(run)
 
 
 def test_a_difference_has_the_sign_of_the_first_and_pairs_by_seed():
     better = [result("a", s, [0], [2] if s else [0]) for s in (0, 1)]
     worse = [result("b", s, [0], [0]) for s in (1, 2)]
-    end = miniature_report.end
-    said = miniature_report.compare(better, worse, end, end)
+    end = evidence.end
+    said = evidence.compare(better, worse, end, end)
     assert said.startswith("+50.0 (goals [") and said.endswith("seeds -)")  # one pair: no interval
 
 
 def test_the_intervals_of_seeds_are_students():
-    found = miniature_report.over_seeds([0.40, 0.50, 0.60])
+    found = evidence.over_seeds([0.40, 0.50, 0.60])
     assert found["high"] - found["value"] == pytest.approx(4.30 * 0.1 / 3**0.5)
-    assert miniature_report.smallest_effect([0.4, 0.5, 0.6], 3) == pytest.approx(
+    assert evidence.smallest_effect([0.4, 0.5, 0.6], 3) == pytest.approx(
         2.78 * 0.1 * (2 / 3) ** 0.5
     )
 
@@ -175,11 +175,10 @@ def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_
 def test_the_page_says_what_the_results_say():
     """RESULTS.md between its markers, made again."""
     page = miniature_report.PAGE.read_text(encoding="utf-8")
-    copy = json.dumps(page)
-    results = miniature.read_results(miniature.FOLDER)
-    for name, arms in miniature.FIGURES.items():
+    results = plan.read_results(plan.FOLDER)
+    for name, arms in plan.FIGURES.items():
         first, last = f"<!-- miniature {name} -->\n", f"\n<!-- end {name} -->"
         if first in page:
             runs = {arm: [r for (a, _), r in sorted(results.items()) if a == arm] for arm in arms}
             table = page.partition(first)[2].partition(last)[0]
-            assert table == "\n".join(miniature_report.TABLES[name](runs)), copy[:0]
+            assert table == "\n".join(miniature_report.TABLES[name](runs))

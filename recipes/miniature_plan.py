@@ -1,0 +1,143 @@
+"""What miniature.py has to do: arms, which of them make which figure, which runs are missing.
+
+Read next: miniature.py.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recipes.common import RESULTS, Result, markdown, read_json  # noqa: E402
+
+BASE = ROOT / "recipes" / "miniature.json"
+FOLDER = RESULTS / "miniature"
+SEEDS = (0, 1, 2)
+PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
+PILOT_STEPS = 30
+RATES = (1e-4, 3e-4, 1e-3)
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
+BASE_ALGORITHM = "grpo"  # the arm `long` is its
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: options beside those of miniature.json, for how many steps.
+
+    Attributes:
+        learner: "train" is train.py; the others are imitation.py's lessons.
+        minutes: about how long a run takes on two cores, for the table; measured ones replace it.
+    """
+
+    words: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
+    steps: int = 40
+    learner: str = "train"
+    minutes: float = 8.0
+
+
+def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
+    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}")
+    return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
+
+
+def pilot(algorithm: str, rate: float) -> str:
+    return f"{algorithm}-{rate:g}"
+
+
+ARMS: dict[str, Arm] = {
+    "long": Arm(seeds=(0, 1, 2, 3, 4)),
+    "short": Arm(("--rounds", "4"), steps=100),
+    "stepwise": Arm(
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+        + ("--steps-scaling-inter", "20"),
+        steps=60,
+    ),
+    "imitation": Arm(learner="teacher"),
+    "filtered": Arm(learner="filtered"),
+    "own": Arm(learner="own"),
+    "shuffled": Arm(("--shuffle-rewards",)),
+    "still": Arm(("--learning-rate", "1e-12")),
+} | {
+    pilot(algorithm, rate): Arm(rate_words(algorithm, rate), (PILOT_SEED,), PILOT_STEPS)
+    for algorithm in ESTIMATORS
+    for rate in RATES
+}
+FIGURES: dict[str, tuple[str, ...]] = {
+    "horizons": ("short", "long", "stepwise"),
+    "teacher": ("imitation", "filtered", "own", "long"),
+    "estimators": (
+        *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
+        *("long", *ESTIMATORS[1:]),
+    ),
+    "controls": ("long", "shuffled", "still"),
+    "noise": ("long",),
+    "compute": ("imitation", "long"),
+}
+
+
+# -------------------------------------------------------------------------------- which run is next
+
+
+def read_results(folder: Path) -> dict[tuple[str, int], Result]:
+    """(arm, seed) -> its result."""
+    found = {}
+    for path in sorted(folder.glob("*-*.json")):
+        name, _, seed = path.stem.rpartition("-")
+        found[name, int(seed)] = read_json(path)
+    return found
+
+
+def chosen_rate(algorithm: str, results: dict[tuple[str, int], Result]) -> float | None:
+    """The learning rate under which training goals were solved most often in a pilot's last third;
+    None until all pilots are done."""
+    scores = {}
+    for rate in RATES:
+        result = results.get((pilot(algorithm, rate), PILOT_SEED))
+        if result is None:
+            return None
+        scores[rate] = pilot_score(result)
+    return max(scores, key=lambda rate: scores[rate])
+
+
+def pilot_score(result: Result) -> float:
+    """Share of training episodes solved in the last third of its steps."""
+    success = [row["train/success_rate"] for row in result["curve"]]
+    return statistics.fmean(success[-len(success) // 3 :])
+
+
+def arm_of(name: str, results: dict[tuple[str, int], Result]) -> Arm | None:
+    """An estimator's arm has the rate that its pilots have chosen; None before that."""
+    if name not in ESTIMATORS:
+        return ARMS[name]
+    rate = chosen_rate(name, results)
+    return None if rate is None else Arm(rate_words(name, rate))
+
+
+def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
+    """The runs behind figures, each once: all arms' first seeds, then their second ones."""
+    names = dict.fromkeys(name for figure in figures for name in FIGURES[figure])
+    runs = [(ARMS[n].seeds if n in ARMS else SEEDS, n) for n in names]
+    ordered = [(place, seed, n) for seeds, n in runs for place, seed in enumerate(seeds)]
+    return [(n, seed) for _, seed, n in sorted(ordered, key=lambda run: run[0])]
+
+
+def status(figures: Sequence[str], folder: Path) -> str:
+    """A table: arms, seeds there and missing, minutes that a run takes, minutes left."""
+    results = read_results(folder)
+    runs, rows, left = wanted(figures), [], 0.0
+    for name in dict.fromkeys(name for name, _ in runs):
+        seeds = [seed for n, seed in runs if n == name]
+        missing = [seed for seed in seeds if (name, seed) not in results]
+        took = [60 * results[name, s]["hours"] for s in seeds if s not in missing]
+        arm = ARMS.get(name, Arm())
+        minutes = statistics.fmean(took) if took else arm.minutes
+        left += minutes * len(missing)
+        there = " ".join(str(s) for s in seeds if s not in missing) or "-"
+        rows.append((name, there, " ".join(map(str, missing)) or "-", f"{minutes:.0f}"))
+    lines = markdown("arm | seeds there | missing | minutes a run", rows)
+    return "\n".join([*lines, "", f"{left / 60:.1f} hours of runs are missing"])
