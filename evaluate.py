@@ -72,7 +72,7 @@ from reporting.leaderboard import Benchmark, format_markdown, format_text, to_js
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from runtime.files import make_folder, write_json, write_text
-from runtime.phases import playing
+from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
 from trajectory import Trajectory
 
@@ -225,7 +225,8 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     path = resolve_model(model_of(config))
     chat = ChatTemplate(load_tokenizer(path))
     kind = "transformers" if config.deterministic else config.engine
-    engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
+    with phase("starting the sampler"):
+        engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
     stack.callback(engine.close)
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
 

@@ -65,13 +65,14 @@ from config import Config, Misuse, complete, refusing
 from engines import EngineError
 from envclient import EnvError
 from envs import Task
+from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from rollout import RolloutRequest, TooManyEnvFailures
 from runtime import checkpoint, distributed
 from runtime.checks import check, check_here
 from runtime.clock import Clock, OutOfMemory
 from runtime.prompts import with_prompt
-from runtime.rundir import Run
+from runtime.rundir import Run, python
 from runtime.saved import as_kept
 from runtime.sync import SyncError
 from session import TrainingError, at_work
@@ -234,16 +235,33 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 
 
 def where_to_look(run: Run) -> str:
-    """The last words of a run."""
+    """The last words of a run: how it began and ended, and what lies where."""
     played = sorted(run.path.glob("trajectories/step_*.jsonl"))[-1:]
     lines = {
+        "solved": first_and_last(read_log(run.path / "metrics.jsonl")),
         "the curve": run.path / "reward.png",
         "what it did": played[0] if played else None,
         "every number": run.path / "metrics.jsonl",
-        "measure it": f"python evaluate.py --model {run.best}",
+        "measure it": f"{python()} evaluate.py --run {run.path}",
     }
     words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
     return "\n".join([f"done: {run.path}", *words])
+
+
+def first_and_last(rows: Sequence[dict[str, Any]]) -> str | None:
+    """Success in training at both ends of a run; None where one step tells.
+
+    >>> first_and_last([{"train/success_rate": share} for share in (0.25, 0.5, 0.75, 0.75)])
+    '38% of the episodes in the first 2 steps, 75% in the last 2'
+    """
+    shares = [
+        row["train/success_rate"] for row in rows if row.get("train/success_rate") is not None
+    ]
+    count = min(5, len(shares) // 2)
+    if not count:
+        return None
+    first, last = (sum(part) / count for part in (shares[:count], shares[-count:]))
+    return f"{first:.0%} of the episodes in the first {count} steps, {last:.0%} in the last {count}"
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -326,7 +326,9 @@ def main(arguments: list[str] | None = None) -> int:
         end_unread_answers(listener, options.request_timeout_s)
     except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
         where = f"{options.host}:{options.port}"
-        print(f"envs.server: cannot serve {options.env} on {where}: {error}", file=sys.stderr)
+        free = "; --port 0 takes a free one" if "in use" in str(error) else ""
+        why = f"cannot serve {options.env} on {where}: {error}{free}"
+        print(f"envs.server: {why}", file=sys.stderr)
         return 1
     if not is_local:
         print(

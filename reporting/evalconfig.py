@@ -15,19 +15,22 @@ Read next: evaluate.py.
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from config import PAPER, SMALL_MODELS, has_gpu
+from config import PAPER, SMALL_MODELS, complete, has_gpu
 from envs import load_tasks, settings_of
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
 from runtime.exchange import checked_url
-from runtime.find_model import check_length, check_model
+from runtime.find_model import best_checkpoint, check_length, check_model
 from runtime.prompts import with_prompt
+from runtime.saved import saved_config
+from runtime.usage import named
 
 ALL = "all"  # --env all
 
@@ -56,6 +59,9 @@ class EvalConfig:
     """play these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (names; without it: all)"""
     limit: int | None = None
     """play the first tasks of each sub-task alone, for a quick look (count; without it: all)"""
+    run: str | None = None
+    """a run of train.py: measure its best checkpoint as it measures itself, on its held-out tasks
+    (those it trains on, where it has none); what is given beside it wins (folder)"""
     model: str | None = None
     """smollm2-135m, tiny, a checkpoint folder or a hub id (without it: smollm2-135m on a
     CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
@@ -200,6 +206,30 @@ def model_of(config: EvalConfig) -> str:
     return config.api_model or config.model or (PAPER["model"] if has_gpu() else SMALL_MODELS[0])
 
 
+def as_in_run(folder: str, given: set[str]) -> EvalConfig:
+    """The options under which a run measures itself.
+
+    Args: given: options that the command line names; those they exclude are not taken over.
+    Raises: ValueError: no run lies there, or it has no checkpoint.
+    """
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"--run {folder} holds no run; give the folder that train.py has made")
+    c = complete(saved_config(folder))
+    checkpoint = best_checkpoint(Path(folder))
+    if checkpoint is None and "model" not in given:
+        raise ValueError(f"--run {folder} has no checkpoint yet; name a --model")
+    own = EvalConfig(run=folder, env=c.env, prompt=c.prompt, engine=c.engine)
+    own = replace(own, model=str(checkpoint), max_rounds=(c.evaluation_rounds,))
+    own = replace(own, temperature=c.temperature, max_tokens_per_turn=c.max_tokens_per_turn)
+    own = replace(own, max_trajectory_tokens=c.max_trajectory_tokens)
+    if given & {"tasks", "split", "env"}:
+        return own
+    if not c.eval_every and not c.eval_tasks:
+        return replace(own, tasks=c.tasks, split=c.split, subtasks=c.subtasks)
+    subtasks = c.subtasks if c.eval_subtasks is None else c.eval_subtasks
+    return replace(own, tasks=c.eval_tasks, subtasks=subtasks)
+
+
 def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
     """evaluate.py's options, checked, with what they name on this machine.
 
@@ -207,7 +237,10 @@ def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
         ValueError: one line that says what to do.
         SystemExit: misuse or --help, see `runtime.cli.parse_command_line`.
     """
-    config = parse_command_line(EvalConfig, argv, prog)
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = named(EvalConfig, words)
+    start = as_in_run(given["run"][0], set(given)) if given.get("run") else None
+    config = parse_command_line(EvalConfig, words, prog, start)
     config.check()
     if config.compare:
         compare(*config.compare)

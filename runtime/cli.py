@@ -21,7 +21,7 @@ from config import Config, Misuse, complete, preset_of, refusing, with_preset
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
 from runtime.prompts import with_prompt
-from runtime.saved import as_kept, check_unchanged, options_from, saved_config
+from runtime.saved import as_kept, check_goes_on, check_unchanged, options_from, saved_config
 
 ConfigType = TypeVar("ConfigType")
 
@@ -81,6 +81,7 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
         saved = saved_config(config.run_dir)
         config = as_kept(parse_command_line(Config, words, prog, saved), given)
         check_unchanged(config, saved)
+        check_goes_on(config)
         given.clear()
     asked = config = with_prompt(config)
     with refusing():

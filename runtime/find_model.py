@@ -81,9 +81,15 @@ def model_config(name: str) -> dict[str, Any] | None:
     return _read(folder / "config.json")
 
 
+def best_checkpoint(run: Path) -> Path | None:
+    """The one of a run with the best held-out success; without an evaluation the newest."""
+    link = run / "checkpoints" / "best"
+    return link if link.exists() else max(run.glob("checkpoints/step_*"), default=None)
+
+
 def _problem_of(path: Path) -> str | None:
     """Why a folder cannot be loaded; None if it can."""
-    better = next((p for p in (path / "checkpoints" / "best",) if p.exists()), None)
+    better = best_checkpoint(path)
     meant = f"; did you mean {better}?" if better else f"; {_here()}"
     if not path.is_dir():
         return f"is a file; give the folder of a checkpoint{meant}"

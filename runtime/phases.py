@@ -4,7 +4,7 @@
         for batch in batches:
             tick(loss=f"{learn(batch):.2f}")
 
-    step 12/60, 41 min left: rollout: 20/64 episodes, success 41%, 25 s left
+    step 12/60, 41 min left: rollout: 20/64 episodes, solved 14, 25 s left
 
 A bar goes to stderr, where that is a terminal; a line goes to stdout, as the table of steps does,
 unless both are one: `train.py > log` has bar and lines, `train.py 2>&1 | tee log` has lines. A
@@ -75,7 +75,7 @@ class Phase:
         self.bar: Any = None
 
     def tick(self, done: float = 1.0, **figures: str) -> None:
-        """`done` more of the total is done; `figures` say how it goes, as success="41%"."""
+        """`done` more of the total is done; `figures` say how it goes, as loss="0.21"."""
         self.done += done
         self.figures = self.figures | figures  # another dict: the thread may be reading this one
         if self.bar is not None:
@@ -169,12 +169,13 @@ class Ended(Protocol):
 @contextlib.contextmanager
 def playing(label: str, total: int) -> Iterator[Callable[[Ended], None]]:
     """A phase of `total` episodes; to be called with each one that ended."""
-    solved = []
+    solved = 0
     with phase(label, total, "episodes") as tick:
 
         def on_end(episode: Ended) -> None:
-            solved.append(episode.success)
-            tick(success=f"{sum(solved) / len(solved):.0%}")
+            nonlocal solved
+            solved += episode.success
+            tick(solved=f"{solved}")  # no share: those that are solved end first
 
         yield on_end
 

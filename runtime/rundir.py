@@ -22,6 +22,7 @@ import fcntl
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from config import Config, Misuse
 from envs import env_name
 from runtime import distributed, files
 from runtime.checks import check_run_dir
+from runtime.find_model import best_checkpoint
 from trajectory import RolloutHandler
 
 PACKAGES = (
@@ -71,8 +73,7 @@ class Run:
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
-        run_dir = shlex.quote(str(self.path))
-        return f"{shlex.quote(sys.executable)} train.py --resume --run-dir {run_dir}"
+        return f"{python()} train.py --resume --run-dir {shlex.quote(str(self.path))}"
 
     def discard(self) -> None:
         """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
@@ -87,9 +88,24 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The checkpoint with the best held-out success; without an evaluation the newest."""
-        link = self.path / "checkpoints" / "best"
-        return link if link.exists() else sorted(self.path.glob("checkpoints/step_*"))[-1]
+        """The checkpoint with the best held-out success; without an evaluation the newest.
+
+        Raises: FileNotFoundError: there is none.
+        """
+        found = best_checkpoint(self.path)
+        if found is None:
+            raise FileNotFoundError(f"{self.path} holds no checkpoint")
+        return found
+
+
+def python() -> str:
+    """This Python as a command from here, with the path to worlds outside the project's folder."""
+    here, program = Path.cwd(), Path(sys.executable)
+    words = str(program.relative_to(here) if program.is_relative_to(here) else program)
+    if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
+        words = "python"
+    path = os.environ.get("PYTHONPATH")
+    return f"PYTHONPATH={shlex.quote(path)} {words}" if path else shlex.quote(words)
 
 
 def open_run(config: Config) -> Run:

@@ -137,3 +137,13 @@ def check_unchanged(given: Config, saved: Config) -> None:
             f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
             "or start a new run"
         )
+
+
+def check_goes_on(config: Config) -> None:
+    """Raise Misuse for a --steps that a resumed run has left behind."""
+    folders = Path(config.run_dir or "").glob("checkpoints/step_*")
+    done = max((int(folder.name.removeprefix("step_")) for folder in folders), default=0)
+    if config.steps < done:
+        raise Misuse(
+            f"--steps {config.steps}: {done} steps of this run are done; give {done} or more"
+        )

@@ -84,7 +84,7 @@ def test_an_episode_that_ended_shows_the_success_so_far(clock, capsys):
     with playing("rollout", 4) as on_end:
         for success in (True, False, False):
             on_end(Episode(success))
-        assert phases._line.open[0].line().startswith("rollout: 3/4 episodes, success 33%")
+        assert phases._line.open[0].line().startswith("rollout: 3/4 episodes, solved 1")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import train
 from config import Config, Misuse, complete, with_preset
 from envs import id_lists
 from runtime.cli import starting_from, training_options
-from runtime.saved import OF_ONE_RUN, as_kept, options_from, saved_config
+from runtime.saved import OF_ONE_RUN, as_kept, check_goes_on, options_from, saved_config
 
 
 def keep(folder, config):
@@ -193,3 +193,12 @@ def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, 
         with pytest.raises(Misuse, match="enough"):
             train.train(Config(tasks="ids.json", run_dir="run", resume=resume))
     assert [config.tasks for config in seen] == [f"{here}/ids.json", "ids.json"]
+
+
+def test_a_run_is_not_told_to_end_before_where_it_is(tmp_path):
+    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
+    config = replace(Config(), run_dir=str(tmp_path), resume=True)
+    for steps in (10, 11):
+        check_goes_on(replace(config, steps=steps))
+    with pytest.raises(Misuse, match="--steps 9: 10 steps of this run are done; give 10 or more"):
+        check_goes_on(replace(config, steps=9))

@@ -365,7 +365,8 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
         )
         install(environment, chosen)
         environment.write_record({chosen.name: chosen.fingerprint(environment.root)})
-        print(f"setup: done in {time.monotonic() - started:.0f} s", flush=True)
+        took = f"{time.monotonic() - started:.0f} s"
+        print(f"setup: done in {took}; to use it here: . .venv/bin/activate", flush=True)
     install_extras(environment, chosen, env)
 
 

@@ -1,0 +1,56 @@
+"""evaluate.py --run: a run of train.py is measured as it measures itself."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from config import Config, complete
+from reporting.evalconfig import as_in_run, evaluation_options
+
+
+def a_run(folder, **options):
+    """What a run leaves that an evaluation asks for."""
+    config = complete(replace(Config(), env="textcraft", model="tiny", rounds=(3, 5), **options))
+    (folder / "checkpoints" / "step_000002").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000004").mkdir()
+    (folder / "config.json").write_text(json.dumps({"config": asdict(config)}))
+    return config
+
+
+def test_a_run_is_measured_as_it_measures_itself(tmp_path):
+    config = a_run(tmp_path, prompt='[{"role": "system", "content": "Craft."}]')
+    own = as_in_run(str(tmp_path), set())
+    assert own.model.endswith("checkpoints/step_000004") and own.max_rounds == (5,)
+    assert (own.env, own.prompt, own.tasks) == ("textcraft", config.prompt, "family_test")
+    assert own.subtasks == ("depth 1",)
+    for name in ("max_tokens_per_turn", "max_trajectory_tokens", "temperature", "engine"):
+        assert getattr(own, name) == getattr(config, name)
+    (tmp_path / "checkpoints" / "best").symlink_to("step_000002")
+    assert as_in_run(str(tmp_path), set()).model.endswith("checkpoints/best")
+
+
+def test_a_run_without_held_out_tasks_is_measured_on_those_it_trains_on(tmp_path):
+    a_run(tmp_path, eval_every=0, eval_tasks=None, tasks="family_train", subtasks=("depth 2",))
+    own = as_in_run(str(tmp_path), set())
+    assert (own.tasks, own.subtasks) == ("family_train", ("depth 2",))
+
+
+def test_what_is_given_beside_a_run_wins(tmp_path, monkeypatch):
+    a_run(tmp_path)
+    monkeypatch.setattr("reporting.evalconfig.check_model", lambda *_: None)
+    monkeypatch.setattr("reporting.evalconfig.check_length", lambda *_: None)
+    words = ["--run", str(tmp_path), "--split", "test", "--max-rounds", "7", "9"]
+    config = evaluation_options(words, "evaluate.py")
+    assert (config.tasks, config.split, config.subtasks) == (None, "test", ())
+    assert config.max_rounds == (7, 9) and config.max_tokens_per_turn == 80
+
+
+def test_a_folder_that_is_no_run_or_has_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--run \S+ holds no run"):
+        as_in_run(str(tmp_path), set())
+    a_run(tmp_path)
+    for folder in (tmp_path / "checkpoints").iterdir():
+        folder.rmdir()
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        as_in_run(str(tmp_path), set())
