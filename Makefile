@@ -35,7 +35,7 @@ train: setup  ## train on ENV with defaults that fit this machine
 demo: setup  ## see it learn, in some three minutes: a tiny model that comes with the project
 	$(RUN) train.py --config recipes/demo.json $(ARGS)
 
-test: lint  ## lint, types and the tests of every part, in minutes
+test: lint  ## lint, types and the tests of every part, in ten minutes
 	$(RUN) -m pytest -q -m "not slow and not long" $(ARGS)
 
 test-long: setup  ## what CI runs beside them: real samplers, learning curves, runs that are killed

@@ -238,7 +238,7 @@ def where_to_look(run: Run) -> str:
     """The last words of a run: how it began and ended, and what lies where."""
     played = sorted(run.path.glob("trajectories/step_*.jsonl"))[-1:]
     lines = {
-        "solved": first_and_last(read_log(run.path / "metrics.jsonl")),
+        "mean return": first_and_last(read_log(run.path / "metrics.jsonl")),
         "the curve": run.path / "reward.png",
         "what it did": played[0] if played else None,
         "every number": run.path / "metrics.jsonl",
@@ -249,19 +249,17 @@ def where_to_look(run: Run) -> str:
 
 
 def first_and_last(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Success in training at both ends of a run; None where one step tells.
+    """The mean return at both ends of a run; None where one step tells.
 
-    >>> first_and_last([{"train/success_rate": share} for share in (0.25, 0.5, 0.75, 0.75)])
-    '38% of the episodes in the first 2 steps, 75% in the last 2'
+    >>> first_and_last([{"train/return_mean": mean} for mean in (0.25, 0.5, 0.75, 0.75)])
+    '0.375 in the first 2 steps, 0.750 in the last 2'
     """
-    shares = [
-        row["train/success_rate"] for row in rows if row.get("train/success_rate") is not None
-    ]
-    count = min(5, len(shares) // 2)
+    means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
+    count = min(5, len(means) // 2)
     if not count:
         return None
-    first, last = (sum(part) / count for part in (shares[:count], shares[-count:]))
-    return f"{first:.0%} of the episodes in the first {count} steps, {last:.0%} in the last {count}"
+    first, last = (sum(part) / count for part in (means[:count], means[-count:]))
+    return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count}"
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
