@@ -126,11 +126,18 @@ def write_id_lists(
 
 
 def play(env: Any, task_index: int, seed: int) -> None:
-    """An episode in the terminal; an empty line asks the oracle."""
+    """An episode in the terminal; an empty line asks the oracle, ? what can be done."""
+    print(
+        f"{env.PROMPT[-1]['content']}\n\n(An empty line lets the oracle play, ? lists what can be"
+    )
+    print("done now, Ctrl-D ends. The word Action: is not needed.)\n")
     print(env.reset(task_index, seed))
     ended, total = False, 0.0
     while not ended:
         action = input("> ").strip()
+        if action == "?":
+            print("\n".join(env.available_actions()))
+            continue
         if not action:
             thought, action = env.oracle()
             print(f"{thought}\n> {action}")

@@ -11,13 +11,6 @@ after which the oracle plans anew from where things are. Who imitates that errs 
 the task and wastes turns, so that the shorter the horizon, the more it fails. The turns say nothing
 but the action, which makes them three times shorter than with a thought.
 
-A small model that sees the same few hundred items over and over learns them by rote, and cannot
-play what it has not seen. So --rename swaps the items' names in each demonstration, at random and
-throughout, between all items that the game has: what a thing is made of then stands in the list of
-commands alone, and the model has to learn to read it there.
-
-    craft 2 packed ice using 3 blaze powder            was: craft 4 stick using 2 bamboo
-
     python recipes/careless.py --out demos.json        9,000 demonstrations, seconds; and how well
                                                        the teacher itself does, in a table
 
@@ -30,7 +23,6 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 
 from envs import Task, load_tasks  # noqa: E402
 from envs.textcraft.env import TextCraft  # noqa: E402
-from envs.textcraft.recipes import recipe_book, spoken  # noqa: E402
 from recipes.common import markdown, write_json  # noqa: E402
 from trajectory import NAMES, Conversation  # noqa: E402
 
@@ -96,48 +87,6 @@ def play(
     return {"item_id": f"textcraft_{task_index}", "conversations": turns}, solved
 
 
-# ------------------------------------------------------------------------------------- other names
-
-
-@cache
-def renamable() -> tuple[str, ...]:
-    """Names of items, but for the kinds that some recipe asks for (planks, wool) and their members:
-    which planks there are is nowhere in the text."""
-    book = recipe_book()
-    asked_for = book.groups.keys() & book.uses.keys()
-    kept = {*asked_for, *(i for i, kind in book.group_of.items() if kind in asked_for)}
-    return tuple(sorted(spoken(item) for item in book.items - kept))
-
-
-@cache
-def _mention() -> re.Pattern[str]:
-    """Any of them in a text, the longest there; after "minecraft:" with an underscore per space."""
-    longest_first = sorted(renamable(), key=len, reverse=True)
-    return re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
-
-
-def renamed(record: Conversation, rng: random.Random) -> Conversation:
-    """The episode in a world where items have swapped names; the prompt stays."""
-    names = list(renamable())
-    rng.shuffle(names)
-    name_of = dict(zip(renamable(), names, strict=True))
-
-    def rename(text: str) -> str:
-        return _mention().sub(lambda match: name_of[match[0]], text)
-
-    def retell(turn: dict[str, Any]) -> dict[str, Any]:
-        if turn["from"] not in ("human", "gpt"):
-            return turn
-        made, held, item = turn["value"].partition("minecraft:")
-        told = rename(made) + held + rename(spoken(item)).replace(" ", "_")
-        return turn | {"value": told if held else rename(turn["value"])}
-
-    return record | {"conversations": [retell(turn) for turn in record["conversations"]]}
-
-
-# ------------------------------------------------------------------------------------ many episodes
-
-
 def demonstrate(
     tasks: Sequence[Task], count: int, error: float, seed: int
 ) -> tuple[list[Conversation], dict[str, list[int]]]:
@@ -183,7 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="AgentTraj file to write")
     parser.add_argument("--count", type=int, default=9_000, help="demonstrations")
     parser.add_argument("--error", type=float, default=ERROR, help="share of wrong moves, 0 to 1")
-    parser.add_argument("--rename", action="store_true", help="swap items' names, anew in each")
     parser.add_argument("--tasks", default=None, help="id list (default: the training split)")
     parser.add_argument("--subtasks", nargs="*", default=(), help="these alone")
     parser.add_argument("--seed", type=int, default=0)
@@ -193,9 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = None if options.tasks else "train"
     tasks = load_tasks("textcraft", split, options.tasks, tuple(options.subtasks))
     records, turns = demonstrate(tasks, options.count, options.error, options.seed)
-    if options.rename:
-        rng = random.Random(options.seed)
-        records = [renamed(record, rng) for record in records]
     write_json(options.out, records)
     print(f"{table(turns)}\n\nwrote {options.out}: {len(records)} demonstrations")
     return 0

@@ -19,30 +19,22 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from envs import load_tasks  # noqa: E402
 from recipes.common import Result, difference, mean_over_seeds, percent  # noqa: E402
+from recipes.laboratory import tier_of  # noqa: E402
 from reporting.scoring import bootstrap  # noqa: E402
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
 T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}  # 97.5 %
-DEPTHS = ("depth 1", "depth 2", "depth 3")
 
 
 # ------------------------------------------------------------------------------------ reading a run
-
-
-@cache
-def depth_of() -> Mapping[str, str]:
-    """task_id -> its sub-task, of the goals that are held out."""
-    return {t.task_id: t.subtask for t in load_tasks("textcraft", None, "family_test")}
 
 
 def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
@@ -97,8 +89,8 @@ def common_budget(results: Sequence[Result], unit: str) -> float:
 # ---------------------------------------------------------------------------------- goals and seeds
 
 
-def of_depth(found: Shares, depth: str | None) -> Shares:
-    return {i: v for i, v in found.items() if depth is None or depth_of().get(i) == depth}
+def of_tier(found: Shares, tier: str | None) -> Shares:
+    return {i: v for i, v in found.items() if tier is None or tier_of(i) == tier}
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -123,9 +115,9 @@ def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
     return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
 
 
-def cell(results: Sequence[Result], reading: Reading, depth: str | None = None) -> str:
+def cell(results: Sequence[Result], reading: Reading, tier: str | None = None) -> str:
     """`53.1 [48.2, 58.0]`: mean over goals and seeds, interval over goals."""
-    found = [of_depth(reading(result), depth) for result in results]
+    found = [of_tier(reading(result), tier) for result in results]
     return percent(bootstrap(list(mean_over_seeds(found).values())))
 
 

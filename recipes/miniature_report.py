@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 
 from recipes.common import Result, markdown, mean_over_seeds, percent  # noqa: E402
 from recipes.evidence import (  # noqa: E402
-    DEPTHS,
     Reading,
     Shares,
     at,
@@ -22,7 +21,7 @@ from recipes.evidence import (  # noqa: E402
     common_budget,
     compare,
     end,
-    of_depth,
+    of_tier,
     seeds_cell,
     shares,
     smallest_effect,
@@ -30,6 +29,7 @@ from recipes.evidence import (  # noqa: E402
     spread,
     start,
 )
+from recipes.laboratory import TIERS  # noqa: E402
 from recipes.miniature_plan import (  # noqa: E402
     ESTIMATORS,
     FIGURES,
@@ -58,12 +58,12 @@ def horizons(runs: Runs) -> list[str]:
         reading = at(budget, unit)
         rows = [
             (name, len(runs[name]), cell(runs[name], reading), seeds_cell(runs[name], reading))
-            + tuple(cell(runs[name], reading, depth) for depth in DEPTHS)
+            + tuple(cell(runs[name], reading, tier) for tier in TIERS)
             for name in arms
         ]
-        lines += [f"Held-out goals solved in 16 turns, %, after {budget:,.0f} {unit}:", ""]
-        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(DEPTHS)
-        rows.insert(0, ("start", "", cell(every, start), "") + by_depth(every, start))
+        lines += [f"Held-out goals solved in 24 turns, %, after {budget:,.0f} {unit}:", ""]
+        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(TIERS)
+        rows.insert(0, ("start", "", cell(every, start), "") + by_tier(every, start))
         lines += [*markdown(titles, rows), ""]
         for name in arms:
             if name != "stepwise" and "stepwise" in arms:
@@ -76,8 +76,8 @@ def horizons(runs: Runs) -> list[str]:
     return lines
 
 
-def by_depth(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
-    return tuple(cell(results, reading, depth) for depth in DEPTHS)
+def by_tier(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
+    return tuple(cell(results, reading, tier) for tier in TIERS)
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
@@ -107,9 +107,9 @@ def plain(names: Sequence[str], against: str = "") -> Callable[[Runs], list[str]
             rows.append(
                 (name, " ".join(str(r["seed"]) for r in runs[name]), f"{minutes:.1f}")
                 + (cell(runs[name], start), cell(runs[name], end), seeds_cell(runs[name], end))
-                + by_depth(runs[name], end)
+                + by_tier(runs[name], end)
             )
-        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(DEPTHS)
+        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(TIERS)
         lines = markdown(titles, rows)
         for name in arms:
             told = compare(runs[name], runs[name], end, start)
@@ -141,7 +141,7 @@ def noise(runs: Runs) -> list[str]:
 def compute(runs: Runs) -> list[str]:
     """What more turns and more samples buy: the start, and the ends of two arms."""
     lines: list[str] = []
-    within, samples = (2, 4, 6, 8, 12, 16), (1, 2, 3, 4)
+    within, samples = (2, 4, 6, 8, 12, 16, 24), (1, 2)
     parts = [("start", runs["long"], 0)]
     parts += [(name, runs[name], -1) for name in ("imitation", "long") if runs.get(name)]
     rows, more = [], []
@@ -175,32 +175,32 @@ def passes(evaluation: Mapping[str, Any], k: int) -> Shares:
 def curves(
     path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: bool
 ) -> None:
-    """Held-out success over what was spent, seeds pooled by goal; by depth where `panels`."""
-    depths: tuple[str | None, ...] = (None, *DEPTHS) if panels else (None,)
+    """Held-out success over what was spent, seeds pooled by goal; `panels`: by kind of goal."""
+    tiers: tuple[str | None, ...] = (None, *TIERS) if panels else (None,)
     size = (9.5, 6.5) if panels else (7.5, 4.5)
     shape = {"nrows": 2, "ncols": 2, "sharex": True} if panels else {}
     colors = dict(zip(names, PALETTE, strict=False))
     with figure(path, size, **shape) as (_, axes):
-        for axis, depth in zip(axes.flat if panels else [axes], depths, strict=True):
+        for axis, tier in zip(axes.flat if panels else [axes], tiers, strict=True):
             for name in names:
                 if runs.get(name):
-                    band(axis, pooled(runs[name], unit, depth), colors[name], name, scale=100)
-            axis.set_title(depth or "all held-out goals")
-            axis.set(ylabel="solved in 16 turns, %")
+                    band(axis, pooled(runs[name], unit, tier), colors[name], name, scale=100)
+            axis.set_title(tier or "all held-out goals")
+            axis.set(ylabel="solved in 24 turns, %")
         for axis in axes[1] if panels else [axes]:
             axis.set(xlabel=label)
         (axes.flat[0] if panels else axes).legend(loc="best")
 
 
 def pooled(
-    results: Sequence[Result], unit: str, depth: str | None
+    results: Sequence[Result], unit: str, tier: str | None
 ) -> list[tuple[float, dict[str, Any]]]:
     """(mean spent, estimate over goals) at each evaluation that all seeds have."""
     steps = set.intersection(*({e["step"] for e in r["held_out"]} for r in results))
     points = []
     for step in sorted(steps):
         found = [shares(e) for r in results for e in r["held_out"] if e["step"] == step]
-        goals = mean_over_seeds([of_depth(f, depth) for f in found])
+        goals = mean_over_seeds([of_tier(f, tier) for f in found])
         spent = statistics.fmean(spent_at(r, step, unit) for r in results)
         points.append((spent, bootstrap(list(goals.values()))))
     return points
@@ -214,7 +214,7 @@ def plot_compute(path: Path, runs: Runs) -> None:
     with figure(path, (9.5, 4.0), ncols=2, sharey=True) as (_, (left, right)):
         for name, results, place, color in parts:
             evaluations = [r["held_out"][place] for r in results]
-            for axis, xs, of in ((left, range(1, 17), shares), (right, range(1, 5), passes)):
+            for axis, xs, of in ((left, range(1, 25), shares), (right, range(1, 5), passes)):
                 points = [
                     (x, bootstrap(list(mean_over_seeds([of(e, x) for e in evaluations]).values())))
                     for x in xs

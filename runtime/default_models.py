@@ -14,7 +14,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,26 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """A small Qwen2, random weights from a fixed seed, and a BPE tokenizer of TextCraft words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
+    """The model `tiny`: its tokenizer knows TextCraft's words."""
     from envs import get_env
 
     env = get_env("textcraft")()
     corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
+    build_small(folder, corpus, SHAPES["tiny"]["vocab_size"])
+
+
+def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
+    """A small Qwen2 of random weights, from a fixed seed, and a BPE tokenizer of these texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=SHAPES["tiny"]["vocab_size"],
+        vocab_size=vocabulary,
         special_tokens=special,
         initial_alphabet=alphabet,
         show_progress=False,
@@ -148,7 +153,7 @@ def build_tiny(folder: Path) -> None:
         chat_template=CHATML,
     )
     config = Qwen2Config(
-        **SHAPES["tiny"],
+        **(SHAPES["tiny"] | {"vocab_size": vocabulary}),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -39,6 +39,7 @@ def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
         low, high = (100 * run["after"]["overall"]["avg"][n] for n in ("low", "high"))
         said = f"from {before:.1f} to {after:.1f} % [{low:.1f}, {high:.1f}]"
         assert f"seed {run['seed']} went {said}" in page or f"seed {run['seed']} {said}" in page
+    assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
 
 
 @pytest.mark.long

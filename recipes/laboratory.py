@@ -1,0 +1,172 @@
+"""A laboratory for experiments in RL: a world, a teacher and a model so small that a run takes
+minutes, and goals without end, so that what is held out is truly new.
+
+World      13 levels of BabyAI, whose words are few, so that a small model generalizes to new mazes.
+           What the oracle needs on them, in turns, makes three kinds of goals:
+
+               near     1 to 3     go to, pick up or open something in the room
+               middle   3 to 10    doors in order, put next to, a key in a box
+               far      8 to 16    unlock a door with a key that lies elsewhere, or behind another
+
+           Level seeds 0 to 39 are trained on, 40 to 49 held out, 100 to 999 the teacher's.
+Teacher    the oracle, but three moves in ten are any of the available ones. Who imitates it errs as
+           often, wastes turns, and fails the more, the shorter the horizon.
+Model      3M parameters from random weights, its tokenizer made of the world's words (one token
+           each): 12,000 episodes of the teacher are imitated once. It comes with the project as
+           recipes/starts/tiny-babyai, 6 MB, and writes nothing but the action.
+
+    python recipes/laboratory.py --out runs/tiny-babyai         makes it again: an hour on one core
+    python recipes/laboratory.py --write-ids                    the id lists in recipes/laboratory/
+
+Read next: miniature.py, which experiments in it.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
+from recipes.common import markdown, read_json, run, write_json  # noqa: E402
+from trajectory import NAMES, Conversation  # noqa: E402
+
+FOLDER = ROOT / "recipes" / "laboratory"
+PROMPT_FILE = FOLDER / "prompt.json"
+START = ROOT / "recipes" / "starts" / "tiny-babyai"
+TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}
+SHARES = {"near": 0.35, "middle": 0.4, "far": 0.25}  # of the teacher's episodes
+SEEDS = {"train": range(40), "held_out": range(40, 50)}
+TEACHER_SEEDS = range(100, 1000)
+ERROR = 0.3
+MAX_TURNS = 32  # of an episode that is shown
+VOCABULARY = 512
+
+
+def tier_of(task_id: str) -> str:
+    """
+    >>> tier_of("babyai_26"), tier_of("babyai_40")
+    ('far', 'near')
+    """
+    number, _ = level_and_seed(int(task_id.rpartition("_")[2]))
+    return next(tier for tier, numbers in TIERS.items() if number in numbers)
+
+
+def goals(seeds: Sequence[int]) -> list[int]:
+    """Task indices of all levels, seed by seed."""
+    numbers = [number for levels in TIERS.values() for number in levels]
+    return [task_index_of(number, seed) for seed in seeds for number in numbers]
+
+
+# ------------------------------------------------------------------------------------- the teacher
+
+
+def show(
+    world: Any, task_index: int, rng: random.Random, error: float = ERROR, turns: int = MAX_TURNS
+) -> tuple[Conversation, bool]:
+    """One episode of the teacher as an AgentTraj conversation, and whether it was solved."""
+    observation, solved = world.reset(task_index), False
+    told: list[dict[str, Any]] = [
+        {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in read_prompt()
+    ]
+    for _ in range(turns):
+        wrong = rng.random() < error
+        action = rng.choice(world.available_actions()) if wrong else world.oracle()[1]
+        told.append({"from": "human", "loss": None, "value": observation})
+        told.append({"from": "gpt", "loss": True, "value": f"Action: {action}"})
+        observation, _, terminated, truncated, info = world.step(action)
+        if terminated or truncated:
+            solved = info["success"]
+            break
+    return {"item_id": f"babyai_{task_index}", "conversations": told}, solved
+
+
+def read_prompt() -> list[dict[str, str]]:
+    found: list[dict[str, str]] = read_json(PROMPT_FILE)
+    return found
+
+
+def demonstrate(count: int, seed: int = 0) -> tuple[list[Conversation], str]:
+    """`count` solved episodes on the teacher's own seeds, and a table of all that it played."""
+    from envs.babyai.env import BabyAI
+
+    rng, world = random.Random(seed), BabyAI()
+    shown: list[Conversation] = []
+    tried: Counter[str] = Counter()
+    turns: dict[str, list[int]] = {tier: [] for tier in TIERS}
+    while len(shown) < count:
+        (tier,) = rng.choices(list(SHARES), list(SHARES.values()))
+        index = task_index_of(rng.choice(TIERS[tier]), rng.choice(TEACHER_SEEDS))
+        tried[tier] += 1
+        try:
+            record, solved = show(world, index, rng)
+        except RuntimeError:  # the oracle is lost
+            continue
+        if solved:
+            shown.append(record)
+            turns[tier].append(sum(t["from"] == "gpt" for t in record["conversations"]))
+    rows = [
+        (tier, tried[tier])
+        + tuple(
+            f"{100 * sum(n <= most for n in turns[tier]) / tried[tier]:.1f}" for most in BUDGETS
+        )
+        for tier in TIERS
+    ]
+    return shown, "\n".join(markdown(TITLES, rows))
+
+
+BUDGETS = (4, 8, 16, 32)
+TITLES = "goals | episodes | " + " | ".join(f"solved in {n} turns, %" for n in BUDGETS)
+
+
+# --------------------------------------------------------------------------------------- the start
+
+
+def make_start(out: Path, count: int) -> None:
+    """The teacher's episodes, a tokenizer of their words, random weights, imitation."""
+    from runtime.default_models import build_small
+
+    out.mkdir(parents=True, exist_ok=True)
+    records, table = demonstrate(count)
+    print(table, flush=True)
+    write_json(out / "demonstrations.json", records)
+    texts = [turn["value"] for record in records[:2000] for turn in record["conversations"]]
+    build_small(out / "random", [*texts, *(f"{role}\n" for role in NAMES)], VOCABULARY)
+    command = [sys.executable, "sft.py", "--model", str(out / "random"), "--epochs", "1"]
+    command += ["--data", str(out / "demonstrations.json"), "--batch-size", "16"]
+    command += ["--learning-rate", "1.5e-3", "--max-trajectory-tokens", "2400"]
+    run([*command, "--out", str(out / "start")])
+    shutil.rmtree(out / "random")
+
+
+def write_ids() -> None:
+    for name, seeds in SEEDS.items():
+        rows = [json.dumps({"item_id": f"babyai_{index}"}) for index in goals(seeds)]
+        (FOLDER / f"{name}.json").write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+        print(f"{FOLDER / name}.json: {len(rows)} tasks")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder to make the start in")
+    parser.add_argument("--count", type=int, default=12_000, help="episodes that are imitated")
+    parser.add_argument("--write-ids", action="store_true")
+    options = parser.parse_args(argv)
+    if options.write_ids:
+        write_ids()
+    elif options.out:
+        make_start(options.out, options.count)
+    else:
+        parser.error("give --out or --write-ids")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

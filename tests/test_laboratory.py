@@ -1,0 +1,62 @@
+"""The laboratory: its goals, its teacher, and that its start is what its command makes."""
+
+import json
+import random
+
+import pytest
+
+from envs import load_tasks
+from recipes import laboratory
+from recipes.laboratory import FOLDER, SEEDS, TEACHER_SEEDS, TIERS
+
+
+def test_what_is_held_out_is_neither_trained_on_nor_shown():
+    lists = {
+        n: {t.task_id for t in load_tasks("babyai", None, str(FOLDER / f"{n}.json"))} for n in SEEDS
+    }
+    assert not lists["train"] & lists["held_out"]
+    assert not {*SEEDS["train"], *SEEDS["held_out"]} & set(TEACHER_SEEDS)
+    assert (len(lists["train"]), len(lists["held_out"])) == (40 * 13, 10 * 13)
+    for name, seeds in SEEDS.items():
+        assert lists[name] == {f"babyai_{index}" for index in laboratory.goals(seeds)}
+
+
+def test_every_goal_is_of_one_kind():
+    kinds = [laboratory.tier_of(f"babyai_{index}") for index in laboratory.goals([0])]
+    assert {kind: kinds.count(kind) for kind in TIERS} == {k: len(v) for k, v in TIERS.items()}
+
+
+@pytest.fixture
+def world():
+    pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+    from envs.babyai.env import BabyAI
+
+    return BabyAI()
+
+
+def actions(record):
+    return [t["value"] for t in record["conversations"] if t["from"] == "gpt"]
+
+
+def test_without_errors_the_teacher_is_the_oracle_and_with_them_it_takes_longer(world):
+    index = laboratory.goals([100])[6]
+    perfect, solved = laboratory.show(world, index, random.Random(0), error=0.0)
+    world.reset(index)
+    for text in actions(perfect):
+        assert text == f"Action: {world.oracle()[1]}"
+        *_, ended, _, info = world.step(world.parse(text))
+    assert solved and ended and info["success"]
+    careless = [laboratory.show(world, index, random.Random(seed))[0] for seed in range(10)]
+    turns = [len(actions(record)) for record in careless]
+    assert sum(turns) / 10 > len(actions(perfect))
+    cut, solved = laboratory.show(world, index, random.Random(0), turns=1)
+    assert len(actions(cut)) == 1 and not solved
+
+
+def test_far_goals_take_the_teacher_longest(world):
+    records, table = laboratory.demonstrate(30, seed=1)
+    assert records == laboratory.demonstrate(30, seed=1)[0]
+    assert len(records) == 30
+    within = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in table.splitlines()}
+    assert float(within["near"][2]) > float(within["middle"][2]) >= float(within["far"][2])
+    assert all(json.dumps(record["conversations"][0]).count("Reach the goal") for record in records)
