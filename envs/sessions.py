@@ -117,7 +117,7 @@ class Sessions:
             raise ApiError(
                 500,
                 f"the environment failed: {type(error).__name__}: {error}",
-                "the traceback is in the server's log; the session may be reset or closed",
+                "the traceback is in the server's output; the session may be reset or closed",
             ) from error
 
     async def create(self) -> Session:
@@ -174,6 +174,39 @@ class Sessions:
             if session.last_used < limit and not session.lock.locked():
                 with contextlib.suppress(ApiError):  # logged by call(); it is out of the table
                     await self.close(session.session_id)
+
+
+TURN: tuple[tuple[str, Any], ...] = (
+    ("observation", str),
+    ("reward", (int, float)),
+    ("terminated", bool),
+    ("truncated", bool),
+    ("info", dict),
+)
+
+
+def problem_of(outcome: Any) -> str | None:
+    """What is wrong with what a world's reset or step has returned.
+
+    >>> problem_of((42, 0.0, False, False, {}))
+    'gives observation as int, not as str'
+    >>> problem_of(("You see a door.", 0.0, False, {}))
+    'returns 4 things from step, not observation, reward, terminated, truncated, info'
+    """
+    names = [name for name, _ in TURN]
+    if not isinstance(outcome, tuple) or len(outcome) != len(names):
+        count = f"{len(outcome)} things" if isinstance(outcome, tuple) else "one thing"
+        return f"returns {count} from step, not {', '.join(names)}"
+    for value, (name, expected) in zip(outcome, TURN, strict=True):
+        if not isinstance(value, expected) and not is_number_like(value, expected):
+            wanted = expected.__name__ if isinstance(expected, type) else "a number"
+            return f"gives {name} as {type(value).__name__}, not as {wanted}"
+    return None
+
+
+def is_number_like(value: Any, expected: Any) -> bool:
+    """numpy's numbers and truth values, which many worlds compute with."""
+    return expected is not str and expected is not dict and hasattr(value, "item")
 
 
 class Episodes:
@@ -245,6 +278,10 @@ class Episodes:
             )
 
     def _set_turn(self, session: Session, outcome: tuple) -> dict:
+        if problem := problem_of(outcome):
+            session.has_episode = False
+            what = f"the environment failed: {self.env_class.__name__} {problem}"
+            raise ApiError(500, what, "tutorials/05 has what reset and step return")
         observation, reward, terminated, truncated, info = outcome
         session.turn = {
             "observation": observation,

@@ -662,3 +662,26 @@ def test_a_server_for_other_machines_answers_to_any_name_and_to_no_page():
     with TestClient(create_app("textcraft"), base_url="http://node7:36005") as client:
         assert client.post("/create", json={}).status_code == 200
         assert client.get("/health", headers={"Origin": "http://node7"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ((42, 0.0, False, False, {}), "Wrong gives observation as int, not as str"),
+        (("seen", "1", False, False, {}), "Wrong gives reward as str, not as a number"),
+        (("seen", 0.0, False, {}), "Wrong returns 4 things from step, not observation, reward"),
+        ("seen", "Wrong returns one thing from step"),
+    ],
+)
+def test_a_world_that_returns_something_else_is_told_what(turn, told):
+    class Wrong(SlowWorld):
+        def step(self, action):
+            return turn
+
+    with TestClient(create_app("slow", env_class=Wrong, first_id=0)) as client:
+        session_id = start(client)
+        answer = client.post("/step", json={"id": session_id, "action": "go"})
+        assert_error(answer, 500, told, "tutorials/05")
+        assert_error(
+            client.post("/step", json={"id": session_id, "action": "go"}), 409, "no episode"
+        )
