@@ -51,9 +51,9 @@ def pilot(algorithm: str, rate: float) -> str:
 
 ARMS: dict[str, Arm] = {
     "long": Arm(seeds=(0, 1, 2, 3, 4)),
-    "short": Arm(("--rounds", "6"), steps=100),
+    "short": Arm(("--rounds", "4"), steps=100),
     "stepwise": Arm(
-        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "6", "12", "24")
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "12", "24")
         + ("--steps-scaling-inter", "20"),
         steps=60,
     ),
