@@ -7,7 +7,9 @@ import pytest
 
 from envs import load_tasks
 from recipes import laboratory
+from recipes.common import read_json
 from recipes.laboratory import FOLDER, SEEDS, TEACHER_SEEDS, TIERS
+from runtime.starts import hash_of
 
 
 def test_what_is_held_out_is_neither_trained_on_nor_shown():
@@ -60,3 +62,11 @@ def test_far_goals_take_the_teacher_longest(world):
     within = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in table.splitlines()}
     assert float(within["near"][2]) > float(within["middle"][2]) >= float(within["far"][2])
     assert all(json.dumps(record["conversations"][0]).count("Reach the goal") for record in records)
+
+
+@pytest.mark.long  # two minutes of play
+def test_the_start_was_made_by_the_command_beside_it(world):
+    about = read_json(laboratory.START / "sft.json")
+    records, _ = laboratory.demonstrate(4_000)
+    assert about["records"] == hash_of(records)
+    assert about["settings"]["batch_size"] == 16 and about["settings"]["epochs"] == 1
