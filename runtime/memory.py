@@ -35,6 +35,7 @@ BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, 
 SAMPLER_SHARE = 0.5  # of the card: VLLMEngine's gpu_memory_utilization; it sleeps in the update
 MARGIN = 1.05  # an allocator's losses, fragmentation above all
 CPU_CACHE_AT_MOST = 2 * GIB  # of keys and values
+SMALL_CACHE = GIB // 2  # what a small model may fill
 SEQUENCES = 64  # that vLLM runs side by side in this process
 POLICY_SHARE = 0.3  # of a trajectory's tokens, sampled ones
 # (LoRA?, several devices?) -> bytes a token that a layer keeps: this many times H, and A·D. Frozen
@@ -171,10 +172,12 @@ def cache_bytes(shape: Shape, tokens: int) -> int:
 
 
 def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
-    """Keys and values that the sampler gets on a CPU: a quarter of what its sequences could fill.
+    """Keys and values that the sampler gets on a CPU: a quarter of what its sequences could fill,
+    or, of a small model, what twice as many could.
 
     Openings are kept once for a group and most trajectories end early; where that is not enough,
-    vLLM lets some wait.
+    vLLM lets some wait. Those that wait for their worlds are in no sequence, and yet what they have
+    said should stay: else every turn reads its whole history again.
 
     Args:
         shape: None: of a model that nobody knows.
@@ -185,7 +188,7 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
         return CPU_CACHE_AT_MOST
     most = sequences * cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
     least = most // sequences + GIB // 8  # the longest sequence fits, whatever else
-    return max(min(most // 4, CPU_CACHE_AT_MOST), least)
+    return max(min(most // 4, CPU_CACHE_AT_MOST), min(2 * most, SMALL_CACHE), least)
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:

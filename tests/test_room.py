@@ -189,4 +189,7 @@ def test_the_sampler_on_a_cpu_gets_what_its_trajectories_need_and_no_more(dtype,
     assert cpu_cache_bytes(shape, 1536, 64, dtype) == 64 * 1536 * token // 4
     longest = cpu_cache_bytes(shape, 100_000, 1, dtype)
     assert longest > 100_000 * token  # one sequence fits, however long it may be
+    tiny = shape_of("tiny", model_config("tiny"))
+    token = 4 * 4 * 2 * 64 * factor  # 128 trajectories of the laboratory, if none ends early:
+    assert cpu_cache_bytes(tiny, 3072, 64, dtype) >= min(128 * 3072 * token, GIB // 2)
     assert cpu_cache_bytes(None, 1536, 64, dtype) == CPU_CACHE_AT_MOST
