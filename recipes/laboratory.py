@@ -15,7 +15,7 @@ Model      3M parameters from random weights, its tokenizer made of the world's 
            each): 4,000 episodes of the teacher are imitated once. It comes with the project as
            recipes/starts/tiny-babyai, 6 MB, and writes nothing but the action.
 
-    python recipes/laboratory.py --out runs/tiny-babyai         makes it again, in a quarter of an hour
+    python recipes/laboratory.py --out runs/tiny-babyai         in a quarter of an hour, again
     python recipes/laboratory.py --write-ids                    the id lists in recipes/laboratory/
 
 Read next: miniature.py, which experiments in it.
