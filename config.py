@@ -187,6 +187,10 @@ class Config(Objective):
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
 
+    @property
+    def evaluation_subtasks(self) -> tuple[str, ...]:
+        return self.subtasks if self.eval_subtasks is None else self.eval_subtasks
+
     def samples_at(self, step: int) -> int:
         """Trajectories per held-out task in the evaluation after `step`."""
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)

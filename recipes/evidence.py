@@ -63,7 +63,7 @@ def spent_at(result: Result, step: int, unit: str) -> float:
 
 
 def at(budget: float, unit: str) -> Reading:
-    """Where a run stood when it had spent so much; a run that ended before is a KeyError's worth.
+    """Where a run stood when it had spent so much, goal by goal.
 
     Raises:
         ValueError: it was never that far.

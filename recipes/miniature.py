@@ -3,9 +3,9 @@ intervals on two CPU cores.
 
 In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 16 moves, held-out
 ones are mazes that nobody has seen, and a model of 3M parameters, which has imitated a careless
-teacher, errs in a third of its moves. It samples ten times faster than the 135M model, so that a
-run takes minutes and an arm gets seeds. All arms of one seed see the same goals in the same order,
-and are measured on held-out goals in 24 turns, however they were trained.
+teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All arms of
+one seed see the same goals in the same order, and are measured on held-out goals in 24 turns,
+however they were trained.
 
     figure        arms                                        what it asks
     horizons      short, long, stepwise                       does it help to widen the horizon?

@@ -37,7 +37,7 @@ class Arm:
     seeds: tuple[int, ...] = SEEDS
     steps: int = 40
     learner: str = "train"
-    minutes: float = 8.0
+    minutes: float = 25.0
 
 
 def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:

@@ -226,8 +226,7 @@ def as_in_run(folder: str, given: set[str]) -> EvalConfig:
         return own
     if not c.eval_every and not c.eval_tasks:
         return replace(own, tasks=c.tasks, split=c.split, subtasks=c.subtasks)
-    subtasks = c.subtasks if c.eval_subtasks is None else c.eval_subtasks
-    return replace(own, tasks=c.eval_tasks, subtasks=subtasks)
+    return replace(own, tasks=c.eval_tasks, subtasks=c.evaluation_subtasks)
 
 
 def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:

@@ -257,9 +257,8 @@ def held_out_tasks(config: Config) -> list[Task]:
     """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
     if not config.eval_every:
         return []
-    subtasks = config.subtasks if config.eval_subtasks is None else config.eval_subtasks
     split = None if config.eval_tasks else "test"
-    return load_tasks(config.env, split, config.eval_tasks, subtasks)
+    return load_tasks(config.env, split, config.eval_tasks, config.evaluation_subtasks)
 
 
 def check_run_dir(config: Config) -> None:

@@ -2,14 +2,14 @@
 
 Each phase of a step asks for buffers of megabytes and frees them, in other sizes each time. The C
 library hands large ones back to the system at once, which then has to clear every page anew, and
-keeps gaps between the others. tcmalloc keeps pages by size: on two cores an update of the 135M
-model was half as fast again with it, and the run took 2 GB less (benchmarks/default_run.py). So a
-program that learns or samples begins once more with it, where the system has it:
+keeps gaps between the others. tcmalloc keeps pages by size: with it an update of the 135M model
+took in 1.46 times as many tokens a second, in 2 GB less (benchmarks/default_run.py). So a program
+that learns or samples begins once more with it, where the system has it:
 
     apt-get install libtcmalloc-minimal4       (AGENT_RL_MALLOC=system: not to)
 
 Which malloc a process has is decided before its first line, by LD_PRELOAD: hence the new beginning,
-which keeps the process's number and costs a tenth of a second. Read next: `runtime/clock.py`.
+which keeps the process's number. Read next: `runtime/clock.py`.
 """
 
 from __future__ import annotations
