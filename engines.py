@@ -63,8 +63,14 @@ class Generation:
 
 
 class Engine(Protocol):
-    """What the rollout loop needs of a sampler."""
+    """What the rollout loop needs of a sampler.
 
+    `max_open`: trajectories that may be under way at once, those in their worlds included, so that
+    what each has said stays in the cache from turn to turn; None: any number.
+    """
+
+    @property
+    def max_open(self) -> int | None: ...
     @property
     def num_running(self) -> int:
         """Requests submitted and not yet returned by `poll`."""
@@ -84,6 +90,8 @@ class TransformersEngine:
     mode each is decoded alone: batching changes the order of floating-point sums, and with it, now
     and then, a token.
     """
+
+    max_open = None  # nothing is kept between turns
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from chat import ChatTemplate
@@ -129,9 +130,11 @@ def collect(
     episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     num_open = len(episodes)
+    # More of them, and the engine's cache forgets between two turns what a trajectory has said.
+    waiting = iter(episodes)
     began = time.perf_counter()
     try:
-        for episode in episodes:
+        for episode in islice(waiting, engine.max_open):
             calls.reset(episode)
         while num_open:
             # 1. Environments that have answered: submit the next prompt, or close the episode.
@@ -145,6 +148,8 @@ def collect(
                 if sampling is None:
                     num_open -= 1
                     log.end(episode.handler)
+                    for following in islice(waiting, 1):
+                        calls.reset(following)
                     continue
                 name = episode.handler.trajectory_id
                 generating[name] = episode

@@ -105,6 +105,8 @@ class FleetEngine:
         ValueError: a URL is none, or is given twice.
     """
 
+    max_open = None  # their caches are a card's, and nobody here knows their size
+
     def __init__(
         self,
         urls: Sequence[str],

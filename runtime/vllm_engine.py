@@ -115,6 +115,9 @@ class VLLMEngine:
                 )
         except Exception as error:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        # At their full length, which few reach and which groups share the beginning of.
+        self.max_open = max(max_num_seqs, int(cache.kv_cache_max_concurrency or 0))
         self._running: set[str] = set()
         self._is_asleep = False
         self._has_weights = True  # False from sleep() until new ones have come in full

@@ -101,7 +101,9 @@ class ScriptedEngine:
         answer: Callable[[str, list[int]], list[int]],
         is_ready: Callable[[str], bool] = lambda request_id: True,
         on_poll: Callable[[], None] = lambda: None,
+        max_open: int | None = None,
     ) -> None:
+        self.max_open = max_open
         self.answer, self.is_ready, self.on_poll = answer, is_ready, on_poll
         self.asked: list[tuple[str, list[int], SamplingSettings]] = []
         self.aborted = False

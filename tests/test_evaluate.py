@@ -86,6 +86,8 @@ def oracle_text(first_observation, said):
 class ScriptedEngine:
     """Plays perfectly where `is_good(task_index, sample)`, else looks into its inventory."""
 
+    max_open = None
+
     def __init__(self, chat, is_good):
         self.chat, self.is_good, self.waiting = chat, is_good, []
 

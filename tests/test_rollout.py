@@ -375,6 +375,23 @@ def test_the_time_the_engine_has_nothing_to_do_is_measured(chat):
     assert 0.15 <= stats.engine_idle_s <= stats.seconds
 
 
+def test_no_more_episodes_are_open_than_the_engines_cache_keeps(chat):
+    """One begins when another has ended; all are played."""
+    begun, ended, most = [], [], []
+
+    def on_reset(task_index):
+        begun.append(task_index)
+        most.append(len(begun) - len(ended))
+        return "dark"
+
+    pool = FakePool(playing(*[observe("no")] * 3), on_reset)
+    engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"), max_open=3)
+    handlers = collect(engine, pool, chat, requests_of(10), settings_of(), RolloutLog(ended.append))
+    assert [h.task_id for h in handlers] == [f"fake_{i}" for i in range(10)]
+    assert all(len(h.turns) == 3 for h in handlers) and max(most) == 3
+    assert sorted(begun[:3]) == [0, 1, 2] and sorted(begun) == list(range(10))
+
+
 def test_no_requests_are_no_trajectories(chat):
     assert collect(ScriptedEngine(saying()), FakePool(playing()), chat, [], settings_of()) == []
 
