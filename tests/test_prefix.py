@@ -133,6 +133,28 @@ def outcome(
     return log_probs, entropies, [p.grad.clone() for p in policy.parameters()]
 
 
+@pytest.mark.parametrize("parts", [(2, 1, 9), (3, 7, 7), (4, 8, 9), (1, 2, 3, 4)])
+def test_parts_longer_than_their_opening_attend_as_the_tree_says(parts: tuple[int, ...]) -> None:
+    """Behind a short opening the rows of the opening are computed again and dropped; neither the
+    result nor a gradient may know of it."""
+    p, length = parts[0], sum(parts)
+    tree = torch.ones(length, length, dtype=torch.bool).tril()
+    part_of = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
+    tree &= (part_of[:, None] == part_of) | (part_of == 0)  # own part, or P
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+    weights = torch.randn(1, length, 2, 8)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=tree)
+    expected = torch.autograd.grad((wanted.transpose(1, 2) * weights).sum(), inputs)
+    got, _ = tree_attention(None, *inputs, None, parts=parts)
+    assert any(n > 2 * p for n in parts[1:])
+    torch.testing.assert_close(got, wanted.transpose(1, 2))
+    for ours, theirs in zip(
+        torch.autograd.grad((got * weights).sum(), inputs), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("max_tokens", [40, 10_000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_gradients_equal_the_unshared_path(
