@@ -38,8 +38,12 @@ STOP_REASONS = {
 }
 LOST = ("env_error", "engine_error")  # says nothing about the policy
 FLOAT_FIELDS = ("rollout_log_probs", "advantages")
-TOKEN_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS, "weight_version")
+LIST_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS)
+TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # of a number for one token, in files
+# A line of a file begins with what is short, so that a list of trajectories reads the heads alone.
+HEAD_END = ',"messages":'  # never inside a JSON string, whose quotes are escaped
+COUNTED = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")  # follow from the rest
 
 
 @dataclass
@@ -76,6 +80,7 @@ class Trajectory:
     stop_reason: str | None = None
     used_in_loss: bool = False
     error: str | None = None  # what was lost, in words
+    first_state: dict[str, Any] | None = None  # before the first turn, with --record-state
 
     def stop(self, reason: str, success: bool = False) -> None:
         """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
@@ -94,11 +99,31 @@ class Trajectory:
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:
-        """One JSON object of `trajectories/*.jsonl`; fields about tokens are null without any."""
+        """One JSON object of `trajectories/*.jsonl`: what is short, what was said, token by token.
+
+        Fields about tokens are null without any.
+        """
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        short = {name: rounded(line[name]) for name in FLOAT_FIELDS if line.get(name) is not None}
-        rest = {"turns": [asdict(turn) for turn in self.turns], "return": self.total_return}
-        return dict.fromkeys(TOKEN_FIELDS) | line | short | rest
+        line |= {name: line.get(name) for name in TOKEN_FIELDS}
+        said = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
+        said["first_state"] = line.pop("first_state")
+        del line["turns"]
+        tokens = {name: line.pop(name) for name in LIST_FIELDS}
+        short = {name: rounded(tokens[name]) for name in FLOAT_FIELDS if tokens[name] is not None}
+        return line | self._counted(tokens) | said | tokens | short
+
+    def _counted(self, tokens: dict[str, Any]) -> dict[str, Any]:
+        """COUNTED: what a list of trajectories shows of each; `advantage` is the policy tokens'
+        mean."""
+        ids, mask, advantages = (tokens[n] for n in ("input_ids", "loss_mask", "advantages"))
+        of_policy = [a for a, m in zip(advantages or (), mask or (), strict=False) if m]
+        return {
+            "return": self.total_return,
+            "num_turns": len(self.turns),
+            "num_tokens": None if ids is None else len(ids),
+            "parse_errors": sum(turn.parse_error is not None for turn in self.turns),
+            "advantage": rounded([sum(of_policy) / len(of_policy)])[0] if of_policy else None,
+        }
 
     def to_json(self) -> str:
         """`to_line` as text, without blanks and with the end of the line."""
@@ -218,7 +243,7 @@ def from_line(line: dict[str, Any]) -> Trajectory:
     Raises:
         ValueError: a field is missing, or is none of ours.
     """
-    fields = {name: value for name, value in line.items() if name != "return"}
+    fields = {name: value for name, value in line.items() if name not in COUNTED}
     kind: type[Trajectory] = RolloutHandler
     if fields.get("input_ids") is None:
         kind = Trajectory

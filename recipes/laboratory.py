@@ -8,7 +8,10 @@ World      13 levels of BabyAI, whose words are few, so that a small model gener
                middle   3 to 10    doors in order, put next to, a key in a box
                far      8 to 16    unlock a door with a key that lies elsewhere, or behind another
 
-           Level seeds 0 to 39 are trained on, 40 to 49 held out, 100 to 999 the teacher's.
+           Level seeds 0 to 39 are trained on, 40 to 54 held out, 100 to 999 the teacher's. Who
+           has imitated the teacher solves 3 to 5 % of levels 22, 27 and 29 in 24 turns: groups of
+           eight samples all fail there, take most turns and teach nothing. So these three are shown
+           by the teacher, and neither trained on nor held out.
 Teacher    the oracle, but three moves in ten are any of the available ones. Who imitates it errs as
            often, wastes turns, and fails the more, the shorter the horizon.
 Model      3M parameters from random weights, its tokenizer made of the world's words (one token
@@ -42,8 +45,9 @@ FOLDER = ROOT / "recipes" / "laboratory"
 PROMPT_FILE = FOLDER / "prompt.json"
 START = ROOT / "recipes" / "starts" / "tiny-babyai"
 TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}
+PLAYED = {"near": TIERS["near"], "middle": (8, 15, 21, 26)}  # in training and when held out
 SHARES = {"near": 0.35, "middle": 0.4, "far": 0.25}  # of the teacher's episodes
-SEEDS = {"train": range(40), "held_out": range(40, 50)}
+SEEDS = {"train": range(40), "held_out": range(40, 55)}
 TEACHER_SEEDS = range(100, 1000)
 ERROR = 0.3
 MAX_TURNS = 32  # of an episode that is shown
@@ -60,8 +64,8 @@ def tier_of(task_id: str) -> str:
 
 
 def goals(seeds: Sequence[int]) -> list[int]:
-    """Task indices of all levels, seed by seed."""
-    numbers = [number for levels in TIERS.values() for number in levels]
+    """Task indices of the levels that are played, seed by seed."""
+    numbers = [number for levels in PLAYED.values() for number in levels]
     return [task_index_of(number, seed) for seed in seeds for number in numbers]
 
 

@@ -18,8 +18,8 @@ BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = RESULTS / "miniature"
 SEEDS = (0, 1, 2)
 PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
-PILOT_STEPS = 30
-RATES = (1e-4, 3e-4, 1e-3)
+PILOT_STEPS = 24
+RATES = (3e-5, 1e-4, 3e-4)
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
 BASE_ALGORITHM = "grpo"  # the arm `long` is its
 
@@ -35,7 +35,7 @@ class Arm:
 
     words: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
-    steps: int = 40
+    steps: int = 60
     learner: str = "train"
     minutes: float = 25.0
 
@@ -51,11 +51,12 @@ def pilot(algorithm: str, rate: float) -> str:
 
 ARMS: dict[str, Arm] = {
     "long": Arm(seeds=(0, 1, 2, 3, 4)),
-    "short": Arm(("--rounds", "4"), steps=100),
+    # About as many turns played as by `long`, whose episodes take three times as many.
+    "short": Arm(("--rounds", "4", "--eval-every", "60"), steps=180),
     "stepwise": Arm(
-        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "12", "24")
-        + ("--steps-scaling-inter", "20"),
-        steps=60,
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+        + ("--steps-scaling-inter", "32", "--eval-every", "32"),
+        steps=96,
     ),
     "imitation": Arm(learner="teacher"),
     "filtered": Arm(learner="filtered"),

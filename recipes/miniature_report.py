@@ -29,7 +29,7 @@ from recipes.evidence import (  # noqa: E402
     spread,
     start,
 )
-from recipes.laboratory import TIERS  # noqa: E402
+from recipes.laboratory import PLAYED  # noqa: E402
 from recipes.miniature_plan import (  # noqa: E402
     ESTIMATORS,
     FIGURES,
@@ -58,11 +58,11 @@ def horizons(runs: Runs) -> list[str]:
         reading = at(budget, unit)
         rows = [
             (name, len(runs[name]), cell(runs[name], reading), seeds_cell(runs[name], reading))
-            + tuple(cell(runs[name], reading, tier) for tier in TIERS)
+            + tuple(cell(runs[name], reading, tier) for tier in PLAYED)
             for name in arms
         ]
-        lines += [f"Held-out goals solved in 24 turns, %, after {budget:,.0f} {unit}:", ""]
-        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(TIERS)
+        lines += [f"Held-out goals solved in 16 turns, %, after {budget:,.0f} {unit}:", ""]
+        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(PLAYED)
         rows.insert(0, ("start", "", cell(every, start), "") + by_tier(every, start))
         lines += [*markdown(titles, rows), ""]
         for name in arms:
@@ -77,7 +77,7 @@ def horizons(runs: Runs) -> list[str]:
 
 
 def by_tier(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
-    return tuple(cell(results, reading, tier) for tier in TIERS)
+    return tuple(cell(results, reading, tier) for tier in PLAYED)
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def plain(names: Sequence[str], against: str = "") -> Callable[[Runs], list[str]
                 + (cell(runs[name], start), cell(runs[name], end), seeds_cell(runs[name], end))
                 + by_tier(runs[name], end)
             )
-        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(TIERS)
+        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(PLAYED)
         lines = markdown(titles, rows)
         for name in arms:
             told = compare(runs[name], runs[name], end, start)
@@ -141,7 +141,7 @@ def noise(runs: Runs) -> list[str]:
 def compute(runs: Runs) -> list[str]:
     """What more turns and more samples buy: the start, and the ends of two arms."""
     lines: list[str] = []
-    within, samples = (2, 4, 6, 8, 12, 16, 24), (1, 2)
+    within, samples = (1, 2, 4, 6, 8, 12, 16), (1, 2)
     parts = [("start", runs["long"], 0)]
     parts += [(name, runs[name], -1) for name in ("imitation", "long") if runs.get(name)]
     rows, more = [], []
@@ -176,20 +176,19 @@ def curves(
     path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: bool
 ) -> None:
     """Held-out success over what was spent, seeds pooled by goal; `panels`: by kind of goal."""
-    tiers: tuple[str | None, ...] = (None, *TIERS) if panels else (None,)
-    size = (9.5, 6.5) if panels else (7.5, 4.5)
-    shape = {"nrows": 2, "ncols": 2, "sharex": True} if panels else {}
+    tiers: tuple[str | None, ...] = (None, *PLAYED) if panels else (None,)
+    size = (12.0, 4.0) if panels else (7.5, 4.5)
+    shape = {"ncols": len(tiers)} if panels else {}
     colors = dict(zip(names, PALETTE, strict=False))
     with figure(path, size, **shape) as (_, axes):
-        for axis, tier in zip(axes.flat if panels else [axes], tiers, strict=True):
+        for axis, tier in zip(axes if panels else [axes], tiers, strict=True):
             for name in names:
                 if runs.get(name):
                     band(axis, pooled(runs[name], unit, tier), colors[name], name, scale=100)
             axis.set_title(tier or "all held-out goals")
-            axis.set(ylabel="solved in 24 turns, %")
-        for axis in axes[1] if panels else [axes]:
+            axis.set(ylabel="solved in 16 turns, %")
             axis.set(xlabel=label)
-        (axes.flat[0] if panels else axes).legend(loc="best")
+        (axes[0] if panels else axes).legend(loc="best")
 
 
 def pooled(
@@ -214,7 +213,7 @@ def plot_compute(path: Path, runs: Runs) -> None:
     with figure(path, (9.5, 4.0), ncols=2, sharey=True) as (_, (left, right)):
         for name, results, place, color in parts:
             evaluations = [r["held_out"][place] for r in results]
-            for axis, xs, of in ((left, range(1, 25), shares), (right, range(1, 5), passes)):
+            for axis, xs, of in ((left, range(1, 17), shares), (right, (1, 2), passes)):
                 points = [
                     (x, bootstrap(list(mean_over_seeds([of(e, x) for e in evaluations]).values())))
                     for x in xs
