@@ -13,6 +13,7 @@ intervals, per sub-task. Results go to a folder of their own:
     trajectories.jsonl   one episode a line, written as it ends
     curves.png           success over test-time compute
     config.json          every option
+    tokenizer/           what turns token ids into text; not of a chat server's model
 
 Several `--max-rounds` cost no more than the longest of them (reporting/scoring.py says why);
 without the option each environment has the horizon of the paper's evaluation.
@@ -71,9 +72,11 @@ from envs import ENVS, Task, env_name, load_tasks
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
-from runtime.files import make_folder, write_json, write_text
+from runtime.files import build_folder, make_folder, write_json, write_text
+from runtime.media import put_pictures_beside
 from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
+from runtime.rundir import TOKENIZER
 from trajectory import Trajectory
 
 
@@ -142,12 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             out = stack.enter_context(_folder(config))
             if config.env == ALL:
                 kept = _complete_families(config)
-                play = _player(config, stack) if kept.keys() < ENVS.keys() else _nothing
+                play = _player(config, out, stack) if kept.keys() < ENVS.keys() else _nothing
             else:
                 split = None if config.tasks else config.split or "test"
                 tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
                 pool = _pool(config, config.env, stack)
-                play = _player(config, stack)
+                play = _player(config, out, stack)
         except ValueError as error:
             complain(PROG, error)
             return 2
@@ -207,8 +210,9 @@ class Outcome(NamedTuple):
     problem: str | None
 
 
-def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
-    """What plays requests in any environment. Whatever is started here, `stack` closes."""
+def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
+    """What plays requests in any environment. Whatever is started here, `stack` closes; a local
+    model's tokenizer is put into `out`."""
     if config.api_base:
         from reporting.chatapi import ChatApi, collect_api
 
@@ -223,11 +227,13 @@ def _player(config: EvalConfig, stack: contextlib.ExitStack) -> Play:
     from runtime.vllm_engine import make_engine
 
     path = resolve_model(model_of(config))
-    chat = ChatTemplate(load_tokenizer(path))
+    tokenizer = load_tokenizer(path)
+    chat = ChatTemplate(tokenizer)
     kind = "transformers" if config.deterministic else config.engine
     with phase("starting the sampler"):
         engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
     stack.callback(engine.close)
+    build_folder(out / TOKENIZER, tokenizer.save_pretrained)
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
 
 
@@ -277,6 +283,7 @@ def _measure(
         seed=config.seed,
         env_workers=config.env_workers,
         max_env_failures=config.max_env_failures,
+        record_state=config.record_state,
     )
     tasks = first_of_each_subtask(tasks, config.limit)
     requests = requests_for(tasks, config.samples, step=0, seed=config.seed)
@@ -291,6 +298,7 @@ def _measure(
 
         def progress(trajectory: Trajectory) -> None:
             ended.append(trajectory)
+            put_pictures_beside(trajectory, out)
             log.write(trajectory.to_json())
             log.flush()
             tick(trajectory)

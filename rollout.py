@@ -229,6 +229,13 @@ class _EnvCalls:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
+def state_of(client: EnvClient) -> dict[str, Any] | None:
+    """What people look at; None where the server has none, as AgentGym's own."""
+    with contextlib.suppress(NotSupported):
+        return client.state()
+    return None
+
+
 def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
     """Note what the environment answered to `turn`, and end the trajectory where that ends it;
     whether it goes on.
@@ -300,6 +307,8 @@ class _Episode:
                 index, seed = self.request.task.task_index, self.request.seed
                 observation = self.client.reset(index, seed=seed)
                 self.handler.start(self.chat, self.client.prompt, observation)
+                if self.settings.record_state:
+                    self.handler.first_state = state_of(self.client)
                 return
             except EnvError as error:
                 self.close()
@@ -318,8 +327,7 @@ class _Episode:
             result = self.client.step(turn.action_text)
             turn.env_s = time.perf_counter() - began
             if self.settings.record_state:
-                with contextlib.suppress(NotSupported):  # AgentGym's own servers have none
-                    turn.state = self.client.state()
+                turn.state = state_of(self.client)
         except EnvError as error:
             if self.restarts_left:
                 self.restarts_left -= 1

@@ -56,6 +56,7 @@ def at_work(config: Config) -> Iterator[Session]:
             if isinstance(error, KeyboardInterrupt):
                 distributed.say("\nstopped before training began; the same command starts it again")
             raise
+        run.keep_tokenizer(worker.tokenizer)
         session = Session(config, run, worker, stop)
         session.restore()
         stack.callback(session.logger.close)

@@ -44,13 +44,14 @@ import httpx2
 import openai
 
 from engines import EngineError
-from envclient import EnvClient, EnvError, EnvPool, NotSupported
+from envclient import EnvClient, EnvError, EnvPool
 from rollout import (
     NUM_TRIES,
     RolloutRequest,
     RolloutSettings,
     check_failures,
     sampling_seed,
+    state_of,
     take_result,
 )
 from runtime.exchange import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
@@ -272,6 +273,7 @@ def run_api_episode(
     seed = sampling_seed(settings.seed, request.step, task.task_id, request.sample, turn=0)
     observation = client.reset(task.task_index, seed=request.seed)
     t.messages = [*client.prompt]
+    t.first_state = state_of(client) if settings.record_state else None
     while True:
         t.messages.append({"role": "user", "content": observation})
         began = time.perf_counter()
@@ -288,8 +290,7 @@ def run_api_episode(
         turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type]
         turn.generate_s, turn.env_s = generated - began, time.perf_counter() - generated
         if settings.record_state:
-            with contextlib.suppress(NotSupported):  # AgentGym's own servers have none
-                turn.state = client.state()
+            turn.state = state_of(client)
         t.turns.append(turn)
         if not take_result(t, turn, result):
             return

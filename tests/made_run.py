@@ -1,0 +1,145 @@
+"""A run directory made up for tests of the viewer: real files in the real formats, tiny numbers.
+
+Its trajectories are of TextCraft goals, played by the oracle with some useless turns between, so
+that they can be played again; HOSTILE strings stand wherever a model, a world or a task could have
+written them.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from chat import ChatTemplate
+from envs import load_tasks
+from envs.textcraft.env import TextCraft
+from models import load_tokenizer
+from reporting.scoring import summarize
+from runtime.files import write_json, write_text
+from trajectory import RolloutHandler
+
+START = Path(__file__).resolve().parent.parent / "recipes" / "starts" / "tiny-careless"
+HOSTILE = (
+    "<script>window.pwned=1</script>",
+    "</script><img src=x onerror='window.pwned=1'>",
+    "[link](javascript:window.pwned=1)",
+    "\x1b[31mred\x1b]0;title\x07",
+    "\u202eright to left\u2066",
+    "half \ud83d surrogate",
+    "line\u2028separator\x00null",
+)
+
+
+def play(
+    chat: ChatTemplate, task: Any, step: int, group: int, sample: int, turns: int, say: str = ""
+) -> RolloutHandler:
+    """A trajectory of the oracle, its first turns wasted on looking into its inventory."""
+    rng = random.Random(f"{step} {group} {sample}")
+    world = TextCraft()
+    name = f"s{step:06d}-t{group:04d}-k{sample:02d}"
+    t = RolloutHandler(name, step, "textcraft", task.task_id, task.subtask, group, 0, turns)
+    t.start(chat, TextCraft.PROMPT, world.reset(task.task_index))
+    t.first_state = world.state_for_people()
+    wasted = sample % 3
+    for number in range(turns):
+        thought, action = world.oracle()
+        action = "inventory" if number < wasted else action
+        text = f"Thought: {say or thought}\nAction: {action}"
+        t.next_prompt()
+        ids = chat.action(text)
+        turn = t.add_action(chat, ids, [-rng.random() for _ in ids])
+        observation, turn.reward, ended, _, info = world.step(action)
+        turn.observation_text, turn.state = observation, world.state_for_people()
+        turn.generate_s, turn.env_s = 0.5, 0.001
+        if ended:
+            t.stop("success", info["success"])
+            break
+        if number + 1 < turns:
+            t.add_observation(chat, observation)
+    else:
+        t.stop("max_rounds")
+    advantage = 1.0 if t.success else -1.0
+    t.advantages = [advantage * m for m in t.loss_mask]
+    t.used_in_loss = True
+    return t
+
+
+def lost(step: int, group: int, task: Any) -> RolloutHandler:
+    name = f"s{step:06d}-t{group:04d}-k99"
+    t = RolloutHandler(name, step, "textcraft", task.task_id, task.subtask, group, 0, 4)
+    t.error = "http://127.0.0.1:1/step: connection refused"
+    t.stop("env_error")
+    return t
+
+
+def make_run(
+    path: Path, steps: int = 3, groups: int = 2, samples: int = 3, evaluations: bool = True
+) -> Path:
+    """A whole run; its last step holds a lost trajectory."""
+    chat = ChatTemplate(load_tokenizer(str(START)))
+    tasks = load_tasks("textcraft", "test")[: groups + 1]
+    config = {"env": "textcraft", "model": "tiny", "algorithm": "grpo", "steps": steps, "seed": 0}
+    write_json(path / "config.json", {"config": config | {"learning_rate": 1e-4}})
+    for step in range(1, steps + 1):
+        played = [
+            play(chat, tasks[group], step, group, sample, turns=2 + step)
+            for group in range(groups)
+            for sample in range(samples)
+        ]
+        add_step(
+            path, step, played + ([lost(step, groups, tasks[groups])] if step == steps else [])
+        )
+    for step in (0, steps) if evaluations else ():
+        played = [play(chat, task, step, g, k, 6) for g, task in enumerate(tasks) for k in (0, 2)]
+        write_lines(path, f"eval_{step:06d}", played)
+        write_json(path / f"eval/step_{step:06d}.json", summarize(played, 2, [6]) | {"step": step})
+    shutil.copytree(START, path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+    return path
+
+
+def add_step(path: Path, step: int, played: list[RolloutHandler]) -> None:
+    """One more step of a run that goes on."""
+    valid = [t for t in played if t.is_valid]
+    success = sum(t.success for t in valid) / len(valid)
+    row: dict[str, Any] = {"step": step, "train/return_mean": success, "policy/loss": None}
+    row |= {"train/success_rate": success, "horizon/max_rounds": 2 + step, "policy/entropy": 0.4}
+    row |= {"train/env_failures": len(played) - len(valid), "train/stop/success": success}
+    append(path / "metrics.jsonl", row)
+    append(path / "timings.jsonl", {"step": step, "time/rollout_s": 2.0, "time/update_s": 3.0})
+    write_lines(path, f"step_{step:06d}", played)
+
+
+def write_lines(path: Path, name: str, played: list[RolloutHandler]) -> None:
+    write_text(path / f"trajectories/{name}.jsonl", "".join(t.to_json() for t in played))
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def hostile_line(number: int, text: str) -> str:
+    """A trajectory in which everything that is text is `text`; as JSON, half surrogates escaped."""
+    line = {
+        **{"trajectory_id": f"h{number}", "step": 1, "env": "textcraft", "task_id": text},
+        **{"subtask": text, "group_id": number, "seed": 0, "max_rounds": 2, "success": False},
+        **{"terminated": False, "truncated": True, "stop_reason": "max_rounds"},
+        **{"used_in_loss": True, "error": text, "weight_version": 0, "return": 0.0},
+        **{"num_turns": 1, "num_tokens": None, "parse_errors": 1, "advantage": None},
+        "messages": [
+            *({"role": "system", "content": text}, {"role": "user", "content": text}),
+            {"role": "assistant", "content": text},
+        ],
+        "turns": [
+            {
+                **{"action_span": None, "action_text": text, "observation_text": text},
+                **{"reward": 0.0, "parse_error": text, "generate_s": 0.1, "env_s": 0.1},
+                "state": {"goal": text, "inventory": {text: 1}, "commands": [text], text: text},
+            }
+        ],
+        "first_state": {"goal": text, "inventory": {}, "commands": [text], "plan": [text]},
+        **dict.fromkeys(("input_ids", "loss_mask", "rollout_log_probs", "advantages")),
+    }
+    return json.dumps(line) + "\n"
