@@ -192,9 +192,9 @@ def training_sentence(series: Series) -> str:
 
 def percent(estimate: Mapping[str, Any]) -> str:
     low, high = estimate.get("low"), estimate.get("high")
-    known = low is not None and high is not None
-    interval = f" [{100 * low:.0f}, {100 * high:.0f}]" if known else ""
-    return f"{100 * estimate['value']:.0f} %{interval}"
+    if low is None or high is None:
+        return f"{100 * estimate['value']:.0f} %"
+    return f"{100 * estimate['value']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def at_step(one: Mapping[str, Any]) -> str:
