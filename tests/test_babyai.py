@@ -770,3 +770,26 @@ def test_the_simple_split_is_short_disjoint_and_shares_no_start():
 def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
     for path in write_ids(tmp_path):
         assert path.read_bytes() == (envs.ids_dir("babyai") / path.name).read_bytes()
+
+
+def test_the_grid_for_people_has_a_kind_and_a_color_of_every_object():
+    """minigrid's own printing writes green and grey alike and open doors without a color."""
+    from minigrid.core.world_object import Ball, Box, Door, Key
+
+    from envs.babyai.view import grid_rows
+
+    level = Level(1, 0)
+    grid, (x, y) = level.env.grid, level.position
+    for column in range(1, grid.width - 1):
+        for row in range(1, grid.height - 1):
+            grid.set(column, row, None)
+    things = {"KG": Key("green"), "AE": Ball("grey"), "BY": Box("yellow"), "DP": Door("purple")}
+    things |= {"LR": Door("red", is_locked=True), "OB": Door("blue", is_open=True)}
+    places = [(c, r) for r in (1, 2) for c in range(1, 5) if (c, r) != (x, y)]
+    for place, thing in zip(places, things.values(), strict=False):
+        grid.set(*place, thing)
+    rows = grid_rows(level)
+    assert len(rows) == grid.height and {len(row) for row in rows} == {2 * grid.width}
+    for (column, row), letters in zip(places, things, strict=False):
+        assert rows[row][2 * column : 2 * column + 2] == letters
+    assert rows[y][2 * x : 2 * x + 2] == 2 * ">v<^"[level.direction] and rows[0][:2] == "WE"

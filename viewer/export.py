@@ -32,6 +32,7 @@ POLICY = (
 )
 IMPORT = re.compile(r'^import\s+(\{[^}]*\}|\w+)\s+from\s+"(\./[^"]+|\.\./[^"]+)";?$', re.MULTILINE)
 EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 LIST = re.compile(r"^export \{([^}]*)\};?$", re.MULTILINE)
 
 Kept = dict[str, list[int]]  # of a source: file -> its lines that the export holds
@@ -193,8 +194,9 @@ def resolved(name: str, relative: str) -> str:
 
 def wrapped(name: str, source: str) -> str:
     """A module as a function that returns what it exports."""
-    names = {exported: exported for exported in EXPORTED.findall(source)}
-    for found in LIST.finditer(source):
+    spoken = COMMENT.sub("", source)  # what a comment exports is not there
+    names = {exported: exported for exported in EXPORTED.findall(spoken)}
+    for found in LIST.finditer(spoken):
         for part in found[1].split(","):
             inner, _, outer = part.strip().partition(" as ")
             names[outer or inner] = inner

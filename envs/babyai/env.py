@@ -251,13 +251,13 @@ class BabyAI:
         return self._oracle.move(self._view, self._turns)
 
     def state_for_people(self) -> dict:
-        """Mission, grid and where the agent stands, for display. `grid` has a row of text for each
-        row of cells, two letters a cell: kind (Wall, Key, bAll, Box, Door, Locked door, __ open
-        door) and color; the agent is an arrow.
+        """Mission, grid (`view.grid_rows`) and where the agent stands, for display.
 
         Raises:
             NotResetError: before the first reset.
         """
+        from envs.babyai.view import grid_rows
+
         self._stage.require_episode()
         level = self._level
         carrying = level.env.carrying
@@ -270,7 +270,7 @@ class BabyAI:
             "direction": ("right", "down", "left", "up")[level.direction],
             "steps": len(level.history),
             "max_steps": int(level.env.max_steps),
-            "grid": level.env.pprint_grid().replace("VV", "vv").split("\n"),
+            "grid": grid_rows(level),
             "available_actions": list(self._actions),
             "score": self._score,
             "success": self._score > 0,

@@ -209,6 +209,36 @@ def _state_and_place(seen: Seen) -> str:
     return ", ".join(words)
 
 
+def grid_rows(level: Level) -> list[str]:
+    """The whole level for people, a row of text for each row of cells, two letters a cell: kind
+    (Wall, Key, bAll, Box, Door, Locked door, Open door) and color (Red, Green, Blue, Purple, Yellow,
+    grEy); the agent is an arrow, >> vv << or ^^.
+
+    minigrid's own `pprint_grid` writes green and grey alike, and open doors without a color.
+    """
+    grid, agent = level.env.grid, tuple(level.position)
+    return [
+        "".join(
+            2 * ARROWS[level.direction] if (x, y) == agent else _letters(grid.get(x, y))
+            for x in range(grid.width)
+        )
+        for y in range(grid.height)
+    ]
+
+
+ARROWS = (">", "v", "<", "^")  # of minigrid's directions
+LETTERS = {"wall": "W", "key": "K", "ball": "A", "box": "B", "door": "D"}
+
+
+def _letters(thing: Any) -> str:
+    if thing is None:
+        return "  "
+    kind = LETTERS.get(thing.type, "?")
+    if thing.type == "door" and (thing.is_open or thing.is_locked):
+        kind = "O" if thing.is_open else "L"
+    return kind + ("E" if thing.color == "grey" else thing.color[0].upper())
+
+
 class _Outside:
     """Beyond the grid; opaque as a wall."""
 
