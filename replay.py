@@ -20,7 +20,7 @@ How to run:
 
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line).
 
-Read next: viewer/lines.py, then viewer/server.py. Lesson: tutorials/12_reading_a_run.md.
+Read next: viewer/lines.py, then viewer/server.py. Lesson: tutorials/11_reading_a_run.md.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
             except LookupError as error:
                 raise NoSource(str(error)) from None
             continue
-        print(text.overview_text(source))
-        if names:
+        name = options.file or (names[-1] if names else None)
+        print(text.overview_text(source, name))
+        if name:
             print()
-            print(text.list_text(source, options.file or names[-1], options.failures))
+            print(text.list_text(source, name, options.failures))
 
 
 def serve(sources: Sequence[Source], options: argparse.Namespace) -> int:

@@ -40,19 +40,17 @@ def shown(character: str) -> str:
     return character
 
 
-def overview_text(source: Source) -> str:
-    """How the run goes and what it does wrong."""
+def overview_text(source: Source, name: str | None) -> str:
+    """How the run goes, and what goes wrong in a file of it."""
     about = overview(source)
     lines = [
         f"{source.name}: {about['env'] or 'unknown world'}, {about['model'] or 'model unknown'}"
     ]
     lines += [f"  {sentence}" for sentence in about["headline"]]
-    files = source.files()
-    if not files:
+    if name is None:
         return visible("\n".join([*lines, "  no trajectories yet"]))
-    newest = files[-1]
-    wrong = what_goes_wrong(source.lines(newest.name))
-    lines += ["", f"{newest.name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
+    wrong = what_goes_wrong(source.lines(name))
+    lines += ["", f"{name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
     titles = {"stops": "they ended by", "observations": "the world's last words"}
     titles["repeated"] = "done again right after itself"
     for key, title in titles.items():

@@ -211,7 +211,7 @@ def _state_and_place(seen: Seen) -> str:
 
 def grid_rows(level: Level) -> list[str]:
     """The whole level for people, a row of text for each row of cells, two letters a cell: kind
-    (Wall, Key, bAll, Box, Door, Locked door, Open door) and color (Red, Green, Blue, Purple, Yellow,
+    (Wall, Key, bAll, Box, Door, Locked door, Open door), color (Red, Green, Blue, Purple, Yellow,
     grEy); the agent is an arrow, >> vv << or ^^.
 
     minigrid's own `pprint_grid` writes green and grey alike, and open doors without a color.
