@@ -11,6 +11,7 @@ from typing import Any
 
 from trajectory import LOST
 from viewer.lines import Lines, opening_of, parse, turns_of
+from viewer.trajectories import apart
 
 MOST = 6  # entries of each list
 EXAMPLES = 8  # lines of each entry
@@ -61,9 +62,9 @@ def repeated_actions(turns: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Actions that an episode took again right after themselves, and how often.
 
     >>> repeated_actions([{"action_text": "Action: look"}] * 3 + [{"action_text": "Action: go"}])
-    {'Action: look': 2}
+    {'look': 2}
     """
-    texts = [str(turn.get("action_text") or "").strip()[:LONGEST] for turn in turns]
+    texts = [(apart(str(turn.get("action_text") or ""))[1] or "")[:LONGEST] for turn in turns]
     again = Counter(b for a, b in zip(texts, texts[1:], strict=False) if a == b and b)
     return dict(again)
 

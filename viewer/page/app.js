@@ -1,0 +1,150 @@
+// The page itself: which view an address means, its heading and focus, and the beat that keeps a live run fresh.
+//
+// A view is a function (route, site) -> {title, element, shortcuts?, update?, updateStatus?, close?}. It gets
+// `site`, the server's list of sources, kept current here, and never touches anything outside its element.
+
+import { redrawCharts } from "./charts.js";
+import { get, isExport } from "./data.js";
+import { button, el, visible } from "./dom.js";
+import { listenForKeys, setShortcuts, showKeys } from "./keys.js";
+import { listView } from "./list.js";
+import { overviewView } from "./overview.js";
+import { playView } from "./play.js";
+import { listHref, overviewHref, parse, playHref } from "./routes.js";
+import { newestFile } from "./sources.js";
+import { sayError } from "./status.js";
+import { themeToggle } from "./theme.js";
+import { trajectoryView } from "./trajectory.js";
+
+const VERSION_EVERY = 2000;
+const STATUS_EVERY = 10000; // "written 8 s ago" grows old without a new version
+const VIEWS = { overview: overviewView, list: listView, trajectory: trajectoryView, play: playView };
+
+const site = { version: 0, live: false, can_play: false, sources: [], differing: {} };
+const main = document.getElementById("main");
+let view = null;
+let navigations = 0;
+
+function problemView(title, error) {
+  const sentences = [error.message, error.hint].filter(Boolean).map((text) => el("p", {}, text));
+  const home = el("p", {}, el("a", { href: "#/" }, "To the overview"));
+  return { title, element: el("div", { class: "problem" }, el("h1", {}, title), sentences, home) };
+}
+
+async function viewOf(route) {
+  if (route.view === "unknown") return problemView("No such page", { message: `Nothing stands at ${location.hash}.` });
+  if (route.view === "play" && (isExport || !site.can_play)) {
+    return problemView("No live play here", { message: "Playing needs the server and an installed world." });
+  }
+  if (route.view !== "play" && !site.sources.some(({ id }) => id === route.source)) {
+    return problemView("No such source", { message: `There is no source ${route.source} here.` });
+  }
+  try {
+    return await VIEWS[route.view](route, site);
+  } catch (error) {
+    if (!error.hint && error.name !== "Error") console.error(error);
+    return problemView("This cannot be shown", error);
+  }
+}
+
+function showNavigation(route) {
+  const source = site.sources.find(({ id }) => id === route.source) ?? site.sources[0];
+  const file = source && newestFile(source);
+  const pages = [
+    source && ["overview", overviewHref(source.id), "Overview"],
+    file && ["list", listHref(source.id, file.name), "Trajectories"],
+    site.can_play && !isExport && ["play", playHref(), "Live play"],
+  ];
+  const links = pages.filter(Boolean).map(([name, href, label]) => {
+    const current = route.view === name ? "page" : route.view === "trajectory" && name === "list" ? "true" : null;
+    return el("li", {}, el("a", { href, "aria-current": current }, label));
+  });
+  document.getElementById("nav").replaceChildren(el("span", { class: "brand" }, "Replay"), el("ul", {}, links));
+}
+
+/** Draw the view of the address; `moveFocus`: somebody navigated, so reading goes on at the new heading. */
+async function show(moveFocus) {
+  const navigation = ++navigations;
+  const route = parse(location.hash);
+  main.setAttribute("aria-busy", "true");
+  const next = await viewOf(route);
+  if (navigation !== navigations) {
+    next.close?.();
+    return;
+  }
+  view?.close?.();
+  view = next;
+  main.replaceChildren(next.element);
+  main.removeAttribute("aria-busy");
+  document.title = `${visible(next.title)} · Replay`;
+  setShortcuts(next.shortcuts ?? []);
+  showNavigation(route);
+  scrollTo(0, 0);
+  const heading = main.querySelector("h1");
+  heading.tabIndex = -1;
+  if (moveFocus) heading.focus({ preventScroll: true });
+  next.opened?.();
+}
+
+function showTools() {
+  const live = site.live && !isExport ? el("span", { class: "live" }, "live") : null;
+  const tools = [live, button("Keys", showKeys), themeToggle(redrawCharts)].filter(Boolean);
+  document.getElementById("tools").replaceChildren(...tools);
+}
+
+async function refreshSite() {
+  Object.assign(site, await get("sources"));
+  showNavigation(parse(location.hash));
+}
+
+/** Ask for the version; a higher one renews what is on the screen. */
+async function beat(sinceStatus) {
+  if (document.hidden) return sinceStatus;
+  const { version } = await get("version");
+  if (version !== site.version) {
+    await refreshSite();
+    await view?.update?.();
+    return 0;
+  }
+  if (sinceStatus < STATUS_EVERY) return sinceStatus + VERSION_EVERY;
+  await refreshSite();
+  view?.updateStatus?.();
+  return 0;
+}
+
+async function keepBeating() {
+  let sinceStatus = 0;
+  let silent = false;
+  for (;;) {
+    await new Promise((resolve) => setTimeout(resolve, VERSION_EVERY));
+    try {
+      sinceStatus = await beat(sinceStatus);
+      silent = false;
+    } catch (error) {
+      if (!silent) sayError(error); // once, not every two seconds
+      silent = true;
+    }
+    document.body.classList.toggle("silent", silent);
+  }
+}
+
+async function start() {
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the hash is the address of a view
+    main.focus();
+  });
+  listenForKeys();
+  showTools();
+  try {
+    await refreshSite();
+  } catch (error) {
+    main.replaceChildren(problemView("Nothing to show", error).element);
+    return;
+  }
+  showTools();
+  addEventListener("hashchange", () => show(true));
+  await show(false);
+  if (site.live && !isExport) keepBeating();
+}
+
+start();

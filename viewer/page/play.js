@@ -1,0 +1,218 @@
+// A world to play in: act yourself, ask its oracle, or let the model move.
+
+import { post } from "./data.js";
+import { button, el, field, foreign, select } from "./dom.js";
+import { number } from "./format.js";
+import { drawState } from "./picture.js";
+import { playHref } from "./routes.js";
+import { say, sayError } from "./status.js";
+import { observationBefore, openingCard, turnCard } from "./turns.js";
+
+function lastTurn(game) {
+  return game.turns.at(-1);
+}
+
+/** What was said and seen so far, newest last; `opening` ends with the first observation. */
+function transcript(game, opening) {
+  const cards = game.turns.map((turn, i) => {
+    const heading = el("span", { class: "turn-title" }, `Turn ${i + 1}`);
+    return turnCard(turn, i + 1, observationBefore(opening, game.turns, i + 1), heading);
+  });
+  return el("ol", { class: "turns" }, openingCard(opening), cards);
+}
+
+function observationNow(game) {
+  const verdict = `The episode is over: ${game.success ? "solved" : "not solved"}, reward ${number(game.reward)}.`;
+  const label = el("span", { class: "label" }, game.done ? "last observation" : "observation");
+  const text = el(
+    "div",
+    { role: "status" },
+    foreign(game.observation, "p"),
+    game.done ? el("p", { class: "over" }, verdict) : null,
+  );
+  return el("div", { class: "block observation now", tabindex: "-1" }, label, text);
+}
+
+class Player {
+  constructor(model) {
+    this.model = model;
+    this.game = null;
+    this.states = [];
+    this.element = el("div", { class: "player" });
+  }
+
+  /** Ask the server, one question at a time: a second press while the first is under way does nothing. */
+  async ask(path, body, use) {
+    if (this.busy) return;
+    this.busy = true;
+    this.element.setAttribute("aria-busy", "true");
+    try {
+      await use(await post(path, body));
+    } catch (error) {
+      sayError(error);
+    } finally {
+      this.busy = false;
+      this.element.removeAttribute("aria-busy");
+    }
+  }
+
+  async start(env, taskIndex) {
+    await this.close();
+    await this.ask("play/new", { env, task_index: taskIndex }, (game) => {
+      this.env = env;
+      this.states = [];
+      this.opening = [...game.prompt, { role: "user", content: game.observation }];
+      this.show(game);
+    });
+  }
+
+  async step(action) {
+    if (!action.trim()) return;
+    await this.ask("play/step", { session: this.game.session, action }, (game) => this.show(game));
+  }
+
+  async letModelMove() {
+    await this.ask("play/model", { session: this.game.session }, (game) => this.show(game));
+  }
+
+  async askOracle() {
+    await this.ask("play/oracle", { session: this.game.session }, ({ thought, action }) => {
+      this.input.value = action;
+      this.input.focus();
+      this.advice.replaceChildren(el("p", {}, "Oracle: ", foreign(thought ?? ""), " ", foreign(action)));
+    });
+  }
+
+  async save() {
+    await this.ask("play/save", { session: this.game.session }, ({ path }) => say(`Saved to ${path}`));
+  }
+
+  async close() {
+    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // it may be gone already
+    this.game = null;
+  }
+
+  show(game) {
+    this.game = game;
+    this.states.push(game.state);
+    this.advice = el("div", { role: "status", class: "advice" });
+    const controls = game.done ? this.saveTools() : this.controls();
+    this.element.replaceChildren(
+      el("div", { class: "player-main" }, transcript(game, this.opening), observationNow(game), this.advice, controls),
+      this.picture(),
+    );
+    (game.done ? this.element.querySelector(".now") : this.input).focus();
+  }
+
+  picture() {
+    const [previousState, state] = [null, null, ...this.states].slice(-2);
+    const context = { action: lastTurn(this.game)?.action ?? null, previousState };
+    const canvas = el("div", { class: "canvas" }, state ? drawState(this.env, state, context) : null);
+    const kind = state ? "picture" : "picture without";
+    return el("section", { class: kind, "aria-label": "The world", tabindex: "0" }, canvas);
+  }
+
+  saveTools() {
+    return el(
+      "p",
+      { class: "tools" },
+      button("Save", () => this.save()),
+    );
+  }
+
+  controls() {
+    const available = this.game.available ?? [];
+    const names = el("datalist", { id: "actions" });
+    for (const action of available) {
+      const option = el("option");
+      option.value = action;
+      names.append(option);
+    }
+    this.input = el("input", { type: "text", list: "actions", autocomplete: "off", spellcheck: "false" });
+    const form = el(
+      "form",
+      { class: "act" },
+      field("Your action", this.input),
+      el("button", { class: "primary" }, "Act"),
+      names,
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.step(this.input.value);
+    });
+    const choices = available.map((action) =>
+      el(
+        "li",
+        {},
+        button(foreign(action), () => this.step(action)),
+      ),
+    );
+    return [
+      form,
+      choices.length ? el("ul", { class: "actions", "aria-label": "Available actions" }, choices) : null,
+      el(
+        "p",
+        { class: "tools" },
+        button("Ask the oracle", () => this.askOracle()),
+        this.model ? button("Let the model move", () => this.letModelMove(), { title: this.model }) : null,
+        button("Save", () => this.save()),
+      ),
+    ];
+  }
+}
+
+export async function playView(route) {
+  const { worlds, model } = await post("play/worlds");
+  const player = new Player(model);
+  const ready = worlds.filter((world) => world.why_not === null);
+  const chosen = ready.find(({ env }) => env === route.env) ?? ready[0];
+  const number = el("input", { type: "number", min: "0", value: String(route.taskIndex || 0) });
+  const world = select(
+    ready.map(({ env, tasks }) => [env, `${env} (${tasks} tasks)`]),
+    chosen?.env,
+    limitNumber,
+  );
+
+  function limitNumber() {
+    number.max = String((ready.find(({ env }) => env === world.value)?.tasks ?? 1) - 1);
+  }
+
+  function begin() {
+    history.replaceState(null, "", playHref(world.value, number.value));
+    return player.start(world.value, Number(number.value));
+  }
+
+  limitNumber();
+  const form = el(
+    "form",
+    { class: "choose" },
+    field("World", world),
+    field("Task", number),
+    el("button", { class: "primary" }, "New"),
+  );
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    begin();
+  });
+  const missing = worlds.filter((each) => each.why_not !== null);
+  const hints = missing.map(({ env, why_not }) => el("li", {}, `${env}: `, foreign(why_not)));
+  const leave = () => player.close();
+  addEventListener("pagehide", leave);
+  return {
+    title: "Live play",
+    element: el(
+      "div",
+      { class: "live-play" },
+      el("h1", {}, "Live play"),
+      model ? el("p", { class: "quiet" }, "The model that can move: ", foreign(model)) : null,
+      ready.length ? form : el("p", { class: "empty" }, "No world is installed."),
+      hints.length ? el("div", { class: "missing" }, el("p", {}, "Not here yet:"), el("ul", {}, hints)) : null,
+      player.element,
+    ),
+    opened: () => ready.some(({ env }) => env === route.env) && begin(),
+    close() {
+      removeEventListener("pagehide", leave);
+      leave();
+    },
+  };
+}

@@ -1,0 +1,33 @@
+// What a world looks like at one turn: each world has a file that draws its state; any other is shown as its JSON.
+//
+// A state comes from a file that anyone may have written, so nothing in it is taken for granted: a drawing that
+// misses what it is about throws, and the state is then shown as text.
+
+import { el } from "../dom.js";
+import { drawBabyAI } from "./babyai.js";
+import { drawSciWorld } from "./sciworld.js";
+import { drawSearchQA } from "./searchqa.js";
+import { drawText } from "./text.js";
+import { drawTextCraft } from "./textcraft.js";
+import { drawWebArena } from "./webarena.js";
+
+// A Map, because the name comes from a file: an object would find "constructor" as well.
+const drawings = new Map([
+  ["textcraft", drawTextCraft],
+  ["babyai", drawBabyAI],
+  ["sciworld", drawSciWorld],
+  ["searchqa", drawSearchQA],
+  ["webarena", drawWebArena],
+]);
+
+/** `context`: {action, previousState}, the action that led to this state and the state before it, or null each. */
+export function draw(env, state, context) {
+  const previous = context?.previousState ?? null;
+  try {
+    const drawing = drawings.get(env) ?? drawText;
+    return el("div", { class: "world" }, drawing(state, previous));
+  } catch (error) {
+    console.debug(`The state of ${env} is shown as text:`, error);
+    return el("div", { class: "world" }, drawText(state));
+  }
+}
