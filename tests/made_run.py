@@ -74,16 +74,22 @@ def lost(step: int, group: int, task: Any) -> RolloutHandler:
 
 
 def make_run(
-    path: Path, steps: int = 3, groups: int = 2, samples: int = 3, evaluations: bool = True
+    path: Path,
+    steps: int = 3,
+    groups: int = 2,
+    samples: int = 3,
+    evaluations: bool = True,
+    turns: int | None = None,
 ) -> Path:
-    """A whole run; its last step holds a lost trajectory."""
+    """A whole run of episodes of `turns`, or of one more at each step; its last step holds a lost
+    trajectory."""
     chat = ChatTemplate(load_tokenizer(str(START)))
     tasks = load_tasks("textcraft", "test")[: groups + 1]
     config = {"env": "textcraft", "model": "tiny", "algorithm": "grpo", "steps": steps, "seed": 0}
     write_json(path / "config.json", {"config": config | {"learning_rate": 1e-4}})
     for step in range(1, steps + 1):
         played = [
-            play(chat, tasks[group], step, group, sample, turns=2 + step)
+            play(chat, tasks[group], step, group, sample, turns or 2 + step)
             for group in range(groups)
             for sample in range(samples)
         ]

@@ -138,6 +138,12 @@ def test_without_a_tokenizer_there_are_ids_and_without_tokens_nothing(run):
     assert found["opening_tokens"] is None and found["turns"][0]["action_tokens"] is None
 
 
+def test_a_trajectory_that_was_lost_before_its_first_turn_says_why(run):
+    found = ask(client_of(run), "trajectory/0/step_000003/6")
+    assert found["turns"] == [] and found["opening"] == [] and not found["can_reenact"]
+    assert "connection refused" in found["row"]["error"]
+
+
 def test_what_goes_wrong_counts_the_failures_and_leads_to_them(run):
     found = ask(client_of(run), "wrong/0/step_000001")
     rows = ask(client_of(run), "list/0/step_000001?outcome=failed")["rows"]

@@ -151,6 +151,8 @@ def headline(
 ) -> list[str]:
     """At most four sentences that say how it goes."""
     said = [held_out_sentence(evaluations), training_sentence(series)]
+    if not evaluations:  # what there is comes first
+        said.reverse()
     if alarms:
         last = alarms[-1]
         others = f" ({len(alarms)} alarms in all)" if len(alarms) > 1 else ""

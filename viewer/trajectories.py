@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from envs import ENVS
@@ -144,7 +145,7 @@ def one(source: Source, name: str, number: int) -> dict[str, Any]:
         "opening_tokens": tokens.between(0, spans[0][0] if spans and spans[0] else None),
         "turns": [
             shown_turn(turn, tokens, span, following)
-            for turn, span, following in zip(turns, spans, [*spans[1:], None], strict=True)
+            for turn, (span, following) in zip(turns, pairwise([*spans, None]), strict=True)
         ],
         "group": [lines.row(other) for other in group],
         "parts_at": {
