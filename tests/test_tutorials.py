@@ -14,7 +14,7 @@ from config import Config
 from reporting.metrics import GLOSSARY
 from reporting.sentinels import RULES
 from reporting.table import header
-from tutorials.pictures import health, svg, system, tokens
+from tutorials.pictures import health, replay, svg, system, tokens
 from tutorials.pictures.draw import FOLDER, PICTURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,9 @@ def test_a_tutorial_says_how_to_run_it_and_its_links_lead_somewhere(page):
 
 def test_every_picture_is_shown_once_with_words_for_who_cannot_see_it():
     shown = [each for text in TEXTS.values() for each in re.findall(r"!\[([^]]*)\]\((.*?)\)", text)]
-    assert sorted(link for _, link in shown) == sorted(f"pictures/{name}.svg" for name in PICTURES)
+    drawn = [f"pictures/{name}.svg" for name in PICTURES]
+    photographed = [f"pictures/{name}" for name in replay.VIEWS]
+    assert sorted(link for _, link in shown) == sorted(drawn + photographed)
     assert [link for words, link in shown if len(words) < 80] == []
 
 

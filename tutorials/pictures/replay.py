@@ -1,6 +1,6 @@
 """Screenshots of replay.py on the committed run of tutorial 11, for the README.
 
-    python tutorials/pictures/replay.py          needs Chromium (runtime/chromium.py)
+python tutorials/pictures/replay.py          needs Chromium (runtime/chromium.py)
 """
 
 import subprocess
@@ -15,7 +15,11 @@ from runtime.chromium import browser  # noqa: E402
 RUN = "recipes/results/demo"
 VIEWS = {
     "replay_overview.png": ("#/0", ".goes-wrong li", ()),
-    "replay_trajectory.png": ("#/0/step_000028/40/2", ".picture .world", ("t", "ArrowLeft", "ArrowRight")),
+    "replay_trajectory.png": (
+        "#/0/step_000028/40/2",
+        ".picture .world",
+        ("t", "ArrowLeft", "ArrowRight"),
+    ),
 }
 
 
