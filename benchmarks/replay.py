@@ -10,6 +10,9 @@ replay.py is started anew with an empty cache folder. Then the page's own questi
     a search       for a word that is in one trajectory, over all files
     whole          every file read and parsed line by line, in another process
 
+    states         what --record-state adds to a turn of each world: the 50 recorded episodes of
+                   tests/data/played once more, a state asked for after each turn
+
     goals: first screen 2 s and 10 x faster than reading whole; list 0.3 s; one 0.2 s; peak memory
     below a tenth of the files
 
@@ -18,6 +21,7 @@ It prints a table and writes benchmarks/results/replay.json.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -28,7 +32,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +126,7 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(folder: Path, cache: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """replay.py on a free port; its address and process."""
     command = [sys.executable, str(ROOT / "replay.py"), str(folder), "--port", "0", "--no-browser"]
@@ -185,9 +188,38 @@ def export(folder: Path) -> dict[str, float]:
     return {"trajectories": EXPORTED, "seconds": seconds, "megabytes": out.stat().st_size / 1e6}
 
 
+def states(env: str) -> dict[str, float]:
+    """Seconds of a step and of a state over HTTP, and the state's bytes as JSON; medians."""
+    from rollout import state_of
+    from viewer.lines import Lines, turns_of
+    from viewer.play import Worlds
+    from viewer.trajectories import task_of
+
+    found: dict[str, list[float]] = {"step_s": [], "state_s": [], "state_bytes": []}
+    worlds = Worlds()
+    with contextlib.closing(worlds), contextlib.closing(worlds.client(env)) as client:
+        lines = Lines.open(ROOT / "tests" / "data" / "played" / f"{env}.jsonl")
+        for number in range(len(lines)):
+            line = lines.read(number)
+            task = task_of(line, env)
+            assert task is not None
+            client.reset(task[1], seed=line["seed"])
+            for turn in turns_of(line):
+                text = turn["action_text"]
+                began = time.perf_counter()
+                client.step(text)
+                stepped = time.perf_counter()
+                state = state_of(client)
+                found["state_s"].append(time.perf_counter() - stepped)
+                found["step_s"].append(stepped - began)
+                found["state_bytes"].append(len(json.dumps(state)))
+    return {name: common.median(figures, 5) for name, figures in found.items()}
+
+
 def main() -> int:
     parser: argparse.ArgumentParser = common.arguments(__doc__, 3, "replay.json")
     parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--worlds", nargs="*", default=["textcraft", "babyai", "sciworld"])
     options = parser.parse_args()
     results = common.Results(options.out, "replay.json")
     folder = Path(tempfile.mkdtemp(prefix="replay-")) / "run"
@@ -199,11 +231,13 @@ def main() -> int:
         exported = export(folder)
     finally:
         shutil.rmtree(folder.parent)
+    shown = {env: states(env) for env in options.worlds}
     ratio = medians["whole_s"] / medians["first_screen_s"]
     rows = [("files, MB", f"{size / 1e6:.0f}")]
     rows += [(name, f"{value:.3g}") for name, value in medians.items()]
     rows += [("whole over first screen", f"{ratio:.1f}")]
     rows += [(f"export, {name}", f"{value:.3g}") for name, value in exported.items()]
+    rows += [(f"{env}, {n}", f"{v:.3g}") for env, found in shown.items() for n, v in found.items()]
     common.show(rows)
     results.write(
         {
@@ -213,6 +247,7 @@ def main() -> int:
             "whole_over_first_screen": ratio,
             "memory_share": medians["peak_bytes"] / size,
             "export": exported,
+            "states": shown,
             "repeats": repeats,
         }
     )

@@ -49,8 +49,8 @@ def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
     }
 
 
-def start(result: Result) -> Shares:
-    return shares(result["held_out"][0])
+def start(result: Result, within: float = math.inf) -> Shares:
+    return shares(result["held_out"][0], within)
 
 
 def end(result: Result) -> Shares:
@@ -62,15 +62,17 @@ def spent_at(result: Result, step: int, unit: str) -> float:
     return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)
 
 
-def at(budget: float, unit: str) -> Reading:
-    """Where a run stood when it had spent so much, goal by goal.
+def at(budget: float, unit: str, within: float = math.inf) -> Reading:
+    """Where a run stood when it had spent so much, goal by goal; of what was solved in so many
+    turns.
 
     Raises:
         ValueError: it was never that far.
     """
 
     def reading(result: Result) -> Shares:
-        points = [(spent_at(result, e["step"], unit), shares(e)) for e in result["held_out"]]
+        evaluations = result["held_out"]
+        points = [(spent_at(result, e["step"], unit), shares(e, within)) for e in evaluations]
         for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
             if x0 <= budget <= x1:
                 part = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0

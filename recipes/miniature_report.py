@@ -6,6 +6,7 @@ Read next: evidence.py, which says what an interval is over; miniature_plan.py.
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +50,56 @@ Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 # -------------------------------------------------------------------------------------- the figures
 
 
+BUDGETS = (
+    4,
+    8,
+    16,
+)  # turns that an evaluation's episode may take; its success within them is known
+
+
 def horizons(runs: Runs) -> list[str]:
     arms = [name for name in ("short", "long", "stepwise") if runs.get(name)]
     every = [result for name in arms for result in runs[name]]
     lines: list[str] = []
     for unit in ("turns", "seconds"):
         budget = common_budget(every, unit)
-        reading = at(budget, unit)
-        rows = [
-            (name, len(runs[name]), cell(runs[name], reading), seeds_cell(runs[name], reading))
-            + tuple(cell(runs[name], reading, tier) for tier in PLAYED)
-            for name in arms
-        ]
-        lines += [f"Held-out goals solved in 16 turns, %, after {budget:,.0f} {unit}:", ""]
-        titles = "arm | seeds | all (goals) | (seeds) | " + " | ".join(PLAYED)
-        rows.insert(0, ("start", "", cell(every, start), "") + by_tier(every, start))
-        lines += [*markdown(titles, rows), ""]
+        lines += [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""]
+        lines += [*at_budget(runs, arms, every, budget, unit), ""]
         for name in arms:
             if name != "stepwise" and "stepwise" in arms:
-                told = compare(runs["stepwise"], runs[name], reading, reading)
-                lines += [f"stepwise minus {name}: {told} points.", ""]
+                for most in BUDGETS[::2]:
+                    reading = at(budget, unit, most)
+                    told = compare(runs["stepwise"], runs[name], reading, reading)
+                    lines += [f"stepwise minus {name}, in {most} turns: {told} points.", ""]
     lines += ["What the turns were spent on, over whole runs:", ""]
     titles = "arm | turns a step | of them in episodes that failed, % | groups with signal, % | "
     titles += "tokens per success"
     lines += markdown(titles, [(name, *mechanism(runs[name])) for name in arms])
     return lines
+
+
+def at_budget(
+    runs: Runs, arms: Sequence[str], every: Sequence[Result], budget: float, unit: str
+) -> list[str]:
+    """A row for the start and for each arm: within 4, 8 and 16 turns, over seeds, by kind."""
+
+    def row(
+        name: str, seeds: int | str, results: Sequence[Result], of: Callable[[float], Reading]
+    ) -> tuple[str, ...]:
+        within = [cell(results, of(most)) for most in BUDGETS]
+        spans = [
+            seeds_cell(results, of(most)) if seeds else "" for most in (BUDGETS[0], BUDGETS[-1])
+        ]
+        return (name, str(seeds), *within, *spans, *by_tier(results, of(BUDGETS[-1])))
+
+    rows = [row("start", "", every, lambda most: partial(start, within=most))]
+    rows += [
+        row(name, len(runs[name]), runs[name], lambda most: at(budget, unit, most)) for name in arms
+    ]
+    last = BUDGETS[-1]
+    titles = ["arm", "seeds", *(f"in {most} turns" for most in BUDGETS)]
+    titles += [f"seeds, in {BUDGETS[0]}", f"seeds, in {last}"]
+    return markdown(" | ".join([*titles, *(f"{tier}, in {last}" for tier in PLAYED)]), rows)
 
 
 def by_tier(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
