@@ -163,7 +163,7 @@ def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_
     text = page.read_text()
     assert "old" not in text and text.startswith("before\n") and text.endswith("-->\nafter\n")
     # long solved in 9 turns, stepwise in 3, short half of the samples in 5
-    assert "| long | 2 | 0.0 [0.0, 0.0] | 0.0 [0.0, 0.0] | 100.0" in text
+    assert "| long | 2 | 0.0 [0.0, 30.8] | 0.0 [0.0, 30.8] | 100.0 [69.2, 100.0] |" in text
     assert "stepwise minus short, in 16 turns: +50.0" in text
     assert "stepwise minus long, in 4 turns: +100.0" in text
     assert {p.name for p in tmp_path.glob("*.png")} == {
