@@ -34,7 +34,7 @@ def test_make_demo_runs_the_committed_options():
 def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
     found = json.loads((ROOT / "recipes/results/starts/first_steps.json").read_text())
     page = " ".join((STARTS / "README.md").read_text(encoding="utf-8").split())
-    for run in found["runs"]:
+    for run in [*found["runs"], *found["float32"]]:
         before, after = (100 * run[w]["overall"]["avg"]["value"] for w in ("before", "after"))
         low, high = (100 * run["after"]["overall"]["avg"][n] for n in ("low", "high"))
         said = f"from {before:.1f} to {after:.1f} % [{low:.1f}, {high:.1f}]"
