@@ -11,7 +11,7 @@ import replay
 from viewer.server import create_app
 from viewer.sources import NoSource, open_source
 from viewer.trajectories import apart
-from viewer.wrong import what_goes_wrong
+from viewer.wrong import may_hold, what_goes_wrong
 
 HOST = "127.0.0.1:8610"
 
@@ -355,3 +355,12 @@ def test_a_source_says_what_it_lacks(tmp_path):
         open_source(0, tmp_path / "x")
     write_lines(tmp_path, "step_000001", [])
     assert open_source(0, tmp_path).files()[0].name == "step_000001"
+
+
+def test_a_file_is_passed_over_only_if_its_bytes_cannot_hold_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("viewer.wrong.PIECE", 8)
+    path = tmp_path / "a.jsonl"
+    path.write_text("0123456Needle, and more")
+    assert may_hold(path, "needle") and may_hold(path, "AND MORE")  # across two pieces
+    assert not may_hold(path, "nadel")
+    assert may_hold(path, "né") and may_hold(path, 'a"b') and may_hold(path, "a\nb")  # unknown

@@ -38,7 +38,7 @@ from viewer.overview import differing, overview
 from viewer.play import Play, PlayError, Worlds, reenact
 from viewer.sources import RunSource, Source, mtime
 from viewer.trajectories import Filter, groups_of, list_rows, one
-from viewer.wrong import search, what_goes_wrong
+from viewer.wrong import may_hold, search, what_goes_wrong
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -303,7 +303,7 @@ def searched(source: Source, text: str) -> Iterator[bytes]:
     files = list(reversed(source.files()))
     total, before, hits, told = sum(size_of(f.path) for f in files), 0, 0, 0.0
     for file in files if text.strip() else []:
-        for done, hit in search(source.lines(file.name), text):
+        for done, hit in search(source.lines(file.name), text) if may_hold(file.path, text) else ():
             if hit:
                 hits += 1
                 yield line_of({"hit": {"file": file.name, **hit}})
@@ -314,6 +314,9 @@ def searched(source: Source, text: str) -> Iterator[bytes]:
                 yield line_of({"done": True, "hits": hits, "cut": True})
                 return
         before += size_of(file.path)
+        if time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            yield line_of({"progress": [before, total]})
     yield line_of({"done": True, "hits": hits, "cut": False})
 
 

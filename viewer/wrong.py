@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trajectory import LOST
@@ -17,6 +18,7 @@ MOST = 6  # entries of each list
 EXAMPLES = 8  # lines of each entry
 MOST_FAILURES = 400  # that are read; more of them say the same
 LONGEST = 300  # characters of a text
+PIECE = 4 << 20  # bytes of a file that are looked through at a time
 
 
 def what_goes_wrong(lines: Lines) -> dict[str, Any]:
@@ -76,13 +78,33 @@ def search(lines: Lines, text: str) -> Iterable[tuple[int, dict[str, Any] | None
     of reading.
     """
     wanted = text.casefold()
-    # What JSON may write otherwise (quotes, line ends, other letters) cannot be told from bytes.
-    plain = wanted.isascii() and not set(wanted) & set('"\\\n\t\r')
+    plain = is_plain(text)
     for number, done, line in lines.whole_lines():
         if plain and wanted.encode() not in line.lower():
             yield done, None
             continue
         yield done, hit_in(parse(line) or {}, number, wanted)
+
+
+def is_plain(text: str) -> bool:
+    """Whether JSON writes a text in one way only: no quotes, no line ends, no other letters."""
+    return text.isascii() and text.isprintable() and not set(text) & set('"\\')
+
+
+def may_hold(path: Path, text: str) -> bool:
+    """Whether a file's bytes hold a text, in any case of letters; True where they cannot tell.
+
+    Ten times as fast as to index the file, and most files hold no rare text.
+    """
+    if not is_plain(text):
+        return True
+    wanted, rest = text.lower().encode(), b""
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            if wanted in rest + piece.lower():
+                return True
+            rest = piece[-len(wanted) :].lower()
+    return False
 
 
 def hit_in(line: Mapping[str, Any], number: int, wanted: str) -> dict[str, Any] | None:
