@@ -10,6 +10,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -748,3 +749,19 @@ def test_help_explains_every_flag(capsys):
     text = capsys.readouterr().out
     for name in EvalConfig.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_states_are_kept_on_request_for_replay(tmp_path, monkeypatch):
+    asked = []
+
+    def player(pool, requests, settings, progress):
+        asked.append(settings.record_state)
+        return []
+
+    monkeypatch.setattr(evaluate, "summarize", lambda *_, **__: {})
+    monkeypatch.setattr(evaluate, "plot_curves", lambda *_: None)
+    pool = SimpleNamespace(env="textcraft")
+    for record_state in (False, True):
+        config = EvalConfig(env="textcraft", model="tiny", record_state=record_state)
+        evaluate._measure(config, player, pool, load_tasks("textcraft", "test")[:1], tmp_path)
+    assert asked == [False, True]

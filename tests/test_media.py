@@ -1,0 +1,72 @@
+"""Pictures of states lie beside the trajectories, once each; the tokenizer lies in the run."""
+
+import base64
+import json
+
+import pytest
+from made_run import START, play
+
+from chat import ChatTemplate
+from envs import load_tasks
+from models import load_tokenizer
+from runtime.media import put_pictures_beside
+from runtime.rundir import Run
+from trajectory import Trajectory, Turn
+from viewer.server import with_media
+from viewer.tokens import find_decoder
+
+PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n a picture").decode()
+ADDRESS = f"data:image/png;base64,{PICTURE}"
+
+
+def trajectory_with(*states):
+    t = Trajectory("t", 0, "w", "w_0", "", 0, 0, 1)
+    t.first_state, *rest = states
+    t.turns = [Turn((0, 1), "a", state=state) for state in rest]
+    return t
+
+
+def test_a_picture_is_one_file_however_many_turns_show_it(tmp_path):
+    other = base64.b64encode(b"another").decode()
+    states = ({"screenshot": ADDRESS}, {"parts": [ADDRESS, {"x": 1}]}, None)
+    t = trajectory_with(*states, {"screenshot": f"data:image/jpeg;base64,{other}"})
+    put_pictures_beside(t, tmp_path)
+    name = t.first_state["screenshot"]
+    assert t.turns[0].state == {"parts": [name, {"x": 1}]} and t.turns[1].state is None
+    assert (tmp_path / name).read_bytes() == base64.b64decode(PICTURE)
+    files = sorted(path.suffix for path in (tmp_path / "media").iterdir())
+    assert files == [".jpeg", ".png"]
+    assert with_media(t.first_state, "media/0/f")["screenshot"].startswith("media/0/f/")
+
+
+@pytest.mark.parametrize(
+    "text", ["data:image/svg+xml;base64,AAAA", "data:image/png;base64,!", "see data:image/png", ""]
+)
+def test_what_is_no_picture_stays_text(tmp_path, text):
+    t = trajectory_with({"goal": text})
+    put_pictures_beside(t, tmp_path)
+    assert t.first_state == {"goal": text} and not (tmp_path / "media").exists()
+
+
+def test_a_runs_trajectories_are_written_with_their_pictures_beside(tmp_path):
+    run = Run(tmp_path, is_new=True)
+    run.write_trajectories("step_000001", [trajectory_with({"screenshot": ADDRESS})])
+    line = json.loads((tmp_path / "trajectories/step_000001.jsonl").read_text())
+    assert (tmp_path / "trajectories" / line["first_state"]["screenshot"]).is_file()
+    run.close()
+
+
+def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):
+    tokenizer = load_tokenizer(str(START))
+    run = Run(tmp_path, is_new=True)
+    run.keep_tokenizer(tokenizer)
+    run.keep_tokenizer(None)  # it is there: nothing is asked of it
+    run.close()
+    task = load_tasks("textcraft", "test")[0]
+    t = play(ChatTemplate(tokenizer), task, step=1, group=0, sample=0, turns=3)
+    decoder = find_decoder([tmp_path / "nowhere", tmp_path / "tokenizer"])
+    texts = decoder.texts(t.input_ids)
+    assert "".join(texts) == tokenizer.decode(t.input_ids)
+    start, end = t.turns[0].action_span
+    assert "".join(texts[start:end]).startswith(t.turns[0].action_text)
+    assert find_decoder([tmp_path]) is None
