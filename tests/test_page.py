@@ -258,7 +258,8 @@ def test_an_export_holds_the_newest_groups_whole_and_refuses_to_grow_without_end
     answers = json.loads(data)
     lines = sorted(path for path in answers if path.startswith("trajectory/"))
     assert lines == [f"trajectory/0/step_000004/{n}" for n in range(6)]  # two groups of three
-    assert [f["name"] for f in answers["sources"]["sources"][0]["files"]] == ["step_000004"]
+    (file,) = answers["sources"]["sources"][0]["files"]
+    assert (file["name"], file["count"]) == ("step_000004", 6)
     assert answers["trajectory/0/step_000004/5"]["next"] is None
     out.unlink()
     with pytest.raises(NoSource, match="give --limit N"):

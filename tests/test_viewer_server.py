@@ -49,6 +49,16 @@ def test_sources_list_their_files_in_order(run):
     assert names == ["eval_000000", "step_000001", "step_000002", "eval_000003", "step_000003"]
     assert source["kind"] == "run" and source["env"] == "textcraft"
     assert [file["step"] for file in source["files"]] == [0, 1, 2, 3, 3]
+    assert [(f["count"], f["broken"]) for f in source["files"]] == [(n, 0) for n in (6, 6, 6, 6, 7)]
+
+
+def test_a_large_run_is_listed_without_being_read(run, monkeypatch):
+    monkeypatch.setattr("viewer.sources.READ_AT_ONCE", 1000)
+    client = client_of(run)
+    counts = [file["count"] for file in ask(client, "sources")["sources"][0]["files"]]
+    assert counts == [None] * 5
+    ask(client, "list/0/step_000003")
+    assert ask(client, "sources")["sources"][0]["files"][-1]["count"] == 7
 
 
 def test_the_overview_has_every_metric_with_its_sentence(run):

@@ -88,7 +88,8 @@ def answers(sources: Sequence[Source], kept: Sequence[Kept]) -> Iterator[tuple[s
     """(path, answer) of all that the page asks for."""
     about = [describe(source) for source in sources]
     for one_source, lines in zip(about, kept, strict=True):
-        one_source["files"] = [f for f in one_source["files"] if f["name"] in lines]
+        held = [file for file in one_source["files"] if file["name"] in lines]
+        one_source["files"] = [file | {"count": len(lines[file["name"]])} for file in held]
     several = differing(sources) if len(sources) > 1 else {}
     found = {"version": 1, "live": False, "can_play": False}
     yield "sources", found | {"sources": about, "differing": several}

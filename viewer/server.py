@@ -36,7 +36,7 @@ from starlette.exceptions import HTTPException
 
 from viewer.overview import differing, overview
 from viewer.play import Play, PlayError, Worlds, reenact
-from viewer.sources import RunSource, Source, mtime
+from viewer.sources import RunSource, Source, mtime, size_of
 from viewer.trajectories import Filter, groups_of, list_rows, one
 from viewer.wrong import may_hold, search, what_goes_wrong
 
@@ -106,16 +106,12 @@ def describe(source: Source) -> dict[str, Any]:
         if source.is_live():
             age = time.time() - mtime(source.path / "metrics.jsonl")
             status += f", written {age:.0f} s ago"
-    files = [
-        {"name": f.name, "kind": f.kind, "step": f.step, "count": source.count(f.name)}
-        for f in source.files()
-    ]
     return {
         "id": source.number,
         "name": source.name,
         "kind": source.kind,
         "env": source.env,
-        "files": files,
+        "files": source.listing(),
         "status": status,
     }
 
@@ -322,10 +318,6 @@ def searched(source: Source, text: str) -> Iterator[bytes]:
 
 def line_of(content: dict[str, Any]) -> bytes:
     return (as_json(content) + "\n").encode()
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def add_playing(app: FastAPI, library: Library, worlds: Worlds, play: Play) -> None:

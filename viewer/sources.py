@@ -25,6 +25,7 @@ from viewer.lines import Lines, parse, row_of
 from viewer.tokens import Decoder, find_decoder
 
 MOST_ROWS = 200_000  # whose heads are held at a time, over all files
+READ_AT_ONCE = 20_000_000  # bytes of a source's files that a list of them may read
 ALIVE_S = 600.0  # a run that has written nothing for longer is not live
 
 FileKind = Literal["train", "eval", "other"]
@@ -98,10 +99,19 @@ class Source:
                 self._open.popitem(last=False)
             return lines
 
-    def count(self, name: str) -> int | None:
-        """How many trajectories a file has, if that is known without reading it."""
-        lines = self._open.get(name)
-        return None if lines is None else len(lines)
+    def listing(self) -> list[dict[str, Any]]:
+        """Its files as pages list them. How many trajectories one has is told where it has been
+        read, or where all of them together are read in no time."""
+        files = self.files()
+        is_small = sum(size_of(file.path) for file in files) < READ_AT_ONCE
+        shown = []
+        for file in files:
+            lines = self.lines(file.name) if is_small else self._open.get(file.name)
+            about = {"name": file.name, "kind": file.kind, "step": file.step}
+            about["count"] = None if lines is None else len(lines)
+            about["broken"] = 0 if lines is None else lines.broken
+            shown.append(about)
+        return shown
 
     def text_of(self, ids: list[int]) -> list[str] | None:
         """Each token's text; None without the tokenizer."""
@@ -253,6 +263,13 @@ def read_json(path: Path) -> dict[str, Any]:
         return parse(path.read_bytes()) or {}
     except OSError:
         return {}
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def mtime(path: Path) -> float:
