@@ -236,11 +236,11 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 
 def where_to_look(run: Run) -> str:
     """The last words of a run: how it began and ended, and what lies where."""
-    played = sorted(run.path.glob("trajectories/step_*.jsonl"))[-1:]
+    has_played = any(run.path.glob("trajectories/step_*.jsonl"))
     lines = {
         "mean return": first_and_last(read_log(run.path / "metrics.jsonl")),
         "the curve": run.path / "reward.png",
-        "what it did": played[0] if played else None,
+        "what it did": f"{python()} replay.py {run.path}" if has_played else None,
         "every number": run.path / "metrics.jsonl",
         "measure it": f"{python()} evaluate.py --run {run.path}",
     }
