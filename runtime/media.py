@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,44 @@ from runtime.files import write_bytes
 from trajectory import Trajectory
 
 FOLDER = "media"
-PICTURE = re.compile(r"data:image/(png|jpeg|webp);base64,([A-Za-z0-9+/=\s]+)")
+ADDRESS = re.compile(r"data:image/(png|jpeg|webp);base64,([A-Za-z0-9+/=\s]+)")  # of a picture
+PATH = re.compile(rf"{FOLDER}/([0-9a-f]{{32}}\.(?:png|jpeg|webp))")  # of one that was put beside
 
 
 def put_pictures_beside(trajectory: Trajectory, folder: Path) -> None:
     """Replace the pictures in a trajectory's states by paths of files, relative to `folder`."""
+
+    def kept(text: str) -> str:
+        found = ADDRESS.fullmatch(text)
+        return put_beside(found[1], found[2], folder) or text if found else text
+
     if trajectory.first_state is not None:
-        trajectory.first_state = _put(trajectory.first_state, folder)
+        trajectory.first_state = texts_changed(trajectory.first_state, kept)
     for turn in trajectory.turns:
         if turn.state is not None:
-            turn.state = _put(turn.state, folder)
+            turn.state = texts_changed(turn.state, kept)
 
 
-def _put(value: Any, folder: Path) -> Any:
-    if isinstance(value, dict):
-        return {name: _put(part, folder) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_put(part, folder) for part in value]
-    found = PICTURE.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return value
+def put_beside(kind: str, encoded: str, folder: Path) -> str | None:
+    """Write a picture, if it is not there; its path. None: it is none after all."""
     try:
-        content = base64.b64decode(found[2], validate=False)
-    except binascii.Error:  # no picture after all: stays the text that it is
-        return value
-    name = f"{FOLDER}/{hashlib.sha256(content).hexdigest()[:32]}.{found[1]}"
+        content = base64.b64decode(encoded)
+    except binascii.Error:
+        return None
+    name = f"{FOLDER}/{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
     if not (folder / name).exists():
         write_bytes(folder / name, content)
     return name
+
+
+def texts_changed(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON with each of its texts changed, names of fields not.
+
+    >>> texts_changed({"a": ["b", 1, None]}, str.upper)
+    {'a': ['B', 1, None]}
+    """
+    if isinstance(value, dict):
+        return {name: texts_changed(part, change) for name, part in value.items()}
+    if isinstance(value, list):
+        return [texts_changed(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value

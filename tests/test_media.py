@@ -12,7 +12,9 @@ from models import load_tokenizer
 from runtime.media import put_pictures_beside
 from runtime.rundir import Run
 from trajectory import Trajectory, Turn
+from viewer.export import export
 from viewer.server import with_media
+from viewer.sources import open_source
 from viewer.tokens import find_decoder
 
 PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n a picture").decode()
@@ -54,6 +56,15 @@ def test_a_runs_trajectories_are_written_with_their_pictures_beside(tmp_path):
     line = json.loads((tmp_path / "trajectories/step_000001.jsonl").read_text())
     assert (tmp_path / "trajectories" / line["first_state"]["screenshot"]).is_file()
     run.close()
+
+
+def test_an_export_carries_the_pictures_itself(tmp_path):
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", is_new=True)
+    run.write_trajectories("step_000001", [trajectory_with({"screenshot": ADDRESS}, None)])
+    run.close()
+    export([open_source(0, tmp_path / "run")], tmp_path / "page.html", None, 200)
+    assert ADDRESS in (tmp_path / "page.html").read_text()
 
 
 def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):

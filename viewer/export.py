@@ -19,8 +19,9 @@ from typing import Any
 from urllib.parse import quote
 
 from runtime.files import aside
+from runtime.media import PATH, texts_changed
 from viewer.overview import differing, overview
-from viewer.server import MEDIA, PAGE, as_json, describe
+from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
 from viewer.trajectories import Filter, groups_of, list_rows, one
 from viewer.wrong import what_goes_wrong
@@ -122,18 +123,17 @@ def of_file(source: Source, name: str, numbers: Sequence[int]) -> Iterator[tuple
         yield f"trajectory/{where}/{number}", with_pictures(shown, folder)
 
 
-def with_pictures(value: Any, folder: Path) -> Any:
+def with_pictures(content: Any, folder: Path) -> Any:
     """States' pictures as data addresses."""
-    if isinstance(value, dict):
-        return {name: with_pictures(part, folder) for name, part in value.items()}
-    if isinstance(value, list):
-        return [with_pictures(part, folder) for part in value]
-    if isinstance(value, str) and (found := MEDIA.fullmatch(value)):
-        path = folder / value
-        if path.is_file():
-            content = base64.b64encode(path.read_bytes()).decode()
-            return f"data:image/{found[1].rpartition('.')[2]};base64,{content}"
-    return value
+
+    def inlined(text: str) -> str:
+        found = PATH.fullmatch(text)
+        if not found or not (folder / text).is_file():
+            return text
+        encoded = base64.b64encode((folder / text).read_bytes()).decode()
+        return f"data:image/{found[1].rpartition('.')[2]};base64,{encoded}"
+
+    return texts_changed(content, inlined)
 
 
 # ---------------------------------------------------------------------------------------- the page

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,6 +33,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from runtime.media import FOLDER, PATH, texts_changed
 from viewer.overview import differing, overview
 from viewer.play import Play, PlayError, Worlds, reenact
 from viewer.sources import RunSource, Source, mtime, size_of
@@ -58,7 +58,6 @@ MOST_HITS = 500  # of a search
 PROGRESS_S = 0.2  # between two words of a search about how far it is
 MOST_LIMIT = 1_000  # rows of a list at a time
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
-MEDIA = re.compile(r"media/([0-9a-f]{32}\.(?:png|jpeg|webp))")
 
 
 def as_json(content: Any) -> str:
@@ -253,22 +252,21 @@ def add_reading(app: FastAPI, library: Library, can_play: bool) -> None:
 
     @app.get("/media/{number}/{name}/{picture}")
     def media(number: int, name: str, picture: str) -> Response:
-        if not MEDIA.fullmatch(f"media/{picture}"):
+        if not PATH.fullmatch(f"{FOLDER}/{picture}"):
             raise HTTPException(404, "no such picture")
         path = {file.name: file.path for file in library[number].files()}[name]
-        content = (path.parent / "media" / picture).read_bytes()
+        content = (path.parent / FOLDER / picture).read_bytes()
         return Response(content, media_type=f"image/{picture.rpartition('.')[2]}")
 
 
-def with_media(value: Any, base: str) -> Any:
+def with_media(content: Any, base: str) -> Any:
     """States' paths of pictures, from where the page asks for them."""
-    if isinstance(value, dict):
-        return {name: with_media(part, base) for name, part in value.items()}
-    if isinstance(value, list):
-        return [with_media(part, base) for part in value]
-    if isinstance(value, str) and (found := MEDIA.fullmatch(value)):
-        return f"{base}/{found[1]}"
-    return value
+
+    def moved(text: str) -> str:
+        found = PATH.fullmatch(text)
+        return f"{base}/{found[1]}" if found else text
+
+    return texts_changed(content, moved)
 
 
 def whole(text: str | None, default: int) -> int:
