@@ -198,33 +198,37 @@ def passes(evaluation: Mapping[str, Any], k: int) -> Shares:
 # ----------------------------------------------------------------------------------------- pictures
 
 
+Panel = tuple[str, str | None, int]  # title, kind of goal (None: all), turns allowed
+ALL: Panel = ("all held-out goals, in 16 turns", None, 16)
+KINDS: tuple[Panel, ...] = tuple((f"{tier} goals, in 16 turns", tier, 16) for tier in PLAYED)
+SOON: Panel = ("all held-out goals, in 4 turns", None, 4)
+
+
 def curves(
-    path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: bool
+    path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: Sequence[Panel]
 ) -> None:
-    """Held-out success over what was spent, seeds pooled by goal; `panels`: by kind of goal."""
-    tiers: tuple[str | None, ...] = (None, *PLAYED) if panels else (None,)
-    size = (12.0, 4.0) if panels else (7.5, 4.5)
-    shape = {"ncols": len(tiers)} if panels else {}
+    """Held-out success over what was spent, seeds pooled by goal."""
+    size = (12.0, 4.0) if len(panels) > 1 else (7.5, 4.5)
     colors = dict(zip(names, PALETTE, strict=False))
-    with figure(path, size, **shape) as (_, axes):
-        for axis, tier in zip(axes if panels else [axes], tiers, strict=True):
+    with figure(path, size, ncols=len(panels), squeeze=False) as (_, axes):
+        for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
             for name in names:
                 if runs.get(name):
-                    band(axis, pooled(runs[name], unit, tier), colors[name], name, scale=100)
-            axis.set_title(tier or "all held-out goals")
-            axis.set(ylabel="solved in 16 turns, %")
-            axis.set(xlabel=label)
-        (axes[0] if panels else axes).legend(loc="best")
+                    points = pooled(runs[name], unit, tier, within)
+                    band(axis, points, colors[name], name, scale=100)
+            axis.set_title(title)
+            axis.set(ylabel="solved, %", xlabel=label)
+        axes[0][0].legend(loc="best")
 
 
 def pooled(
-    results: Sequence[Result], unit: str, tier: str | None
+    results: Sequence[Result], unit: str, tier: str | None, within: int
 ) -> list[tuple[float, dict[str, Any]]]:
     """(mean spent, estimate over goals) at each evaluation that all seeds have."""
     steps = set.intersection(*({e["step"] for e in r["held_out"]} for r in results))
     points = []
     for step in sorted(steps):
-        found = [shares(e) for r in results for e in r["held_out"] if e["step"] == step]
+        found = [shares(e, within) for r in results for e in r["held_out"] if e["step"] == step]
         goals = mean_over_seeds([of_tier(f, tier) for f in found])
         spent = statistics.fmean(spent_at(r, step, unit) for r in results)
         points.append((spent, bootstrap(list(goals.values()))))
@@ -278,14 +282,14 @@ def draw(name: str, runs: Runs, folder: Path) -> None:
     """The figure's picture; `noise` has none."""
     path, turns = folder / f"{name}.png", "turns played in training"
     if name == "horizons":
-        curves(path, runs, ("short", "long", "stepwise"), "turns", turns, panels=True)
+        curves(path, runs, ("short", "long", "stepwise"), "turns", turns, (SOON, ALL, KINDS[-1]))
     elif name == "teacher":
         imitations = ("imitation", "filtered", "own")
-        curves(path, runs, (*imitations, "long"), "seconds", "seconds of training", panels=True)
+        curves(path, runs, (*imitations, "long"), "seconds", "seconds of training", (ALL, *KINDS))
     elif name == "estimators":
-        curves(path, runs, ("long", *ESTIMATORS[1:]), "turns", turns, panels=False)
+        curves(path, runs, ("long", *ESTIMATORS[1:]), "turns", turns, (ALL,))
     elif name == "controls":
-        curves(path, runs, ("long", "shuffled", "still"), "turns", turns, panels=False)
+        curves(path, runs, ("long", "shuffled", "still"), "turns", turns, (ALL,))
     elif name == "compute":
         plot_compute(path, runs)
 
