@@ -349,6 +349,8 @@ class FakeLLM:
         assert options["enable_sleep_mode"]
         self.llm_engine = self
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        cache = SimpleNamespace(kv_cache_max_concurrency=80.9)
+        self.vllm_config = SimpleNamespace(cache_config=cache)
         self.submitted = []
 
     def _note(self, *call):
@@ -534,3 +536,8 @@ def test_make_engine_gives_the_engine_that_was_named(checkpoint):
     engine = make_engine("transformers", checkpoint, 512, deterministic=True)
     assert isinstance(engine, TransformersEngine) and engine.max_batch == 1
     assert next(engine.lm.parameters()).dtype == torch.float32
+
+
+def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(on_a_gpu):
+    assert on_a_gpu.max_open == 80  # of FakeLLM's cache: 80.9 of the longest
+    assert VLLMEngine("nowhere", 512, max_num_seqs=128).max_open == 128

@@ -101,7 +101,7 @@ def test_an_evaluation_by_hand_is_a_phase_that_counts_episodes(monkeypatch, tmp_
         shown.append((label, total))
         yield shown.append
 
-    episode = SimpleNamespace(success=True, to_line=dict, to_json=lambda: "{}\n")
+    episode = SimpleNamespace(success=True, to_json=lambda: "{}\n", first_state=None, turns=[])
     monkeypatch.setattr(evaluate, "playing", playing)
     monkeypatch.setattr(evaluate, "summarize", lambda *_, **__: {})
     monkeypatch.setattr(evaluate, "plot_curves", lambda *_: None)
