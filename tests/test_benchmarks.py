@@ -163,3 +163,29 @@ def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it()
     assert ended.returncode == 1
     assert len(ended.stderr.strip().splitlines()) == 1
     assert "pip install 'trl==1.16.*' datasets" in ended.stderr
+
+
+def test_the_page_says_of_replay_what_was_measured():
+    found = json.loads((ROOT / "benchmarks/results/replay.json").read_text(encoding="utf-8"))
+    page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    section = page.partition("## Looking at a large run")[2].partition("\n## ")[0]
+    m, export = found["medians"], found["export"]
+    for said in (
+        f"{found['trajectories']:,} trajectories",
+        f"{found['bytes'] / 1e6:,.0f} MB",
+        f"| {m['start_s']:.2f} s |",
+        f"| {m['first_screen_s']:.3f} s |",
+        f"| {m['list_s']:.4f} s; {m['one_s']:.4f} s |",
+        f"| {m['search_s']:.2f} s |",
+        f"| {m['whole_s']:.1f} s: {found['whole_over_first_screen']:.1f} times",
+        f"| {m['peak_bytes'] / 1e6:.0f} MB, {100 * found['memory_share']:.1f} % of the files |",
+        f"| {export['seconds']:.1f} s, {export['megabytes']:.2f} MB |",
+    ):
+        assert said in section, said
+    for state in found["states"].values():
+        assert (
+            f"{1000 * state['state_s']:.2g} ms and {state['state_bytes'] / 1000:.2g} kB" in section
+        )
+    # the goals of the benchmark
+    assert m["first_screen_s"] < 2 and found["whole_over_first_screen"] > 10
+    assert m["list_s"] < 0.3 and m["one_s"] < 0.2 and found["memory_share"] < 0.1
