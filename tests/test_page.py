@@ -113,7 +113,7 @@ def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, t
     shown(tab, url, ".goes-wrong li")
     assert "held-out tasks solved" in tab.inner_text(".headline")
     assert tab.locator(".uplot").count() >= 4 and "Failures" in tab.inner_text(".goes-wrong")
-    shown(tab, f"{url}#/0/step_000004", "table tbody tr")
+    shown(tab, f"{url}#/0/step_000004", "table.trajectories tbody tr")
     rows = tab.locator("table.trajectories tbody tr")
     assert rows.count() == 7
     tab.get_by_label("outcome", exact=False).select_option("failed")
@@ -325,4 +325,19 @@ def test_every_view_can_be_read_by_everybody(serve, made, chromium, scheme, widt
         assert_accessible(page)
         overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert page.evaluate(overflow) <= 0, route
+    context.close()
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen_and_then_kept(serve, made, chromium):
+    context = chromium.new_context(color_scheme="dark")
+    page = context.new_page()
+    url = serve(made)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    shown(page, url)
+    dark = page.evaluate(ground)
+    page.get_by_role("button", name="Light colours").click()
+    light = page.evaluate(ground)
+    assert dark != light
+    shown(page, f"{url}?again#/0/step_000001")
+    assert page.evaluate(ground) == light
     context.close()

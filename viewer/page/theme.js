@@ -22,22 +22,22 @@ export function remember(name, value) {
 }
 
 function isDark() {
-  const chosen = document.documentElement.dataset.theme;
+  const chosen = recall("theme") ?? sessionChoice;
   return chosen ? chosen === "dark" : systemDark.matches;
 }
 
+let sessionChoice = null; // for a browser that keeps nothing
+
 /** The toggle; `onchange` is called whenever the colours have changed, for pictures that are painted with them. */
 export function themeToggle(onchange) {
-  const chosen = recall("theme");
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
   const toggle = button("", () => {
-    const theme = isDark() ? "light" : "dark";
-    document.documentElement.dataset.theme = theme;
-    remember("theme", theme);
+    sessionChoice = isDark() ? "light" : "dark";
+    remember("theme", sessionChoice);
     show();
     onchange();
   });
   const show = () => {
+    document.documentElement.dataset.theme = isDark() ? "dark" : "light"; // which colours the style sheet takes
     toggle.textContent = isDark() ? "Light" : "Dark";
     toggle.setAttribute("aria-label", isDark() ? "Light colours" : "Dark colours");
   };
