@@ -1,7 +1,7 @@
 """A file of trajectories, read line by line at need: where each line begins, and its head.
 
-A run writes some 500 bytes of facts and tens of kilobytes of tokens for each trajectory. A list
-wants the facts alone, and `Trajectory.to_line` writes them first:
+A run writes less than a kilobyte of facts for each trajectory, and what was said and its tokens
+are many times that. A list wants the facts alone, and `Trajectory.to_line` writes them first:
 
     {"trajectory_id":...,"return":1.0,...,"messages":[...],"turns":[...],"input_ids":[...],...}
      ^---------------- head ------------^ what was said                 token by token

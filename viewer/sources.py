@@ -87,7 +87,9 @@ class Source:
 
         Raises: KeyError: no such file here.
         """
-        path = {file.name: file.path for file in self.files()}[name]
+        return self._index(name, {file.name: file.path for file in self.files()}[name])
+
+    def _index(self, name: str, path: Path) -> Lines:
         with self._lock:
             lines = self._open.pop(name, None)
             if lines is None or lines.path != path:
@@ -106,7 +108,7 @@ class Source:
         is_small = sum(size_of(file.path) for file in files) < READ_AT_ONCE
         shown = []
         for file in files:
-            lines = self.lines(file.name) if is_small else self._open.get(file.name)
+            lines = self._index(file.name, file.path) if is_small else self._open.get(file.name)
             about = {"name": file.name, "kind": file.kind, "step": file.step}
             about["count"] = None if lines is None else len(lines)
             about["broken"] = 0 if lines is None else lines.broken

@@ -94,7 +94,7 @@ def is_plain(text: str) -> bool:
 def may_hold(path: Path, text: str) -> bool:
     """Whether a file's bytes hold a text, in any case of letters; True where they cannot tell.
 
-    Ten times as fast as to index the file, and most files hold no rare text.
+    Much less work than to index the file, and most files hold no rare text.
     """
     if not is_plain(text):
         return True
