@@ -53,8 +53,8 @@ def start(result: Result, within: float = math.inf) -> Shares:
     return shares(result["held_out"][0], within)
 
 
-def end(result: Result) -> Shares:
-    return shares(result["held_out"][-1])
+def end(result: Result, within: float = math.inf) -> Shares:
+    return shares(result["held_out"][-1], within)
 
 
 def spent_at(result: Result, step: int, unit: str) -> float:

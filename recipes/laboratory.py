@@ -97,16 +97,18 @@ def read_prompt() -> list[dict[str, str]]:
     return found
 
 
-def demonstrate(count: int, seed: int = 0) -> tuple[list[Conversation], str]:
+def demonstrate(
+    count: int, seed: int = 0, kinds: Sequence[str] = tuple(TIERS)
+) -> tuple[list[Conversation], str]:
     """`count` solved episodes on the teacher's own seeds, and a table of all that it played."""
     from envs.babyai.env import BabyAI
 
     rng, world = random.Random(seed), BabyAI()
     shown: list[Conversation] = []
     tried: Counter[str] = Counter()
-    turns: dict[str, list[int]] = {tier: [] for tier in TIERS}
+    turns: dict[str, list[int]] = {tier: [] for tier in kinds}
     while len(shown) < count:
-        (tier,) = rng.choices(list(SHARES), list(SHARES.values()))
+        (tier,) = rng.choices(kinds, [SHARES[kind] for kind in kinds])
         index = task_index_of(rng.choice(TIERS[tier]), rng.choice(TEACHER_SEEDS))
         tried[tier] += 1
         try:
@@ -121,7 +123,7 @@ def demonstrate(count: int, seed: int = 0) -> tuple[list[Conversation], str]:
         + tuple(
             f"{100 * sum(n <= most for n in turns[tier]) / tried[tier]:.1f}" for most in BUDGETS
         )
-        for tier in TIERS
+        for tier in kinds
     ]
     return shown, "\n".join(markdown(TITLES, rows))
 
@@ -133,12 +135,12 @@ TITLES = "goals | episodes | " + " | ".join(f"solved in {n} turns, %" for n in B
 # --------------------------------------------------------------------------------------- the start
 
 
-def make_start(out: Path, count: int) -> None:
+def make_start(out: Path, count: int, kinds: Sequence[str]) -> None:
     """The teacher's episodes, a tokenizer of their words, random weights, imitation."""
     from runtime.default_models import build_small
 
     out.mkdir(parents=True, exist_ok=True)
-    records, table = demonstrate(count)
+    records, table = demonstrate(count, kinds=kinds)
     print(table, flush=True)
     write_json(out / "demonstrations.json", records)
     texts = [turn["value"] for record in records[:1000] for turn in record["conversations"]]
@@ -161,12 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder to make the start in")
     parser.add_argument("--count", type=int, default=4_000, help="episodes that are imitated")
+    parser.add_argument("--kinds", nargs="+", choices=TIERS, default=list(TIERS), help="of goals")
     parser.add_argument("--write-ids", action="store_true")
     options = parser.parse_args(argv)
     if options.write_ids:
         write_ids()
     elif options.out:
-        make_start(options.out, options.count)
+        make_start(options.out, options.count, options.kinds)
     else:
         parser.error("give --out or --write-ids")
     return 0

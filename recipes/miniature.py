@@ -9,12 +9,12 @@ however they were trained.
 
     figure        arms                                        what it asks
     horizons      short, long, stepwise                       does it help to widen the horizon?
-    teacher       imitation, filtered, own, long              can RL pass its teacher?
+    controls      short, shuffled, still                      are the rewards what does it?
+    noise         short, five seeds                           what can three seeds show at all?
+    teacher       teacher, imitation, filtered, own, rl       can RL pass a weak teacher?
+    compute       start, imitation, rl                        more turns, more samples: what for?
     estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each with the rate,
                                                               of three, that suits it
-    controls      long, shuffled, still                       are the rewards what does it?
-    noise         long, five seeds                            what can three seeds show at all?
-    compute       start, imitation, long                      more turns, more samples: what for?
 
     python recipes/miniature.py                    what there is, what is missing and how long that
                                                    takes; then runs it, and goes on where it was
@@ -95,6 +95,8 @@ def marked(path: Path) -> Iterator[bool]:
 
 def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Result:
     """One run, or the rest of it; what is kept of it."""
+    if arm.learner == "none":
+        return {"arm": name, "seed": seed} | play_teacher()
     run_dir = runs / f"{name}-{seed}"
     arguments = arguments_of(arm, seed, run_dir, extra)
     steps = load_config(arguments).steps
@@ -183,12 +185,15 @@ def learn(learner: str, arguments: Sequence[str]) -> None:
     """A run of an arm that imitates, in this process."""
     from recipes import imitation
 
-    def records(worker: "Worker", count: int) -> list["Conversation"]:
-        c = worker.config
-        played = teach(worker.tasks, 2 * count, c.evaluation_rounds, c.seed)
-        return [record for record, solved in played if solved or learner == "teacher"][:count]
-
     config = load_config(arguments)
+    filtered = learner == "filtered"
+    horizon = max(config.rounds) if filtered else config.evaluation_rounds
+
+    def records(worker: "Worker", count: int) -> list["Conversation"]:
+        near = [task for task in worker.tasks if laboratory.tier_of(task.task_id) == "near"]
+        played = teach(near, 2 * count, horizon, config.seed)
+        return [record for record, solved in played if solved or not filtered][:count]
+
     per_step = config.tasks_per_step * config.group_size
     own = learner == "own"
     lesson = imitation.of_its_own if own else imitation.of_a_teacher(records, per_step)
@@ -198,8 +203,8 @@ def learn(learner: str, arguments: Sequence[str]) -> None:
 def teach(
     tasks: Sequence["Task"], count: int, horizon: int, seed: int
 ) -> list[tuple["Conversation", bool]]:
-    """Episodes of the careless teacher on the training goals, each as often as any other, cut at
-    the horizon; and whether they earned what RL's would have."""
+    """Episodes of the careless teacher on these goals, each as often as any other, cut at the
+    horizon; and whether they earned what RL's would have."""
     from envs.babyai.env import BabyAI
 
     rng, world = random.Random(f"taught {seed}"), BabyAI()
@@ -208,20 +213,44 @@ def teach(
     return [laboratory.show(world, index, rng, turns=horizon) for index in order[:count]]
 
 
+def play_teacher(samples: int = 8) -> Result:
+    """The weak teacher on what is held out: careless where it knows what to do, which is on near
+    goals; any available action on the others."""
+    from envs.babyai.env import BabyAI
+
+    rng, world, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
+    solved: dict[str, list[int]] = {}
+    for index in laboratory.goals(laboratory.SEEDS["held_out"]):
+        task_id = f"babyai_{index}"
+        error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
+        for _ in range(samples):
+            record, success = laboratory.show(world, index, rng, error=error, turns=rounds)
+            turns = sum(turn["from"] == "gpt" for turn in record["conversations"])
+            solved.setdefault(task_id, []).append(turns if success else 0)
+    return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved}]}
+
+
 # ----------------------------------------------------------------------------------------- commands
 
 
 def run_missing(figures: Sequence[str], folder: Path, runs: Path, extra: Sequence[str]) -> None:
-    """One run after the other; those that somebody else is at are left to them."""
-    for name, seed in wanted(figures):
-        path = folder / f"{name}-{seed}.json"
-        with marked(runs / f"{name}-{seed}.lock") as ours:
-            results = read_results(folder)
-            arm = arm_of(name, results)
-            if not ours or arm is None or (name, seed) in results:
-                continue
-            write_json(path, play(name, arm, seed, runs, extra))
-            print(f"wrote {path}", flush=True)
+    """One run after the other; those that somebody else is at are left to them. Passes over the
+    list until one finds nothing to do: an estimator's runs wait for its pilots."""
+    while [run for run in wanted(figures) if run_if_missing(*run, folder, runs, extra)]:
+        pass
+
+
+def run_if_missing(name: str, seed: int, folder: Path, runs: Path, extra: Sequence[str]) -> bool:
+    """Whether there was something to do."""
+    path = folder / f"{name}-{seed}.json"
+    with marked(runs / f"{name}-{seed}.lock") as ours:
+        results = read_results(folder)
+        arm = arm_of(name, results)
+        if not ours or arm is None or (name, seed) in results:
+            return False
+        write_json(path, play(name, arm, seed, runs, extra))
+        print(f"wrote {path}", flush=True)
+        return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,10 +18,13 @@ BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = RESULTS / "miniature"
 SEEDS = (0, 1, 2)
 PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
-PILOT_STEPS = 24
+PILOT_STEPS = 60
 RATES = (3e-5, 1e-4, 3e-4)
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
-BASE_ALGORITHM = "grpo"  # the arm `long` is its
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")  # the arm `short` is the first's
+# The arm that others are compared with: its runs are the shortest, and its gain the largest.
+SHORT = ("--rounds", "4", "--eval-every", "60")
+SHORT_STEPS = 180  # about as many turns as `long` plays in 60, whose episodes take three times more
+WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # what its teacher knew: near goals alone
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Arm:
     """A way to train: options beside those of miniature.json, for how many steps.
 
     Attributes:
-        learner: "train" is train.py; the others are imitation.py's lessons.
+        learner: "train" is train.py, "none" the teacher, who only plays; the others are
+            imitation.py's lessons.
         minutes: about how long a run takes on two cores, for the table; measured ones replace it.
     """
 
@@ -50,34 +54,35 @@ def pilot(algorithm: str, rate: float) -> str:
 
 
 ARMS: dict[str, Arm] = {
-    "long": Arm(seeds=(0, 1, 2, 3, 4)),
-    # About as many turns played as by `long`, whose episodes take three times as many.
-    "short": Arm(("--rounds", "4", "--eval-every", "60"), steps=180),
+    "short": Arm(SHORT, (0, 1, 2, 3, 4), SHORT_STEPS),
+    "long": Arm(),
     "stepwise": Arm(
         ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
         + ("--steps-scaling-inter", "32", "--eval-every", "32"),
         steps=96,
     ),
-    "imitation": Arm(learner="teacher"),
-    "filtered": Arm(learner="filtered"),
-    "own": Arm(learner="own"),
-    "shuffled": Arm(("--shuffle-rewards",)),
-    "still": Arm(("--learning-rate", "1e-12")),
+    "shuffled": Arm((*SHORT, "--shuffle-rewards"), steps=SHORT_STEPS),
+    "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
+    "imitation": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="teacher"),
+    "filtered": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="filtered"),
+    "own": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="own"),
+    "rl": Arm((*SHORT, *WEAK), steps=SHORT_STEPS),
+    "teacher": Arm(seeds=(0,), steps=0, learner="none", minutes=0.5),
 } | {
-    pilot(algorithm, rate): Arm(rate_words(algorithm, rate), (PILOT_SEED,), PILOT_STEPS)
+    pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), PILOT_STEPS)
     for algorithm in ESTIMATORS
     for rate in RATES
 }
 FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),
-    "teacher": ("imitation", "filtered", "own", "long"),
+    "controls": ("short", "shuffled", "still"),
+    "noise": ("short",),
+    "teacher": ("teacher", "imitation", "filtered", "own", "rl"),
+    "compute": ("imitation", "rl"),
     "estimators": (
         *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
-        *("long", *ESTIMATORS[1:]),
+        *("short", *ESTIMATORS[1:]),
     ),
-    "controls": ("long", "shuffled", "still"),
-    "noise": ("long",),
-    "compute": ("imitation", "long"),
 }
 
 
@@ -113,10 +118,11 @@ def pilot_score(result: Result) -> float:
 
 def arm_of(name: str, results: dict[tuple[str, int], Result]) -> Arm | None:
     """An estimator's arm has the rate that its pilots have chosen; None before that."""
-    if name not in ESTIMATORS:
+    if name in ARMS:
         return ARMS[name]
     rate = chosen_rate(name, results)
-    return None if rate is None else Arm(rate_words(name, rate))
+    words = () if rate is None else (*SHORT, *rate_words(name, rate))
+    return None if rate is None else Arm(words, steps=SHORT_STEPS)
 
 
 def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:

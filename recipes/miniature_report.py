@@ -13,7 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.common import Result, markdown, mean_over_seeds, percent  # noqa: E402
+from recipes.common import (  # noqa: E402
+    Result,
+    difference,
+    markdown,
+    mean_over_seeds,
+    percent,
+)
 from recipes.evidence import (  # noqa: E402
     Reading,
     Shares,
@@ -46,15 +52,13 @@ from runtime.files import write_text  # noqa: E402
 
 PAGE = ROOT / "RESULTS.md"
 Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
+LEARNERS = FIGURES["teacher"][1:]
 
 # -------------------------------------------------------------------------------------- the figures
 
 
-BUDGETS = (
-    4,
-    8,
-    16,
-)  # turns that an evaluation's episode may take; its success within them is known
+BUDGETS = (4, 8, 16)  # turns that an evaluation's episode may take: its success within each
+SOON, LATE = BUDGETS[0], BUDGETS[-1]  # what short horizons train for; all that is played
 
 
 def horizons(runs: Runs) -> list[str]:
@@ -122,26 +126,29 @@ def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     )
 
 
-def plain(names: Sequence[str], against: str = "") -> Callable[[Runs], list[str]]:
-    """A table of arms at their ends, and each against one of them."""
+def plain(names: Sequence[str], against: str) -> Callable[[Runs], list[str]]:
+    """A table of arms at their ends, and each against one of them; in as many turns as they were
+    trained with."""
 
     def lines_of(runs: Runs) -> list[str]:
         arms = [name for name in names if runs.get(name)]
+        first, last = partial(start, within=SOON), partial(end, within=SOON)
         rows = []
         for name in arms:
             minutes = statistics.fmean(r["curve"][-1]["seconds"] for r in runs[name]) / 60
             rows.append(
                 (name, " ".join(str(r["seed"]) for r in runs[name]), f"{minutes:.1f}")
-                + (cell(runs[name], start), cell(runs[name], end), seeds_cell(runs[name], end))
-                + by_tier(runs[name], end)
+                + (cell(runs[name], first), cell(runs[name], last), seeds_cell(runs[name], last))
+                + (*(cell(runs[name], last, tier) for tier in PLAYED), cell(runs[name], end))
             )
-        titles = "arm | seeds | minutes | start | end (goals) | (seeds) | " + " | ".join(PLAYED)
+        titles = f"arm | seeds | minutes | start, in {SOON} turns | end | over seeds | "
+        titles += " | ".join(PLAYED) + f" | end, in {LATE} turns"
         lines = markdown(titles, rows)
         for name in arms:
-            told = compare(runs[name], runs[name], end, start)
+            told = compare(runs[name], runs[name], last, first)
             lines += ["", f"{name} minus its start: {told} points."]
             if against in arms and name != against:
-                told = compare(runs[against], runs[name], end, end)
+                told = compare(runs[against], runs[name], last, last)
                 lines[-1] += f" {against} minus {name}: {told}."
         return lines
 
@@ -150,34 +157,54 @@ def plain(names: Sequence[str], against: str = "") -> Callable[[Runs], list[str]
 
 def noise(runs: Runs) -> list[str]:
     """How far apart runs of one arm end that differ in their seed alone."""
-    ends = [statistics.fmean(end(r).values()) for r in runs["long"]]
-    gains = [
-        statistics.fmean(end(r).values()) - statistics.fmean(start(r).values())
-        for r in runs["long"]
-    ]
-    rows = [
-        (name, " ".join(f"{100 * v:.1f}" for v in values), f"{100 * statistics.fmean(values):.1f}")
-        + (f"{100 * spread(values):.1f}", f"{100 * smallest_effect(values, 3):.1f}")
-        for name, values in (("end", ends), ("gain over the start", gains))
-    ]
-    titles = "long, % | by seed | mean | standard deviation | smallest effect of three seeds"
+    rows = []
+    for most in (SOON, LATE):
+        ends = [statistics.fmean(end(r, most).values()) for r in runs["short"]]
+        starts = [statistics.fmean(start(r, most).values()) for r in runs["short"]]
+        gains = [after - before for before, after in zip(starts, ends, strict=True)]
+        for name, values in ((f"end, in {most} turns", ends), ("gain over the start", gains)):
+            figures = (statistics.fmean(values), spread(values), smallest_effect(values, 3))
+            seeds = " ".join(f"{100 * v:.1f}" for v in values)
+            rows.append((name, seeds, *(f"{100 * v:.1f}" for v in figures)))
+    titles = "short, % | by seed | mean | standard deviation | smallest effect of three seeds"
     return markdown(titles, rows)
+
+
+def teacher(runs: Runs) -> list[str]:
+    """The arms that learn from the weak teacher, or by themselves, beside what it can do itself."""
+    lines = plain(LEARNERS, against="rl")(runs)
+    if not runs.get("teacher"):
+        return lines
+    own = [cell(runs["teacher"], partial(end, within=most)) for most in BUDGETS]
+    said = [f"in {most} turns {share}" for most, share in zip(BUDGETS, own, strict=True)]
+    lines += ["", f"The teacher itself, %: {', '.join(said)}."]
+    if runs.get("rl"):
+        for most in (SOON, LATE):
+            ours = mean_over_seeds([end(r, most) for r in runs["rl"]])
+            gap = difference(end(runs["teacher"][0], most), ours)
+            lines[-1] += f" rl minus the teacher, in {most} turns: {percent(gap, signed=True)}"
+            lines[-1] += " (goals)."
+    return lines
 
 
 def compute(runs: Runs) -> list[str]:
     """What more turns and more samples buy: the start, and the ends of two arms."""
-    lines: list[str] = []
     within, samples = (1, 2, 4, 6, 8, 12, 16), (1, 2)
-    parts = [("start", runs["long"], 0)]
-    parts += [(name, runs[name], -1) for name in ("imitation", "long") if runs.get(name)]
     rows, more = [], []
-    for name, results, place in parts:
+    for name, results, place, _ in compared(runs):
         evaluations = [result["held_out"][place] for result in results]
         rows.append((name, *(over_goals(evaluations, shares, n) for n in within)))
         more.append((name, *(over_goals(evaluations, passes, k) for k in samples)))
-    lines += markdown("% solved within | " + " | ".join(f"{n} turns" for n in within), rows)
-    lines += ["", *markdown("% solved by one of | " + " | ".join(map(str, samples)), more)]
-    return lines
+    lines = markdown("% solved within | " + " | ".join(f"{n} turns" for n in within), rows)
+    return [*lines, "", *markdown("% solved by one of | " + " | ".join(map(str, samples)), more)]
+
+
+def compared(runs: Runs) -> list[tuple[str, Sequence[Result], int, str]]:
+    """(name, results, which of their evaluations, color) of what `compute` compares."""
+    every = [result for arm in FIGURES["compute"] for result in runs.get(arm, ())]
+    parts = [("start", every, 0, GREY)]
+    colors = {"imitation": ORANGE, "rl": GREEN}
+    return parts + [(n, runs[n], -1, color) for n, color in colors.items() if runs.get(n)]
 
 
 def over_goals(
@@ -199,16 +226,21 @@ def passes(evaluation: Mapping[str, Any], k: int) -> Shares:
 
 
 Panel = tuple[str, str | None, int]  # title, kind of goal (None: all), turns allowed
-ALL: Panel = ("all held-out goals, in 16 turns", None, 16)
-KINDS: tuple[Panel, ...] = tuple((f"{tier} goals, in 16 turns", tier, 16) for tier in PLAYED)
-SOON: Panel = ("all held-out goals, in 4 turns", None, 4)
+ALL: Panel = (f"all held-out goals, in {LATE} turns", None, LATE)
+AT_ONCE: Panel = (f"all held-out goals, in {SOON} turns", None, SOON)
+KINDS: tuple[Panel, ...] = tuple((f"{t} goals, in {LATE} turns", t, LATE) for t in PLAYED)
 
 
 def curves(
-    path: Path, runs: Runs, names: Sequence[str], unit: str, label: str, panels: Sequence[Panel]
+    path: Path,
+    runs: Runs,
+    names: Sequence[str],
+    unit: str,
+    label: str,
+    panels: Sequence[Panel],
 ) -> None:
-    """Held-out success over what was spent, seeds pooled by goal."""
-    size = (12.0, 4.0) if len(panels) > 1 else (7.5, 4.5)
+    """Held-out success over what was spent, seeds pooled by goal; a teacher's as a line."""
+    size = (4.0 * len(panels), 4.0)
     colors = dict(zip(names, PALETTE, strict=False))
     with figure(path, size, ncols=len(panels), squeeze=False) as (_, axes):
         for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
@@ -216,6 +248,10 @@ def curves(
                 if runs.get(name):
                     points = pooled(runs[name], unit, tier, within)
                     band(axis, points, colors[name], name, scale=100)
+            for taught in runs.get("teacher", ()):
+                solved = of_tier(end(taught, within), tier)
+                value = 100 * statistics.fmean(solved.values())
+                axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(title)
             axis.set(ylabel="solved, %", xlabel=label)
         axes[0][0].legend(loc="best")
@@ -237,11 +273,8 @@ def pooled(
 
 def plot_compute(path: Path, runs: Runs) -> None:
     """Success over turns and over samples."""
-    parts = [("start", runs["long"], 0, GREY)]
-    colors = {"imitation": ORANGE, "long": GREEN}
-    parts += [(n, runs[n], -1, color) for n, color in colors.items() if runs.get(n)]
     with figure(path, (9.5, 4.0), ncols=2, sharey=True) as (_, (left, right)):
-        for name, results, place, color in parts:
+        for name, results, place, color in compared(runs):
             evaluations = [r["held_out"][place] for r in results]
             for axis, xs, of in ((left, range(1, 17), shares), (right, (1, 2), passes)):
                 points = [
@@ -265,16 +298,16 @@ def estimators(runs: Runs) -> list[str]:
     rates = " | ".join(f"{rate:g}" for rate in RATES)
     lines = [f"Success on training goals in the last third of a pilot, %, seed {PILOT_SEED}:", ""]
     lines += [*markdown(f"estimator | {rates}", rows), "", "With the best of them:", ""]
-    return lines + plain(("long", *ESTIMATORS[1:]), against="long")(runs)
+    return lines + plain(("short", *ESTIMATORS[1:]), against="short")(runs)
 
 
 TABLES: dict[str, Callable[[Runs], list[str]]] = {
     "horizons": horizons,
-    "teacher": plain(("imitation", "filtered", "own", "long"), against="long"),
-    "estimators": estimators,
-    "controls": plain(("long", "shuffled", "still"), against="long"),
+    "controls": plain(FIGURES["controls"], against="short"),
     "noise": noise,
+    "teacher": teacher,
     "compute": compute,
+    "estimators": estimators,
 }
 
 
@@ -282,14 +315,14 @@ def draw(name: str, runs: Runs, folder: Path) -> None:
     """The figure's picture; `noise` has none."""
     path, turns = folder / f"{name}.png", "turns played in training"
     if name == "horizons":
-        curves(path, runs, ("short", "long", "stepwise"), "turns", turns, (SOON, ALL, KINDS[-1]))
+        curves(path, runs, FIGURES[name], "turns", turns, (AT_ONCE, ALL, KINDS[-1]))
     elif name == "teacher":
-        imitations = ("imitation", "filtered", "own")
-        curves(path, runs, (*imitations, "long"), "seconds", "seconds of training", (ALL, *KINDS))
+        seconds = "seconds of training"
+        curves(path, runs, LEARNERS, "seconds", seconds, (AT_ONCE, ALL))
     elif name == "estimators":
-        curves(path, runs, ("long", *ESTIMATORS[1:]), "turns", turns, (ALL,))
+        curves(path, runs, ("short", *ESTIMATORS[1:]), "turns", turns, (AT_ONCE, ALL))
     elif name == "controls":
-        curves(path, runs, ("long", "shuffled", "still"), "turns", turns, (ALL,))
+        curves(path, runs, FIGURES[name], "turns", turns, (AT_ONCE, ALL))
     elif name == "compute":
         plot_compute(path, runs)
 

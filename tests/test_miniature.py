@@ -52,7 +52,7 @@ def test_every_arm_is_a_command_line_that_train_accepts_and_differs_where_it_say
 def test_first_seeds_of_all_arms_come_first_and_no_run_twice():
     runs = plan.wanted(["horizons", "controls"])
     assert len(runs) == len(set(runs)) == 5 * 3 + 2
-    assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("long", 4)
+    assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("short", 4)
 
 
 def test_an_estimator_waits_for_its_pilots_and_takes_the_rate_that_trains_best(tmp_path):
@@ -63,16 +63,17 @@ def test_an_estimator_waits_for_its_pilots_and_takes_the_rate_that_trains_best(t
         pilot["curve"][-1]["train/success_rate"] = (0.3, 0.7, 0.5)[number]
         write(tmp_path, pilot)
     arm = plan.arm_of("ppo", plan.read_results(tmp_path))
-    assert arm.words == plan.rate_words("ppo", plan.RATES[1])
+    assert arm.words == (*plan.SHORT, *plan.rate_words("ppo", plan.RATES[1]))
+    assert arm.steps == plan.ARMS["short"].steps
     assert "--critic-learning-rate" in arm.words
 
 
 def test_the_status_counts_what_is_missing_by_what_runs_took(tmp_path):
     write(
-        tmp_path, result("long", 0, [0], [0], hours=0.5), result("short", 0, [0], [0], hours=0.25)
+        tmp_path, result("short", 0, [0], [0], hours=0.5), result("long", 0, [0], [0], hours=0.25)
     )
     said = plan.status(["noise"], tmp_path)
-    assert "| long | 0 | 1 2 3 4 | 30 |" in said and "2.0 hours" in said
+    assert "| short | 0 | 1 2 3 4 | 30 |" in said and "2.0 hours" in said
     assert miniature.main(["status", "--results", str(tmp_path)]) == 0
 
 
@@ -83,8 +84,8 @@ def test_a_run_that_somebody_is_at_is_left_to_them(tmp_path, monkeypatch):
         miniature.marked(tmp_path / "a.lock") as too,
     ):
         assert ours and not too
-    monkeypatch.setattr(miniature, "wanted", lambda _: [("long", 0)])
-    with miniature.marked(tmp_path / "long-0.lock"):
+    monkeypatch.setattr(miniature, "wanted", lambda _: [("short", 0)])
+    with miniature.marked(tmp_path / "short-0.lock"):
         miniature.run_missing(["noise"], tmp_path, tmp_path, [])
 
 
