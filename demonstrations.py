@@ -33,8 +33,7 @@ from typing import Any
 
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env
-from runtime.default_models import cache_dir
-from runtime.files import build_folder
+from runtime.files import build_folder, cache_dir
 from runtime.phases import phase
 from trajectory import NAMES, Conversation, read_agenttraj
 

@@ -57,8 +57,8 @@ from envs import Task, env_name, load_tasks
 from losses import Objective, imitation_loss
 from models import load_policy, load_tokenizer
 from runtime import distributed, precision, starts
-from runtime.default_models import cache_dir, resolve_model
-from runtime.files import build_folder, write_json
+from runtime.default_models import resolve_model
+from runtime.files import build_folder, cache_dir, write_json
 from runtime.lora import add_lora, load_adapter, save_adapter
 from runtime.phases import phase
 from runtime.prompts import Messages, prompt_of, reprompted

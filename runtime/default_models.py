@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from runtime.files import build_folder
+from runtime.files import build_folder, cache_dir
 from runtime.lazytorch import torch
 
 # What their config.json says of their size, known before they are built.
@@ -49,11 +49,6 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def cache_dir() -> Path:
-    """Folder of converted models and warm starts: $AGENT_RL_CACHE, or .cache/ at the root."""
-    return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
 
 
 def resolve_model(name: str) -> str:

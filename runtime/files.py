@@ -30,6 +30,12 @@ ASIDE = ".new-"  # what the name of anything unfinished begins with
 BEFORE = ".old-"  # and that of a folder which makes room for its successor
 
 
+def cache_dir() -> Path:
+    """Folder of what is made once and kept (converted models, warm starts, indices of a corpus):
+    $AGENT_RL_CACHE, or .cache/ at the root."""
+    return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
+
+
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to, with its suffix; it becomes `path` when the block ends.

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from config import SMALL_MODELS, Misuse
-from runtime.default_models import SHAPES, cache_dir, cached, has_weights
+from runtime.default_models import SHAPES, cached, has_weights
+from runtime.files import cache_dir
 
 HUB_TIMEOUT_S = 5.0  # for one small answer
 NUM_SHOWN = 4  # folders that a message names

@@ -25,8 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from runtime.default_models import cache_dir
-from runtime.files import write_json
+from runtime.files import cache_dir, write_json
 
 Format = Literal["bf16", "fp32"]
 DTYPES: dict[Format, str] = {"bf16": "bfloat16", "fp32": "float32"}

@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.default_models import cache_dir
-from runtime.files import write_text
+from runtime.files import cache_dir, write_text
 from trajectory import COUNTED, HEAD_END
 
 COLUMNS = (
