@@ -61,7 +61,7 @@ ARMS: dict[str, Arm] = {
         + ("--steps-scaling-inter", "32", "--eval-every", "32"),
         steps=96,
     ),
-    "shuffled": Arm((*SHORT, "--shuffle-rewards"), steps=SHORT_STEPS),
+    "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "imitation": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="teacher"),
     "filtered": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="filtered"),
@@ -77,7 +77,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),
     "controls": ("short", "shuffled", "still"),
     "noise": ("short",),
-    "teacher": ("teacher", "imitation", "filtered", "own", "rl"),
+    "teacher": ("teacher", "rl", "imitation", "filtered", "own"),
     "compute": ("imitation", "rl"),
     "estimators": (
         *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
