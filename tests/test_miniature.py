@@ -157,7 +157,9 @@ def test_the_intervals_of_seeds_are_students():
 
 def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_there(tmp_path):
     arms = {"short": [5, 0], "long": [9, 9], "stepwise": [3, 3]}
+    arms |= {"rl": [2, 2], "imitation": [0, 3]}
     write(tmp_path, *(result(a, s, [0, 0], after) for a, after in arms.items() for s in (0, 1)))
+    write(tmp_path, result("teacher", 0, [0, 4], [0, 4]))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- miniature horizons -->\nold\n<!-- end horizons -->\nafter\n")
     said = miniature_report.report(["horizons", "noise", "compute", "teacher"], tmp_path, page)
@@ -172,7 +174,8 @@ def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_
         "compute.png",
         "teacher.png",
     }
-    assert "long minus its start: +100.0" in said
+    assert "rl minus its start: +100.0" in said and "rl minus imitation: +50.0" in said
+    assert "in 4 turns 50.0 [" in said and "in 4 turns: +50.0 [" in said  # the teacher's own
     again = miniature_report.report(["horizons"], tmp_path, page)
     assert again in said and page.read_text() == text
     assert "makes them" in miniature_report.report(["noise"], tmp_path / "none", page)
