@@ -77,7 +77,7 @@ def horizons(runs: Runs) -> list[str]:
                     lines += [f"stepwise minus {name}, in {most} turns: {told} points.", ""]
     lines += ["What the turns were spent on, over whole runs:", ""]
     titles = "arm | turns a step | of them in episodes that failed, % | groups with signal, % | "
-    titles += "tokens per success"
+    titles += f"in the first {PART} steps | in the last {PART} | tokens per success"
     lines += markdown(titles, [(name, *mechanism(runs[name])) for name in arms])
     return lines
 
@@ -110,18 +110,27 @@ def by_tier(results: Sequence[Result], reading: Reading) -> tuple[str, ...]:
     return tuple(cell(results, reading, tier) for tier in PLAYED)
 
 
+PART = 30  # steps at the beginning and at the end of a run
+
+
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
-    rows = [row for result in results for row in result["curve"]]
+    """What the turns went into; the share of groups in which returns differed, so that there was
+    something to learn from."""
+
+    def with_signal(part: slice) -> str:
+        rows = [row for result in results for row in result["curve"][part]]
+        groups = sum(row["train/groups"] for row in rows)
+        silent = sum(row["train/groups_zero_variance"] for row in rows)
+        return f"{100 * (groups - silent) / groups:.0f}"
+
     last = [result["curve"][-1] for result in results]
-    turns = sum(row["turns"] for row in last)
-    groups = sum(row["train/groups"] for row in rows)
-    silent = sum(row["train/groups_zero_variance"] for row in rows)
-    tokens, successes = (sum(row[name] for row in last) for name in ("tokens", "successes"))
-    failed = sum(row["failed_turns"] for row in last)
+    turns, failed, tokens, successes = (
+        sum(row[name] for row in last) for name in ("turns", "failed_turns", "tokens", "successes")
+    )
     return (
-        f"{turns / len(rows):.0f}",
+        f"{turns / sum(len(result['curve']) for result in results):.0f}",
         f"{100 * failed / turns:.0f}",
-        f"{100 * (groups - silent) / groups:.0f}",
+        *(with_signal(part) for part in (slice(None), slice(PART), slice(-PART, None))),
         f"{tokens / successes:.0f}",
     )
 

@@ -19,7 +19,8 @@ from envs.common import oracle_turns
 from envs.options import parse
 from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
-from recipes import scaling_inter, worlds
+from recipes import miniature_plan, worlds
+from recipes.evidence import at, common_budget, compare
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
@@ -293,24 +294,19 @@ def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave()
     assert f"by the turns that the oracle needs: {', '.join(parts)}." in MEASURED.replace("\n", " ")
 
 
-def test_the_horizon_table_is_the_one_that_the_committed_runs_give() -> None:
-    results = scaling_inter.read_results(ROOT / "recipes" / "results")
-    report = scaling_inter.format_report(results)
-    table = [line for line in report.splitlines() if line.startswith("|")]
-    assert [line for line in table if line not in MEASURED] == []
-    for arm in ("short", "long"):
-        change = re.search(rf"stepwise minus {arm}, seed 0: (.*) points", report)
-        assert change and f"{change[1]} against {arm}" in MEASURED
-    success = {r["arm"]: [100 * point["avg"]["value"] for point in r["points"]] for r in results}
-    before = [values[0] for values in success.values()]
-    assert f"measure {min(before):.1f} to {max(before):.1f} % there" in MEASURED
-    *_, earlier, _, last = success["long"]
-    assert f"`long` took it from {earlier:.1f} to {last:.1f} %" in MEASURED
-    first = scaling_inter.STEPS_PER_HORIZON + 1
-    assert (
-        f"from step {first} with 4, from step {first + scaling_inter.STEPS_PER_HORIZON} with 8"
-        in MEASURED
-    )
+def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
+    results = miniature_plan.read_results(miniature_plan.FOLDER)
+    arms = {
+        arm: [r for (a, _), r in results.items() if a == arm]
+        for arm in ("long", "stepwise", "short")
+    }
+    every = [r for runs in arms.values() for r in runs]
+    assert {arm: len(runs) >= 3 for arm, runs in arms.items()} == dict.fromkeys(arms, True)
+    said = " ".join(README.split())
+    for most, other in ((4, "long"), (16, "short"), (4, "short"), (16, "long")):
+        reading = at(common_budget(every, "turns"), "turns", most)
+        told = compare(arms["stepwise"], arms[other], reading, reading)
+        assert f"{told} against {other}" in said, told
 
 
 @pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])

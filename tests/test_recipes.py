@@ -9,7 +9,7 @@ import toy_env
 
 from config import Config, complete
 from envs import load_tasks
-from recipes import common, learns, learns_report, scaling_inter, worlds
+from recipes import common, learns, learns_report, worlds
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 
@@ -69,24 +69,6 @@ def test_options_of_train_py_reach_every_arm_alike(tmp_path):
 def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
     with pytest.raises(ValueError, match="--arm dpo is unknown; choose one of: rl sft shuffled"):
         learns.arm_arguments("dpo", 0, tmp_path)
-
-
-def test_horizons_are_the_only_difference_between_scaling_arms(tmp_path):
-    configs = {
-        arm: common.load_config(scaling_inter.arm_arguments(arm, 0, tmp_path))
-        for arm in scaling_inter.ARMS
-    }
-    assert {arm: c.rounds for arm, c in configs.items()} == {
-        "short": (2,),
-        "long": (8,),
-        "stepwise": (2, 4, 8),
-    }
-    assert {c.evaluation_rounds for c in configs.values()} == {8}
-    assert {c.learning_rate_decay_steps for c in configs.values()} == {0}
-    horizon = {"rounds", "rounds_scheduler", "steps_scaling_inter"}
-    for c in configs.values():
-        differing = {n for n in vars(c) if getattr(c, n) != getattr(configs["short"], n)}
-        assert differing <= horizon
 
 
 def test_the_imitation_loss_has_the_gradient_of_the_policys_where_every_advantage_is_1():
@@ -266,59 +248,6 @@ def test_evaluations_are_read_from_a_run_directory_in_order(tmp_path):
         (0, {"textcraft_1": 0.0}, {"textcraft_1": 0.0}),
         (10, {"textcraft_1": 0.5}, {"textcraft_1": 0.25}),
     ]
-
-
-# --------------------------------------------------------------------------- report: scaling_inter
-
-
-def test_turns_are_the_mean_turns_times_the_trajectories_that_were_not_lost():
-    metrics = [
-        {"train/turns_mean": 3.5, "train/env_failures": 0},
-        {"train/turns_mean": 4.0, "train/env_failures": 14},
-        {"train/turns_mean": None, "train/env_failures": 64},
-    ]
-    assert scaling_inter.turns_by_step(metrics, per_step=64) == [224, 200, 0]
-
-
-@pytest.mark.parametrize(("turns_per_step", "horizon"), [(180, 4), (500, 12), (768, 12)])
-def test_every_arm_ends_within_one_step_of_the_same_number_of_turns(turns_per_step, horizon):
-    turns, pieces = [], []
-    while piece := scaling_inter.next_piece(turns, 12_000, horizon, per_step=64):
-        pieces.append(piece)
-        turns += [turns_per_step] * piece
-    assert abs(sum(turns) - 12_000) <= turns_per_step
-    assert max(pieces) <= scaling_inter.PIECE
-
-
-def test_pieces_end_where_evaluations_are_due():
-    assert scaling_inter.next_piece([100] * 4, 100_000, 4, 64) == scaling_inter.PIECE - 4
-
-
-def test_the_horizon_report_compares_stepwise_with_both_fixed_arms(tmp_path):
-    (tmp_path / "scaling_inter").mkdir()
-    for arm, share in (("short", 0.25), ("long", 0.5), ("stepwise", 0.75)):
-        points = [
-            {"step": step, "turns": turns, "items": dict.fromkeys(GOALS, value)}
-            | {"avg": {"value": value, "low": value - 0.1, "high": value + 0.1, "items": 10}}
-            for step, turns, value in ((0, 0, 0.25), (6, 1000, share))
-        ]
-        r = {"arm": arm, "seed": 0, "budget_turns": 1000, "turns": [500, 500], "points": points}
-        (tmp_path / f"scaling_inter/{arm}-0.json").write_text(json.dumps(r))
-    text = scaling_inter.report(tmp_path)
-    assert "stepwise minus short, seed 0: +50.0" in text
-    assert "stepwise minus long, seed 0: +25.0" in text
-    assert (tmp_path / "scaling_inter.png").exists()
-    (tmp_path / "scaling_inter/long-0.json").unlink()
-    assert "Not run: long." in scaling_inter.report(tmp_path)
-
-
-def test_results_with_different_budgets_are_not_compared(tmp_path):
-    (tmp_path / "scaling_inter").mkdir()
-    for arm, budget in (("short", 1000), ("long", 2000)):
-        r = {"arm": arm, "seed": 0, "budget_turns": budget, "turns": [], "points": []}
-        (tmp_path / f"scaling_inter/{arm}-0.json").write_text(json.dumps(r))
-    with pytest.raises(ValueError, match=r"mixes budgets of \[1000, 2000\] turns"):
-        scaling_inter.report(tmp_path)
 
 
 # ------------------------------------------------------------------------------------ other worlds
