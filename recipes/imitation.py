@@ -83,22 +83,35 @@ def of_a_teacher(
     Args: records: (worker, how many) -> all that the run will need.
     Raises: SystemExit: there are fewer.
     """
+
+    def prepare(worker: "Worker") -> "LessonAt":
+        count = worker.config.steps * per_step
+        taught = records(worker, count)
+        if len(taught) < count:
+            raise SystemExit(f"only {len(taught)} of {count} demonstrations succeeded")
+        at = lambda step: taught[(step - 1) * per_step : step * per_step]  # noqa: E731
+        return of_what_is_shown(at)(worker)
+
+    return prepare
+
+
+def of_what_is_shown(
+    shown_at: Callable[[int], list["Conversation"]],
+) -> Callable[["Worker"], "LessonAt"]:
+    """Each step imitates what is shown at it, all of it in one optimizer step."""
     from rollout import RolloutLog
     from sft import SftSettings, encode
 
     def prepare(worker: "Worker") -> "LessonAt":
         config = worker.config
-        if config.ppo_epochs != 1 or config.mini_batch_size < per_step:
-            raise ValueError("an imitation arm takes one optimizer step per step, as rl's does")
         settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
-        count = config.steps * per_step
-        taught = records(worker, count)
-        if len(taught) < count:
-            raise SystemExit(f"only {len(taught)} of {count} demonstrations succeeded")
 
-        def lesson_at(step: int, _: "Clock") -> "Lesson":
-            chosen = taught[(step - 1) * per_step : step * per_step]
-            return encode(worker.chat, chosen, settings, worker.pad_id), {}, RolloutLog()
+        def lesson_at(step: int, clock: "Clock") -> "Lesson":
+            with clock("time/rollout_s"):
+                shown = shown_at(step)
+            if config.ppo_epochs != 1 or config.mini_batch_size < len(shown):
+                raise ValueError("an imitation arm takes one optimizer step per step, as rl's does")
+            return encode(worker.chat, shown, settings, worker.pad_id), {}, RolloutLog()
 
         return lesson_at
 

@@ -11,7 +11,7 @@ however they were trained.
     horizons      short, long, stepwise                       does it help to widen the horizon?
     controls      short, shuffled, still                      are the rewards what does it?
     noise         short, five seeds                           what can three seeds show at all?
-    teacher       teacher, imitation, filtered, own, rl       can RL pass a weak teacher?
+    teacher       teacher, imitation, filtered, rl            can RL pass a weak teacher?
     compute       start, imitation, rl                        more turns, more samples: what for?
     estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each with the rate,
                                                               of three, that suits it
@@ -30,7 +30,6 @@ laboratory.py, miniature_plan.py, imitation.py, miniature_report.py.
 import argparse
 import contextlib
 import fcntl
-import math
 import os
 import random
 import sys
@@ -66,9 +65,7 @@ from recipes.miniature_plan import (  # noqa: E402
 from recipes.miniature_report import report  # noqa: E402
 
 if TYPE_CHECKING:
-    from envs import Task
     from trajectory import Conversation
-    from worker import Worker
 
 
 # -------------------------------------------------------------------------------------------- a run
@@ -99,7 +96,9 @@ def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Re
         return {"arm": name, "seed": seed} | play_teacher()
     run_dir = runs / f"{name}-{seed}"
     arguments = arguments_of(arm, seed, run_dir, extra)
-    steps = load_config(arguments).steps
+    steps = load_config(
+        arguments_of(arm, seed, run_dir / "none", extra)
+    ).steps  # not there: no check
     if arm.learner == "train":
         train(arguments, run_dir, steps)
     elif steps_done(run_dir) < steps:
@@ -186,31 +185,39 @@ def learn(learner: str, arguments: Sequence[str]) -> None:
     from recipes import imitation
 
     config = load_config(arguments)
-    filtered = learner == "filtered"
-    horizon = max(config.rounds) if filtered else config.evaluation_rounds
+    if learner == "own":
+        imitation.imitate(config, imitation.of_its_own)
+        return
+    from envs import load_tasks
 
-    def records(worker: "Worker", count: int) -> list["Conversation"]:
-        near = [task for task in worker.tasks if laboratory.tier_of(task.task_id) == "near"]
-        played = teach(near, 2 * count, horizon, config.seed)
-        return [record for record, solved in played if solved or not filtered][:count]
-
+    near = [
+        task.task_index
+        for task in load_tasks(config.env, file=config.tasks)
+        if laboratory.tier_of(task.task_id) == "near"
+    ]
     per_step = config.tasks_per_step * config.group_size
-    own = learner == "own"
-    lesson = imitation.of_its_own if own else imitation.of_a_teacher(records, per_step)
-    imitation.imitate(config, lesson)
+
+    def shown_at(step: int) -> list["Conversation"]:
+        rng = random.Random(f"taught {config.seed} {step}")
+        return teach(near, per_step, config.evaluation_rounds, rng)
+
+    imitation.imitate(config, imitation.of_what_is_shown(shown_at))
 
 
 def teach(
-    tasks: Sequence["Task"], count: int, horizon: int, seed: int
-) -> list[tuple["Conversation", bool]]:
-    """Episodes of the careless teacher on these goals, each as often as any other, cut at the
-    horizon; and whether they earned what RL's would have."""
+    indices: Sequence[int], count: int, horizon: int, rng: random.Random
+) -> list["Conversation"]:
+    """What the careless teacher shows: `count` solved episodes of at most so many turns."""
+    from envs import OracleLost
     from envs.babyai.env import BabyAI
 
-    rng, world = random.Random(f"taught {seed}"), BabyAI()
-    order = [task.task_index for task in tasks] * math.ceil(count / len(tasks))
-    rng.shuffle(order)
-    return [laboratory.show(world, index, rng, turns=horizon) for index in order[:count]]
+    world = BabyAI()
+    shown: list[Conversation] = []
+    while len(shown) < count:
+        with contextlib.suppress(OracleLost):
+            record, solved = laboratory.show(world, rng.choice(indices), rng, turns=horizon)
+            shown += [record] if solved else []
+    return shown
 
 
 def play_teacher(samples: int = 8) -> Result:

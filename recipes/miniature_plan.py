@@ -17,6 +17,7 @@ from recipes.common import RESULTS, Result, markdown, read_json  # noqa: E402
 BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = RESULTS / "miniature"
 SEEDS = (0, 1, 2)
+NOISE_SEEDS = (0, 1, 2, 3, 4)
 PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
 PILOT_STEPS = 60
 RATES = (3e-5, 1e-4, 3e-4)
@@ -24,6 +25,7 @@ ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")  # the arm `short` i
 # The arm that others are compared with: its runs are the shortest, and its gain the largest.
 SHORT = ("--rounds", "4", "--eval-every", "60")
 SHORT_STEPS = 180  # about as many turns as `long` plays in 60, whose episodes take three times more
+WEAK_STEPS = 360  # in 180 it had not levelled off
 WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # what its teacher knew: near goals alone
 
 
@@ -54,7 +56,7 @@ def pilot(algorithm: str, rate: float) -> str:
 
 
 ARMS: dict[str, Arm] = {
-    "short": Arm(SHORT, (0, 1, 2, 3, 4), SHORT_STEPS),
+    "short": Arm(SHORT, steps=SHORT_STEPS),
     "long": Arm(),
     "stepwise": Arm(
         ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
@@ -63,10 +65,9 @@ ARMS: dict[str, Arm] = {
     ),
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
-    "imitation": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="teacher"),
-    "filtered": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="filtered"),
-    "own": Arm((*SHORT, *WEAK), steps=SHORT_STEPS, learner="own"),
-    "rl": Arm((*SHORT, *WEAK), steps=SHORT_STEPS),
+    "rl": Arm((*SHORT, *WEAK), steps=WEAK_STEPS),
+    "imitation": Arm((*SHORT, *WEAK), steps=WEAK_STEPS, learner="teacher"),
+    "filtered": Arm((*SHORT, *WEAK), steps=WEAK_STEPS, learner="own"),
     "teacher": Arm(seeds=(0,), steps=0, learner="none", minutes=0.5),
 } | {
     pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), PILOT_STEPS)
@@ -77,7 +78,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),
     "controls": ("short", "shuffled", "still"),
     "noise": ("short",),
-    "teacher": ("teacher", "rl", "imitation", "filtered", "own"),
+    "teacher": ("teacher", "rl", "imitation", "filtered"),
     "compute": ("imitation", "rl"),
     "estimators": (
         *(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES),
@@ -125,12 +126,29 @@ def arm_of(name: str, results: dict[tuple[str, int], Result]) -> Arm | None:
     return None if rate is None else Arm(words, steps=SHORT_STEPS)
 
 
+def seeds_of(figure: str, name: str) -> tuple[int, ...]:
+    if figure == "noise":
+        return NOISE_SEEDS
+    return ARMS[name].seeds if name in ARMS else SEEDS
+
+
+def runs_behind(figure: str, results: dict[tuple[str, int], Result]) -> dict[str, list[Result]]:
+    """Arm -> those of its results that the figure is made of, by seed."""
+    return {
+        name: [results[name, seed] for seed in seeds_of(figure, name) if (name, seed) in results]
+        for name in FIGURES[figure]
+    }
+
+
 def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
     """The runs behind figures, each once: all arms' first seeds, then their second ones."""
-    names = dict.fromkeys(name for figure in figures for name in FIGURES[figure])
-    runs = [(ARMS[n].seeds if n in ARMS else SEEDS, n) for n in names]
-    ordered = [(place, seed, n) for seeds, n in runs for place, seed in enumerate(seeds)]
-    return [(n, seed) for _, seed, n in sorted(ordered, key=lambda run: run[0])]
+    runs = dict.fromkeys(
+        (place, seed, name)
+        for figure in figures
+        for name in FIGURES[figure]
+        for place, seed in enumerate(seeds_of(figure, name))
+    )
+    return [(name, seed) for _, seed, name in sorted(runs, key=lambda run: run[0])]
 
 
 def status(figures: Sequence[str], folder: Path) -> str:

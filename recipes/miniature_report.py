@@ -45,6 +45,7 @@ from recipes.miniature_plan import (  # noqa: E402
     pilot,
     pilot_score,
     read_results,
+    runs_behind,
 )
 from reporting.figures import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
 from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
@@ -342,8 +343,7 @@ def report(names: Sequence[str], folder: Path, page: Path = PAGE) -> str:
     results = read_results(folder)
     parts = []
     for name in names:
-        arms = FIGURES[name]
-        runs = {arm: [r for (a, _), r in sorted(results.items()) if a == arm] for arm in arms}
+        runs = runs_behind(name, results)
         if not any(runs.values()):
             continue
         table = "\n".join(TABLES[name](runs))

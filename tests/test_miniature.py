@@ -1,12 +1,13 @@
 """The paper in miniature: which runs are wanted, what is kept of them, how they are compared."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import toy_env
 
 from config import Config, complete
-from envs import load_tasks
+from envs import OracleLost
 from recipes import common, evidence, imitation, laboratory, miniature, miniature_report
 from recipes import miniature_plan as plan
 
@@ -50,7 +51,7 @@ def test_every_arm_is_a_command_line_that_train_accepts_and_differs_where_it_say
 
 
 def test_first_seeds_of_all_arms_come_first_and_no_run_twice():
-    runs = plan.wanted(["horizons", "controls"])
+    runs = plan.wanted(["horizons", "controls", "noise"])
     assert len(runs) == len(set(runs)) == 5 * 3 + 2
     assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("short", 4)
 
@@ -116,16 +117,42 @@ def test_own_successes_are_what_is_imitated_and_a_run_is_kept_and_gone_on_with(t
         miniature.record(tmp_path / "run", 5)
 
 
-def test_the_teacher_plays_every_goal_as_often_and_says_what_was_rewarded():
+def test_the_teacher_shows_what_it_solved_and_a_step_shows_the_same_again():
     pytest.importorskip("minigrid", reason="make setup ENV=babyai")
-    tasks = load_tasks("babyai", None, str(laboratory.FOLDER / "train.json"))[:13:3]
-    tasks = [task for task in tasks if laboratory.tier_of(task.task_id) == "middle"][:2]
-    played = miniature.teach(tasks, 20, horizon=6, seed=0)
-    ids = [record["item_id"] for record, _ in played]
-    assert {ids.count(task.task_id) for task in tasks} == {10}
-    turns = [sum(t["from"] == "gpt" for t in record["conversations"]) for record, _ in played]
-    assert max(turns) == 6 and 0 < sum(solved for _, solved in played) < 20
-    assert all(n == 6 for n, (_, solved) in zip(turns, played, strict=True) if not solved)
+    near, *_, middle = laboratory.goals([0])
+    for index, horizon in ((near, 16), (middle, 6)):
+        shown = miniature.teach([index], 5, horizon, random.Random("a step"))
+        assert shown == miniature.teach([index], 5, horizon, random.Random("a step"))
+        turns = [sum(t["from"] == "gpt" for t in record["conversations"]) for record in shown]
+        assert len(shown) == 5 and max(turns) <= horizon
+        assert {record["item_id"] for record in shown} == {f"babyai_{index}"}
+
+
+def test_a_lost_oracle_is_left_out(monkeypatch):
+    pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+    shows = iter([OracleLost("no way"), ({"item_id": "a"}, False), ({"item_id": "b"}, True)])
+
+    def show(*_, **__):
+        found = next(shows)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(laboratory, "show", show)
+    assert miniature.teach([0], 1, 4, random.Random(0)) == [{"item_id": "b"}]
+
+
+def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch):
+    """Reading its options must not be refused because its folder holds a run."""
+    run_dir = tmp_path / "short-0"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text("{}")
+    asked = []
+    monkeypatch.setattr(miniature, "train", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(miniature, "record", lambda run_dir, steps: {"steps": steps})
+    kept = miniature.play("short", plan.ARMS["short"], 0, tmp_path, [])
+    assert kept == {"arm": "short", "seed": 0, "steps": plan.SHORT_STEPS}
+    assert asked[0][1:] == (run_dir, plan.SHORT_STEPS)
 
 
 # -------------------------------------------------------------------------------------- comparisons
@@ -185,9 +212,9 @@ def test_the_page_says_what_the_results_say():
     """RESULTS.md between its markers, made again."""
     page = miniature_report.PAGE.read_text(encoding="utf-8")
     results = plan.read_results(plan.FOLDER)
-    for name, arms in plan.FIGURES.items():
+    for name in plan.FIGURES:
         first, last = f"<!-- miniature {name} -->\n", f"\n<!-- end {name} -->"
         if first in page:
-            runs = {arm: [r for (a, _), r in sorted(results.items()) if a == arm] for arm in arms}
+            runs = plan.runs_behind(name, results)
             table = page.partition(first)[2].partition(last)[0]
             assert table == "\n".join(miniature_report.TABLES[name](runs))
