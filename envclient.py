@@ -120,7 +120,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if self._is_closed:
             raise ValueError(f"{self.base_url}: this client is closed; connect() gives a new one")
         if self._session_id is None:
-            answer = self._request("POST", "/create", {})
+            answer = self._request("POST", "/create", dict(self._wire.create_body))
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
 
     def check_world(self) -> None:
@@ -153,9 +153,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._session_id = None
             self.open()
             answer = self._call("POST", "/reset", **body)
-        if isinstance(answer, dict):
-            answer = self._wire.first_observation(answer)
-        observation = self._field(answer, "/reset", "observation", str)
+        observation = self._wire.first_observation(answer)
+        observation = self._field(observation, "/reset", "observation", str)
         self._score, self._is_running = 0.0, True
         return observation
 

@@ -113,13 +113,17 @@ def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
 
 
 def write_id_lists(
-    env: str, lists: Mapping[str, Iterable[int]], folder: Path | None = None
+    env: str, lists: Mapping[str, Iterable[int | str]], folder: Path | None = None
 ) -> dict[Path, int]:
-    """Write one list for each split, in AgentGym's format; returns how many ids each file holds."""
+    """Write one list for each split, in AgentGym's format; returns how many ids each file holds.
+
+    A task is given by its index, or by its id where that does not begin with the world's name.
+    """
     written = {}
-    for split, indices in lists.items():
+    for split, tasks in lists.items():
         path = (folder or ids_dir(env)) / f"{env}_{split}.json"
-        lines = [json.dumps({"item_id": f"{env}_{index}"}) for index in indices]
+        ids = [task if isinstance(task, str) else f"{env}_{task}" for task in tasks]
+        lines = [json.dumps({"item_id": task_id}) for task_id in ids]
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
         written[path] = len(lines)
     return written
@@ -148,9 +152,9 @@ def play(env: Any, task_index: int, seed: int) -> None:
 
 
 def command_line(
-    env_class: Any, name: str, task_index: int, write_ids: Callable[[], dict[Path, int]]
+    env_class: Any, name: str, task_index: int, **writers: Callable[[], Mapping[Any, int]]
 ) -> None:
-    """`python -m envs.NAME`: play `task_index`, or --write-ids."""
+    """`python -m envs.NAME`: play `task_index`, or what a writer is called, as --write-ids."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
         prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."
@@ -159,13 +163,15 @@ def command_line(
         "--task-index", type=int, default=task_index, help=f"0 to {last} (default: {task_index})"
     )
     parser.add_argument("--seed", type=int, default=0, help="what a task leaves open (default: 0)")
-    parser.add_argument(
-        "--write-ids", action="store_true", help=f"write envs/{name}/ids/*.json and stop"
-    )
+    for writer in writers:
+        flag, what = f"--{writer.replace('_', '-')}", writer.removeprefix("write_")
+        text = f"write the {what} of envs/{name}/ again and stop"
+        parser.add_argument(flag, action="store_true", help=text)
     arguments = parser.parse_args()
-    if arguments.write_ids:
-        for path, num_ids in write_ids().items():
-            print(f"{path}: {num_ids} tasks")
+    if chosen := [writer for writer in writers if getattr(arguments, writer)]:
+        for writer in chosen:
+            for written, num_tasks in writers[writer]().items():
+                print(f"{written}: {num_tasks} tasks")
         return
     env = env_class()
     try:

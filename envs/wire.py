@@ -40,6 +40,7 @@ class Wire:
     session_field = "id"
     index_field = "data_idx"
     index_default: int | None = 0  # None: /reset must name a task
+    create_body: Mapping[str, Any] = {}  # what our client sends to /create
     shows_task_at_create = True  # /create already answers with an observation
     has_score = False  # /reset and /step also answer the world's own score, info["score"]
     points = 1  # what the wire calls a full return; SciWorld counts to 100
@@ -75,9 +76,9 @@ class Wire:
         points = round(reward * self.points, 9)
         return int(points) if points == int(points) else points
 
-    def first_observation(self, answer: dict) -> Any:
-        """What the policy reads first, from the answer of /reset."""
-        return answer.get("observation")
+    def first_observation(self, answer: Any) -> Any:
+        """What the policy reads first, from the answer of /reset; some answer with a bare text."""
+        return answer.get("observation") if isinstance(answer, dict) else answer
 
     def outcome(self, answer: Mapping[str, Any], earned: float) -> Outcome:
         """What the answer of /step says, of our server or AgentGym's, once it can be believed.

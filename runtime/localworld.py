@@ -36,8 +36,8 @@ def check_local(env: str) -> None:
     """Raise ValueError for a world that plays outside the process that asks it."""
     if hasattr(get_env(env), "close_shared"):
         raise ValueError(
-            f"--env-addr {LOCAL}: {env} plays in a process of its own (Java), which its server "
-            "starts and ends; leave --env-addr out"
+            f"--env-addr {LOCAL}: {env} needs what its server starts and ends (a Java process, an "
+            "index); leave --env-addr out"
         )
 
 

@@ -115,7 +115,8 @@ def test_every_world_has_what_the_list_asks_for_and_speaks_as_it_reads():
     for env in envs.ENVS:
         world = get_env(env)
         assert [name for name in REQUIRED if not hasattr(world, name)] == []
-        assert world.parse(world.say("It may help.", "go to red ball 1")) == "go to red ball 1"
+        action = {"searchqa": "<search> red ball </search>"}.get(env, "go to red ball 1")
+        assert world.parse(world.say("It may help.", action)) == action
 
 
 def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):

@@ -161,6 +161,6 @@ def test_a_fast_world_is_called_by_one_thread_at_a_time_and_each_client_has_its_
 
 
 def test_a_world_with_a_process_of_its_own_says_so():
-    with pytest.raises(ValueError, match="sciworld plays in a process of its own"):
+    with pytest.raises(ValueError, match="sciworld needs what its server starts and ends"):
         check_local("sciworld")
     check_local("babyai")

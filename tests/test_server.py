@@ -593,7 +593,7 @@ def test_binding_beyond_this_machine_warns_in_one_line():
     [
         (
             ["--env", "minecraft"],
-            "unknown environment 'minecraft'; choose one of: babyai, sciworld, textcraft; or give",
+            "choose one of: babyai, sciworld, searchqa, textcraft; or give package.module",
         ),
         (["--env", "no_such_module:World"], "there is no module no_such_module; put its folder on"),
         (["--env", "json:JSONWorld"], "json has no class JSONWorld"),

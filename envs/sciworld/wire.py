@@ -44,7 +44,7 @@ class ScienceWorldWire(Wire):
             "deleted": False,
         }
 
-    def first_observation(self, answer: dict) -> Any:
-        if "task_description" not in answer:
-            return answer.get("observation")
+    def first_observation(self, answer: Any) -> Any:
+        if not isinstance(answer, dict) or "task_description" not in answer:
+            return super().first_observation(answer)
         return f"{answer['task_description']}\n{answer.get('observation')}"

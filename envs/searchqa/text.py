@@ -1,8 +1,8 @@
 """Deep search as text: the tags that the policy writes, the passages that it reads, and when an
 answer is right.
 
-    the policy writes   ... <search> currency of Kenya </search>      the first of the two tags counts,
-                        ... <answer> Kenyan shilling </answer>        wherever it stands
+    the policy writes   ... <search> currency of Kenya </search>
+                        ... <answer> Kenyan shilling </answer>
     it reads            <information>Doc 1(Title: Kenya - Economy) text
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
@@ -14,7 +14,7 @@ of a chat template, the bracket becomes another character: a passage must not be
 An answer is right if it equals one of the golden ones after Search-R1's normalisation (that of
 SQuAD, https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single blanks.
 
-Read next: envs/searchqa/env.py.
+Read next: envs/searchqa/actions.py, how the tags are read.
 """
 
 import re
@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TAGS = ("search", "answer")
-_TAG = re.compile(rf"<({'|'.join(TAGS)})>(.*?)</\1>", re.DOTALL)
 _UNSAFE = re.compile(r"<(?=\s*/?\s*(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -41,18 +40,6 @@ class Passage(NamedTuple):
 class Tag(NamedTuple):
     name: str  # "search" or "answer"
     content: str
-
-
-def first_tag(text: str) -> Tag | None:
-    """The first complete tag, blanks around its content taken away; None without one.
-
-    >>> first_tag("I look it up. <search> flag of\\n Kenya </search> <answer>red</answer>")
-    Tag(name='search', content='flag of Kenya')
-    >>> first_tag("<answer>red</search>") is None
-    True
-    """
-    match = _TAG.search(text)
-    return Tag(match[1], " ".join(match[2].split())) if match else None
 
 
 def information(passages: Sequence[Passage], max_words: int) -> str:

@@ -1,0 +1,6 @@
+"""SearchQA: answer questions by searching a corpus. The world is env.py."""
+
+from envs.searchqa.env import SearchQA
+from envs.searchqa.env import SearchQA as World
+
+__all__ = ["SearchQA", "World"]

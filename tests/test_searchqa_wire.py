@@ -1,0 +1,426 @@
+"""SearchQA over HTTP: AgentGym's client at our server, our client at AgentGym's, ours at ours."""
+
+import json
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("bm25s", reason="NOT TESTED: make setup ENV=searchqa")
+
+from envclient import (
+    EnvError,
+    EnvServerError,
+    SessionLost,
+    StepOutsideEpisode,
+    UnknownTask,
+    connect,
+    local_server,
+)
+from envs.searchqa import SearchQA, shared
+from envs.searchqa.actions import INSTRUCTIONS, INVALID, say
+from envs.searchqa.env import WRONG
+from envs.searchqa.questions import FIRST_OWN, KINDS, kinds, own_questions
+from envs.searchqa.retrieval import RetrievalError
+from envs.searchqa.splits import spaced
+from envs.searchqa.text import exact_match
+from envs.searchqa.wire import SearchWire
+from envs.server import create_app
+from runtime.localworld import check_local
+
+BRIDGE = FIRST_OWN + kinds().index("bridge")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with local_server("searchqa", max_sessions=64) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def book():
+    """The same corpus in this process."""
+    yield shared.shared_batcher()
+    SearchQA.close_shared()
+
+
+# ---- a client that knows nothing but AgentGym's format, at our server
+
+
+class TheirClient:
+    """What AgentGym's client of this world does: all that the policy wrote goes to the server, and
+    every prompt comes from /observation."""
+
+    def __init__(self, http):
+        self.http = http
+        self.env_idx = self.post("/create", id=0)
+        assert isinstance(self.env_idx, int) and not isinstance(self.env_idx, bool)
+
+    def post(self, path, **body):
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def observe(self):
+        answer = self.http.get("/observation", params={"env_idx": self.env_idx})
+        assert answer.status_code == 200 and isinstance(answer.json(), str)
+        return answer.json()
+
+    def reset(self, item_id):
+        answer = self.post("/reset", env_idx=self.env_idx, id=item_id)
+        assert isinstance(answer, str)
+        return answer
+
+    def step(self, text):
+        answer = self.post("/step", env_idx=self.env_idx, action=text)
+        assert isinstance(answer["observation"], str) and isinstance(answer["done"], bool)
+        assert isinstance(answer["reward"], int | float) and "info" in answer
+        return answer["observation"], answer["reward"], answer["done"]
+
+    def close(self):
+        return self.post("/close", env_idx=self.env_idx)
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server, timeout=30) as http:
+        yield TheirClient(http)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agentgyms_client_plays_whole_episodes_at_our_server(client, book, kind):
+    index = FIRST_OWN + kinds().index(kind)
+    teacher = SearchQA()
+    prompt = client.reset(index)
+    question = teacher.reset(index)
+    assert prompt == client.observe() == f"{INSTRUCTIONS}\n\n{question}"
+    done = False
+    while not done:
+        text = f"<think>It is so.</think> {say(*teacher.oracle())} <answer> no </answer><|im_end|>"
+        observation, reward, done = client.step(text)
+        assert observation == client.observe() == teacher.step(text)[0]
+        assert reward == float(done)
+    assert client.close() is True and client.close() is False
+
+
+def test_agentgyms_client_meets_words_for_its_mistakes_and_its_next_episode(client):
+    assert client.http.get("/").json() == "ok"
+    client.reset(BRIDGE)
+    for text in ("I do not know.", "<search> a <answer> b </search> </answer>", "<search>", ""):
+        observation, reward, done = client.step(text)
+        assert (observation.startswith(INVALID), reward, done) == (True, 0, False)
+    assert client.step("<answer> nobody </answer>") == (WRONG, 0, True)
+    assert client.reset(BRIDGE + 1) == client.observe()
+    client.close()
+
+
+def test_what_is_wrong_with_a_request_is_a_status_and_not_a_reward(client):
+    fields = {"env_idx": client.env_idx}
+
+    def status(path, **body):
+        answer = client.http.post(path, json=fields | body)
+        assert {"error", "hint"} == answer.json().keys()
+        return answer.status_code, answer.json()["error"]
+
+    assert status("/step", action="<search> a </search>")[0] == 409
+    assert client.http.get("/observation", params=fields).status_code == 409
+    assert status("/reset")[0] == 422
+    assert status("/reset", id=10**7)[0] == 404
+    code, error = status("/reset", id=71)
+    assert code == 404 and "SEARCHQA_QUESTIONS_PATH" in error
+    assert status("/step", env_idx=0, action="<search> a </search>")[0] == 404
+    client.reset(BRIDGE)
+    client.step("<answer> nobody </answer>")
+    assert status("/step", action="<answer> nobody </answer>")[0] == 409
+    client.close()
+
+
+# ---- our client at a server that answers as AgentGym's does
+
+
+class TheirServer:
+    """AgentGym's SearchQA server as WIRE.md has it: bare answers, an answer that is wrong does not
+    end the episode, 500 for whatever goes wrong."""
+
+    PROMPT = "You must think first. Example: <answer> Beijing </answer>. \n\n Question: "
+    TASKS = (("who won the war?", "nobody"), ("What comes after Question: one?", "two"))
+
+    def __init__(self):
+        self.episodes, self.log = {}, []
+        theirs = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = -1
+
+            def log_message(self, *_):
+                pass
+
+            def answer(self):
+                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = json.loads(content or "{}")
+                path, _, query = self.path.partition("?")
+                if query:
+                    body = {"env_idx": int(query.removeprefix("env_idx="))}
+                theirs.log.append((path, body))
+                try:
+                    status, content = 200, json.dumps(getattr(theirs, path[1:] or "root")(**body))
+                except AttributeError:
+                    status, content = 404, '{"detail": "Not Found"}'
+                except Exception:
+                    status, content = 500, "Internal Server Error"
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            do_GET = do_POST = answer
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def root(self):
+        return "ok"
+
+    def create(self, id):
+        self.TASKS[id]
+        self.episodes[len(self.episodes)] = None
+        return len(self.episodes) - 1
+
+    def reset(self, env_idx, id, seed=None):
+        question, golden = self.TASKS[id]
+        self.episodes[env_idx] = {"observation": self.PROMPT + question, "golden": golden}
+        return self.episodes[env_idx]["observation"]
+
+    def step(self, env_idx, action):
+        episode = self.episodes[env_idx]
+        match = re.search(r"<(search|answer)>(.*?)</\1>", action, re.DOTALL)
+        reward, done = 0, False
+        if match is None:
+            episode["observation"] = "Your previous action is invalid. If you want to search, ..."
+        elif match[1] == "search":
+            episode["observation"] = f"<information>Doc 1(Title: T) {match[2]}</information>"
+        elif exact_match(match[2], [episode["golden"]]):
+            reward, done = 1.0, True
+            episode["observation"] = "Congratulations!"
+        else:
+            episode["observation"] = "Sorry, your answer is incorrect. Please try again."
+        answer = {"observation": episode["observation"], "reward": reward, "done": done}
+        return answer | {"info": None}
+
+    def observation(self, env_idx):
+        return self.episodes[env_idx]["observation"]
+
+    def close(self, env_idx):
+        return self.episodes.pop(env_idx, None) is not None
+
+
+@pytest.fixture
+def theirs():
+    server = TheirServer()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def test_our_client_plays_whole_episodes_at_agentgyms_server(theirs):
+    with connect("searchqa", theirs.url) as client:
+        client.check_world()  # it has no /health, and that is no error
+        assert client.reset(0) == "Question: who won the war?"
+        assert client.observation() == TheirServer.PROMPT + "who won the war?"
+        result = client.step("I look. <search>war</search> <answer> no </answer>")
+        assert result.observation == "<information>Doc 1(Title: T)  war </information>"
+        assert result[1:4] == (0.0, False, False)
+        assert client.step("<search>war").info["parse_error"].startswith(INVALID)
+        wrong = client.step("<answer> somebody </answer>")
+        assert wrong[1:4] == (0.0, False, False) and not wrong.info["success"]
+        right = client.step("<answer> Nobody. </answer>")
+        assert right[1:4] == (1.0, True, False) and right.info == {"success": True, "score": 1.0}
+        with pytest.raises(StepOutsideEpisode):
+            client.step("<answer> nobody </answer>")
+        # Of a question that has the word in it, what follows the last one is all there is to tell.
+        assert client.reset(1).startswith("Question: ")
+        assert client.close() is True
+    assert theirs.log[1] == ("/create", {"id": 0})
+    steps = [body["action"] for path, body in theirs.log if path == "/step"]
+    assert steps[0] == "<search> war </search>"
+
+
+def test_what_agentgyms_server_answers_500_to_is_the_worlds_failure(theirs):
+    with connect("searchqa", theirs.url, num_retries=0) as client:
+        with pytest.raises(EnvServerError):
+            client.reset(10**6)
+        assert client.reset(0) == "Question: who won the war?"
+        theirs.episodes.clear()
+        with pytest.raises(EnvServerError):
+            client.step("<answer> nobody </answer>")
+        with pytest.raises(EnvError):
+            client.oracle()
+
+
+# ---- the wire alone
+
+
+def test_the_first_observation_is_the_question_and_nothing_else():
+    wire = SearchWire()
+    turn = {"observation": "Question: Is it Question: or not?"}
+    assert wire.first_observation(wire.reset(3, turn, 0)) == turn["observation"]
+    assert wire.first_observation("Think. \n\n Question: who?") == "Question: who?"
+    assert wire.first_observation("Think.\nQuestion:who?\n") == "Question: who?"
+    assert wire.first_observation("who?") == "who?"
+    assert wire.first_observation({"observation": "Question: who?"}) == "Question: who?"
+    assert wire.first_observation(7) == 7  # the client says that it is no observation
+    shown = {"observation": "<information>Doc 1(Title: Question: a) b</information>"}
+    assert wire.observation(shown) == shown["observation"]
+
+
+# ---- ours at ours
+
+
+def played(url, index, seed=0):
+    """The oracle's episode over HTTP: the texts, the last result."""
+    with connect("searchqa", url) as client:
+        texts = [client.reset(index, seed)]
+        for _ in range(20):
+            texts.append(say(*client.oracle()))
+            result = client.step(texts[-1])
+            texts.append(result.observation)
+            if result.terminated:
+                break
+        return texts, result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_solves_every_sub_task_over_http(server, kind):
+    indices = [FIRST_OWN + place for place, each in enumerate(kinds()) if each == kind]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda i: played(server, i)[1], spaced(indices, 20)))
+    solved = sum(result.info["success"] for result in results)
+    assert solved >= 0.95 * len(results)
+    assert all(result.reward == 1.0 for result in results if result.info["success"])
+
+
+def test_our_client_gets_from_our_server_what_it_gets_from_other_worlds(server):
+    with connect("searchqa", server) as client:
+        client.check_world()
+        question = client.reset(BRIDGE)
+        assert question == f"Question: {own_questions()[BRIDGE - FIRST_OWN].question}"
+        assert client._transport.is_sealing
+        assert client.observation() == f"{INSTRUCTIONS}\n\n{question}"
+        result = client.step("<search> Kenya </search>")
+        assert result.observation == client.observation()
+        assert (result.terminated, result.truncated) == (False, False)
+        assert result.info == {"success": False, "score": 0.0, "f1": 0.0, "searches": 1}
+        assert client.state()["queries"][0]["query"] == "Kenya"
+        assert client.available_actions()[0].startswith("<search> ")
+        result = client.step("<answer> \ud83d </answer>")
+        assert result[1:4] == (0.0, True, False)
+        for index in (10**6, 71):
+            with pytest.raises(UnknownTask):
+                client.reset(index)
+        with pytest.raises(StepOutsideEpisode):
+            client.step("<search> Kenya </search>")
+        assert client.reset(BRIDGE) == question
+        assert client.close() is True
+
+
+def test_a_session_that_the_server_has_forgotten_is_replaced_at_the_next_reset(server):
+    with connect("searchqa", server) as client:
+        client.reset(BRIDGE)
+        httpx.post(f"{server}/close", json={"env_idx": client._session_id})
+        with pytest.raises(SessionLost):
+            client.step("<search> Kenya </search>")
+        assert client.reset(BRIDGE).startswith("Question: ")
+
+
+def test_a_query_of_100_kb_and_one_over_the_limit_are_answered(server):
+    with connect("searchqa", server) as client:
+        client.reset(BRIDGE)
+        assert client.step(f"<search> {'Kenya ' * 17_000} </search>").observation.startswith(
+            "<information>"
+        )
+        assert "rejected" in client.step(f"<search> {'Kenya ' * 170_000} </search>").info
+        assert not client.step("<search> Kenya </search>").terminated
+
+
+def test_two_sessions_at_once_do_not_meet(server):
+    alone = {index: played(server, index) for index in (BRIDGE, BRIDGE + 1)}
+    with ThreadPoolExecutor(8) as threads:
+        indices = [BRIDGE, BRIDGE + 1] * 8
+        for index, found in zip(
+            indices, threads.map(lambda i: played(server, i, seed=i), indices), strict=True
+        ):
+            assert found == alone[index]
+
+
+def test_an_index_service_that_is_down_is_the_worlds_failure_and_never_a_reward(monkeypatch):
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "remote")
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_URL", "http://127.0.0.1:9")
+    with local_server("searchqa") as url, connect("searchqa", url) as client:
+        client.reset(BRIDGE)
+        with pytest.raises(EnvServerError, match="RetrievalError: .*127.0.0.1:9") as error:
+            client.step("<search> Kenya </search>")
+        assert error.value.status == 500
+        with pytest.raises(StepOutsideEpisode):
+            client.step("<answer> nobody </answer>")
+        client.reset(BRIDGE)
+        assert client.step("<answer> nobody </answer>")[1:3] == (0.0, True)
+
+
+def test_a_failing_search_costs_its_own_episode_only(monkeypatch):
+    class Flaky:
+        def search_one(self, query, top_k):
+            if "bad" in query:
+                raise RetrievalError("the index is gone")
+            return []
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(shared, "_shared", [Flaky()])
+    with TestClient(create_app("searchqa", first_id=0)) as client:
+        for number in range(2):
+            assert client.post("/create", json={"id": 0}).json() == number
+            client.post("/reset", json={"env_idx": number, "id": BRIDGE})
+
+        def search(number, query):
+            body = {"env_idx": number, "action": f"<search> {query} </search>"}
+            return client.post("/step", json=body)
+
+        failed = search(0, "bad")
+        assert failed.status_code == 500 and "the index is gone" in failed.json()["error"]
+        assert search(1, "good").status_code == 200
+        assert search(0, "good").status_code == 409  # until it is reset
+        client.post("/reset", json={"env_idx": 0, "id": BRIDGE})
+        assert search(0, "good").status_code == 200
+    assert shared._shared == []  # the server closes what it shares
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SEARCHQA_RETRIEVAL_METHOD", "magic"),
+        ("SEARCHQA_CORPUS_PATH", "/nowhere/corpus.jsonl"),
+        ("SEARCHQA_REWARD", "money"),
+    ],
+)
+def test_a_server_that_cannot_search_says_so_in_one_line_and_does_not_start(
+    monkeypatch, name, value
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(EnvError) as error, local_server("searchqa"):
+        pass
+    said = [line for line in str(error.value).splitlines() if "cannot serve searchqa" in line]
+    assert len(said) == 1 and value in said[0] and "Traceback" not in str(error.value)
+
+
+def test_it_is_not_played_in_the_trainers_process():
+    with pytest.raises(ValueError, match="searchqa needs what its server starts and ends"):
+        check_local("searchqa")
