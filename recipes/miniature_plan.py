@@ -66,8 +66,9 @@ ARMS: dict[str, Arm] = {
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "rl": Arm((*SHORT, *WEAK), steps=WEAK_STEPS),
-    "imitation": Arm((*SHORT, *WEAK), steps=WEAK_STEPS, learner="teacher"),
-    "filtered": Arm((*SHORT, *WEAK), steps=WEAK_STEPS, learner="own"),
+    # As many seconds: of RL's trajectories those without news are left out of the update.
+    "imitation": Arm((*SHORT, *WEAK, "--eval-every", "48"), steps=144, learner="teacher"),
+    "filtered": Arm((*SHORT, *WEAK), steps=240, learner="own"),
     "teacher": Arm(seeds=(0,), steps=0, learner="none", minutes=0.5),
 } | {
     pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), PILOT_STEPS)

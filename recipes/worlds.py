@@ -40,7 +40,12 @@ from recipes.common import (  # noqa: E402
 )
 from reporting.figures import plot_estimates  # noqa: E402
 
-COLORS = {"babyai": "#4c78a8", "sciworld": "#d9822b", "textcraft": "#3a8f5c"}
+COLORS = {
+    "babyai": "#4c78a8",
+    "sciworld": "#d9822b",
+    "textcraft": "#3a8f5c",
+    "searchqa": "#cc79a7",
+}
 
 
 def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:

@@ -81,6 +81,7 @@ PAPER = {
         400, 30, (13.5, 18.8, 25.8, 34.0, 38.3),
         {"NQ": (50, 52.0), "TriviaQA": (50, 70.0), "PopQA": (50, 46.0), "HotpotQA": (50, 42.0),
          "2WikiMultihopQA": (50, 44.0), "Bamboogle": (50, 24.0), "Musique": (100, 14.0)},
+        "other questions over another corpus, an episode ends with its first answer",
     ),
     "webarena": Paper(
         50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # 9.8 as printed, though 50 tasks give even percents

@@ -1,4 +1,4 @@
-"""What the tests of retrieval share: small corpora, and a retriever that writes down its queries."""
+"""What the tests of retrieval share: corpora, and a retriever that writes down its queries."""
 
 import contextlib
 import hashlib

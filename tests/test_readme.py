@@ -306,6 +306,15 @@ def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
         assert f"{told} against {other}" in said, told
 
 
+def test_the_table_of_deep_search_is_that_of_the_committed_run() -> None:
+    for kind, row in json.loads((RESULTS / "searchqa-bm25.json").read_text())["kinds"].items():
+        shares = " | ".join(f"{row[name]:.2f}" for name in ("no_search", "raw", "oracles"))
+        line = (
+            f"| {kind} | {row['questions']} | {shares} | {row['oracle']:.3f} | {row['turns']:.2f} |"
+        )
+        assert line in MEASURED
+
+
 @pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])
 def test_the_rollout_figures_are_those_of_the_committed_run(name: str, after: str) -> None:
     summary = json.loads((RESULTS / f"{name}.json").read_text())["summary"]

