@@ -310,24 +310,24 @@ def test_who_is_stopped_goes_on_where_it_was(model, small_chunks, tmp_path):
 
 
 def test_who_comes_while_another_encodes_waits_for_it(model, small_chunks, capsys):
-    corpus, held = random_corpus(40), threading.Event()
+    corpus, begun, go_on = random_corpus(40), threading.Event(), threading.Event()
 
-    class Slow(Counting):
+    class Held(Counting):
         def passages(self, texts):
-            held.wait(20)
+            begun.set()
+            go_on.wait(20)
             return super().passages(texts)
 
-    first, second = Slow(model), Counting(model)
+    first, second = Held(model), Counting(model)
     with ThreadPoolExecutor(2) as pool:
         making = pool.submit(Dense, corpus, first)
-        time.sleep(0.3)
+        assert begun.wait(20)
         waiting = pool.submit(Dense, corpus, second)
-        time.sleep(0.3)
-        assert not waiting.done()
-        held.set()
+        while "another process encodes the corpus" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        go_on.set()
         assert making.result(20).scored(["word1"], 9) == waiting.result(20).scored(["word1"], 9)
     assert (first.encoded, second.encoded) == (40, 0)
-    assert "another process encodes the corpus" in capsys.readouterr().err
 
 
 SLOW_START = """

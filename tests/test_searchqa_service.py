@@ -228,11 +228,11 @@ def test_a_service_that_is_down_is_an_error_within_seconds():
 
 
 def test_a_service_that_is_slow_is_an_error_after_the_time_out():
-    with scripted(GOOD, sleep_s=1.5) as (url, asked):
+    with scripted(GOOD, sleep_s=6.0) as (url, asked):
         began = time.monotonic()
         with pytest.raises(RetrievalError, match=r"no answer within 0\.3"):
             Remote(url, timeout_s=0.3).search(["query"], 2)
-        assert time.monotonic() - began < 1.2
+        assert time.monotonic() - began < 5
         assert len(asked) == 1
 
 
