@@ -65,9 +65,13 @@ def test_far_goals_take_the_teacher_longest(world):
     assert all(json.dumps(record["conversations"][0]).count("Reach the goal") for record in records)
 
 
-@pytest.mark.long  # two minutes of play
-def test_the_start_was_made_by_the_command_beside_it(world):
-    about = read_json(laboratory.START / "sft.json")
-    records, _ = laboratory.demonstrate(4_000)
+@pytest.mark.long  # two minutes of play each
+@pytest.mark.parametrize(
+    ("name", "count", "kinds"),
+    [("tiny-babyai", 4_000, tuple(TIERS)), ("tiny-babyai-near", 12_000, ("near",))],
+)
+def test_the_starts_were_made_by_the_commands_beside_them(world, name, count, kinds):
+    about = read_json(laboratory.START.parent / name / "sft.json")
+    records, _ = laboratory.demonstrate(count, kinds=kinds)
     assert about["records"] == hash_of(records)
     assert about["settings"]["batch_size"] == 16 and about["settings"]["epochs"] == 1
