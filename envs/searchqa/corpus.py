@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.searchqa.text import Passage
+from envs.searchqa.text import Passage, passage_of
 from runtime import files
 
 WORDS = 100  # of a passage of ours, at most
@@ -120,13 +120,7 @@ class Corpus:
         contents = self._lines.read(number).get("contents")
         if not isinstance(contents, str):
             raise self._lines.error(number, 'no text under "contents"')
-        title, line_break, text = contents.partition("\n")
-        if not line_break:
-            title, text = "", title
-        title = title.strip()
-        if len(title) > 1 and title[0] == title[-1] == '"':
-            title = title[1:-1]
-        return Passage(number, title, text.strip())
+        return passage_of(number, contents)
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[number] for number in range(len(self)))

@@ -9,6 +9,7 @@ Read next: envs/searchqa/retrieval.py.
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -29,18 +30,18 @@ class Scored(NamedTuple):
     score: float  # higher is better
 
 
-class Retriever:
+class Retriever(ABC):
     """What finds passages; `scored` is what a kind of retriever has to bring."""
 
     WAIT_S = 0.003  # how long a Batcher gathers queries for it
 
+    @abstractmethod
     def scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:
         """The best passages for each query, the best first, with their scores.
 
         Raises:
             RetrievalError: see there.
         """
-        raise NotImplementedError
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """The best passages for each query, the best first."""

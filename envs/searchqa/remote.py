@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.searchqa.ranking import RetrievalError, Retriever, Scored
-from envs.searchqa.text import Passage
+from envs.searchqa.text import Passage, passage_of
 from runtime.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 
 
@@ -26,21 +26,6 @@ def contents(passage: Passage) -> str:
     '"Kenya"\\nA republic.'
     """
     return f'"{passage.title}"\n{passage.text}'
-
-
-def passage_of(number: int, contents: str) -> Passage:
-    """The reverse, as envs/searchqa/corpus.py reads a line.
-
-    >>> passage_of(0, "A republic.")
-    Passage(number=0, title='', text='A republic.')
-    """
-    title, line_break, text = contents.partition("\n")
-    if not line_break:
-        title, text = "", title
-    title = title.strip()
-    if len(title) > 1 and title[0] == title[-1] == '"':
-        title = title[1:-1]
-    return Passage(number, title, text.strip())
 
 
 class Remote(Retriever):

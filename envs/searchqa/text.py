@@ -42,6 +42,21 @@ class Tag(NamedTuple):
     content: str
 
 
+def passage_of(number: int, contents: str) -> Passage:
+    """Of a line of Search-R1's corpus: the title in quotes, a line break, the text.
+
+    >>> passage_of(0, "A republic.")
+    Passage(number=0, title='', text='A republic.')
+    """
+    title, line_break, text = contents.partition("\n")
+    if not line_break:
+        title, text = "", title
+    title = title.strip()
+    if len(title) > 1 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return Passage(number, title, text.strip())
+
+
 def information(passages: Sequence[Passage], max_words: int) -> str:
     """What a search answers.
 
