@@ -302,11 +302,11 @@ def test_a_service_that_cannot_be_says_why_in_one_line(bm25s, tmp_path, monkeypa
         ):
             monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
             monkeypatch.setenv(name, value)
-            assert service.main(["--port", "0"]) == 1
+            assert service.main(open_retriever, ["--port", "0"]) == 1
             wrote = capsys.readouterr().err
             assert said in wrote and wrote.count("\n") == 1
         with pytest.raises(SystemExit, match="2"):
-            service.main(["--port", "99999"])
+            service.main(open_retriever, ["--port", "99999"])
         assert "a port is a number" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -283,4 +283,4 @@ def open_retriever(settings: Mapping[str, str] = os.environ) -> Retriever:
 if __name__ == "__main__":
     from envs.searchqa.service import main
 
-    sys.exit(main())
+    sys.exit(main(open_retriever))

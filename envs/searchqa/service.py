@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
@@ -40,7 +40,6 @@ from envs.limits import (
 )
 from envs.searchqa.ranking import RetrievalError, Retriever, Scored
 from envs.searchqa.remote import contents
-from envs.searchqa.retrieval import open_retriever
 from envs.sessions import Answer, ApiError, error_answer
 
 DEFAULT_TOP_K = 3
@@ -147,8 +146,11 @@ class _Server(uvicorn.Server):
             print(self.line, flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code.
+
+    Args: open_retriever: called once the port is ours.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m envs.searchqa.retrieval",
         description="Serve retrieval in Search-R1's format. Which: by environment variables, see "
