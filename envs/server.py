@@ -31,8 +31,6 @@ envs/limits.py (what a request may cost), then envclient.py, the other end of th
 import argparse
 import asyncio
 import contextlib
-import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -40,26 +38,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio.to_thread
-import uvicorn
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, StrictInt, StrictStr, create_model
 from starlette.exceptions import HTTPException
 
 from envs import VERSION, Wire, env_name, get_env
-from envs.limits import (
-    OWN_FILES,
-    BodyLimit,
-    NoWebPages,
-    bounded_protocol,
-    end_unread_answers,
-    raise_file_limit,
-)
+from envs.limits import OWN_FILES, BodyLimit, NoWebPages, bounded_protocol, raise_file_limit
+from envs.listening import listen_on, names_of, serve, url_of, warn_of_strangers
 from envs.options import parse
 from envs.seal import TURN_HEADER, TURN_PATTERN, Sealed
 from envs.sessions import Answer, ApiError, Episodes, Sessions, error_answer
 
-LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
 TURN = Header(None, alias=TURN_HEADER, pattern=TURN_PATTERN)
 
 
@@ -280,17 +270,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_answer(error.status_code, where, "GET /docs lists the paths")
 
 
-class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
-
-    line = ""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(self.line, flush=True)
-
-
 def _max_connections(options: argparse.Namespace) -> int:
     """As many as were asked for, if so many files may be open."""
     asked = getattr(options, "max_connections", 2 * options.max_sessions + 256)
@@ -309,53 +288,29 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = parse(arguments)
     try:
-        is_local = options.host in ("127.0.0.1", "localhost", "::1")
-        hosts = LOCAL if is_local else frozenset[str]()
         app = create_app(
             options.env,
             options.max_sessions,
             options.idle_timeout_s,
             options.max_body_bytes,
             options.request_timeout_s,
-            hosts=hosts,
+            hosts=names_of(options.host),
         )
         if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
             get_env(options.env).open_shared()
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-        end_unread_answers(listener, options.request_timeout_s)
+        listener = listen_on(options.host, options.port, options.request_timeout_s)
     except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
         where = f"{options.host}:{options.port}"
         free = "; --port 0 takes a free one" if "in use" in str(error) else ""
         why = f"cannot serve {options.env} on {where}: {error}{free}"
         print(f"envs.server: {why}", file=sys.stderr)
         return 1
-    if not is_local:
-        print(
-            f"envs.server: warning: {options.host} can be reached from other machines, and there "
-            "is no password; anyone there can open and play sessions",
-            file=sys.stderr,
-        )
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    warn_of_strangers("envs.server", options.host, "open and play sessions")
     protocol = bounded_protocol(_max_connections(options), options.request_timeout_s)
-    config = uvicorn.Config(
-        app,
-        http=protocol,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
+    url = url_of(options.host, listener)
+    return serve(
+        app, listener, protocol, f"listening on {url} (env {options.env}, version {VERSION})"
     )
-    server = _Server(config)
-    server.line = f"listening on {url} (env {options.env}, version {VERSION})"
-    # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    try:
-        server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        return 130
-    return 0 if server.started else 1
 
 
 if __name__ == "__main__":

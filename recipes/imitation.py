@@ -81,41 +81,57 @@ def of_a_teacher(
     """Each step imitates demonstrations that no step before it saw.
 
     Args: records: (worker, how many) -> all that the run will need.
-    Raises: SystemExit: there are fewer.
+    Raises:
+        SystemExit: there are fewer, or a step of them would be several of the optimizer's.
     """
 
     def prepare(worker: "Worker") -> "LessonAt":
+        require_one_update(worker.config, per_step)
         count = worker.config.steps * per_step
         taught = records(worker, count)
         if len(taught) < count:
             raise SystemExit(f"only {len(taught)} of {count} demonstrations succeeded")
-        at = lambda step: taught[(step - 1) * per_step : step * per_step]  # noqa: E731
-        return of_what_is_shown(at)(worker)
+
+        def shown_at(step: int) -> list["Conversation"]:
+            return taught[(step - 1) * per_step : step * per_step]
+
+        return of_what_is_shown(shown_at, per_step)(worker)
 
     return prepare
 
 
 def of_what_is_shown(
-    shown_at: Callable[[int], list["Conversation"]],
+    shown_at: Callable[[int], list["Conversation"]], per_step: int
 ) -> Callable[["Worker"], "LessonAt"]:
-    """Each step imitates what is shown at it, all of it in one optimizer step."""
+    """Each step imitates what is shown at it, `per_step` demonstrations in one optimizer step.
+
+    Raises:
+        SystemExit: they would be several.
+    """
     from rollout import RolloutLog
     from sft import SftSettings, encode
 
     def prepare(worker: "Worker") -> "LessonAt":
-        config = worker.config
-        settings = SftSettings(max_trajectory_tokens=config.max_trajectory_tokens)
+        require_one_update(worker.config, per_step)
+        settings = SftSettings(max_trajectory_tokens=worker.config.max_trajectory_tokens)
 
         def lesson_at(step: int, clock: "Clock") -> "Lesson":
             with clock("time/rollout_s"):
                 shown = shown_at(step)
-            if config.ppo_epochs != 1 or config.mini_batch_size < len(shown):
-                raise ValueError("an imitation arm takes one optimizer step per step, as rl's does")
             return encode(worker.chat, shown, settings, worker.pad_id), {}, RolloutLog()
 
         return lesson_at
 
     return prepare
+
+
+def require_one_update(config: "Config", per_step: int) -> None:
+    """Options under which a step on so many trajectories is one optimizer step, as rl's is."""
+    if config.ppo_epochs != 1 or config.mini_batch_size < per_step:
+        raise SystemExit(
+            f"an imitation takes one optimizer step per step: --ppo-epochs 1 and --mini-batch-size "
+            f"of at least {per_step}, not {config.ppo_epochs} and {config.mini_batch_size}"
+        )
 
 
 def of_its_own(worker: "Worker") -> "LessonAt":

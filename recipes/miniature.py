@@ -201,7 +201,7 @@ def learn(learner: str, arguments: Sequence[str]) -> None:
         rng = random.Random(f"taught {config.seed} {step}")
         return teach(near, per_step, config.evaluation_rounds, rng)
 
-    imitation.imitate(config, imitation.of_what_is_shown(shown_at))
+    imitation.imitate(config, imitation.of_what_is_shown(shown_at, per_step))
 
 
 def teach(

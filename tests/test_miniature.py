@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import toy_env
@@ -115,6 +116,17 @@ def test_own_successes_are_what_is_imitated_and_a_run_is_kept_and_gone_on_with(t
     assert last["tokens"] > 0 and last["seconds"] > 0
     with pytest.raises(SystemExit, match="expected 0 to 5"):
         miniature.record(tmp_path / "run", 5)
+
+
+@pytest.mark.parametrize("words", [{"ppo_epochs": 2}, {"mini_batch_size": 7}])
+def test_an_imitation_of_several_updates_a_step_is_refused_before_anything_is_shown(words):
+    worker = SimpleNamespace(config=Config(**words))
+    for prepare in (
+        imitation.of_a_teacher(lambda *_: pytest.fail("asked for demonstrations"), 8),
+        imitation.of_what_is_shown(lambda *_: pytest.fail("asked for demonstrations"), 8),
+    ):
+        with pytest.raises(SystemExit, match="--mini-batch-size of at least 8"):
+            prepare(worker)
 
 
 def test_the_teacher_shows_what_it_solved_and_a_step_shows_the_same_again():

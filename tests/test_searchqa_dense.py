@@ -28,11 +28,7 @@ from envs.searchqa.retrieval import open_retriever
 ROOT = Path(__file__).resolve().parents[1]
 faiss = pytest.importorskip("faiss", reason="see envs/searchqa/requirements.txt")
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def make_model(folder, width=WIDTH, seed=0):

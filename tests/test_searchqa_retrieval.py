@@ -28,15 +28,7 @@ from envs.searchqa.ranking import Progress, RetrievalError, Scored, best
 from envs.searchqa.remote import Remote
 from envs.searchqa.retrieval import BM25, Batcher, open_retriever, words
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def bm25s():
-    return pytest.importorskip("bm25s", reason="make setup ENV=searchqa")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # -------------------------------------------------------------------------------------------- BM25

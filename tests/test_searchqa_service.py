@@ -26,15 +26,7 @@ from envs.searchqa.text import Passage
 
 ROOT = Path(__file__).resolve().parents[1]
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def bm25s():
-    return pytest.importorskip("bm25s", reason="make setup ENV=searchqa")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

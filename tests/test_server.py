@@ -16,7 +16,8 @@ import requests
 from fastapi.testclient import TestClient
 
 from envs import VERSION, EpisodeEndedError, NotResetError, TaskIndexError, Wire
-from envs.server import LOCAL, create_app
+from envs.listening import LOCAL
+from envs.server import create_app
 from envs.textcraft.env import TextCraft
 
 ROOT = Path(__file__).parent.parent

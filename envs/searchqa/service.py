@@ -25,19 +25,13 @@ from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, StrictBool, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
 
-from envs.limits import (
-    BodyLimit,
-    NoWebPages,
-    bounded_protocol,
-    end_unread_answers,
-    raise_file_limit,
-)
+from envs.limits import BodyLimit, NoWebPages, bounded_protocol, raise_file_limit
+from envs.listening import listen_on, names_of, serve, url_of, warn_of_strangers
 from envs.searchqa.ranking import RetrievalError, Retriever, Scored
 from envs.searchqa.remote import contents
 from envs.sessions import Answer, ApiError, error_answer
@@ -47,7 +41,6 @@ MAX_PASSAGES = 10_000  # in one answer: some 10 MB
 MAX_BODY_BYTES = 4_000_000
 REQUEST_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 1024
-LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
 
 
 class Body(BaseModel):
@@ -135,17 +128,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_answer(status, where, "POST /retrieve searches, GET / says what in")
 
 
-class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
-
-    line = ""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(self.line, flush=True)
-
-
 def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code.
 
@@ -164,9 +146,7 @@ def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = 
     # While an index is being made: what is unfinished is taken away on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-        with listener:
+        with listen_on(options.host, options.port, REQUEST_TIMEOUT_S) as listener:
             return _serve(open_retriever(), listener, options.host)
     except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
         print(f"envs.searchqa.retrieval: {error}", file=sys.stderr)
@@ -177,27 +157,13 @@ def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = 
 
 def _serve(retriever: Retriever, listener: socket.socket, host: str) -> int:
     """Until SIGTERM or Ctrl-C; returns the exit code."""
-    is_local = host in ("127.0.0.1", "localhost", "::1")
-    if not is_local:
-        print(
-            f"envs.searchqa.retrieval: warning: {host} can be reached from other machines, and "
-            "there is no password; anyone there can search",
-            file=sys.stderr,
-        )
-    end_unread_answers(listener, REQUEST_TIMEOUT_S)
-    config = uvicorn.Config(
-        create_app(retriever, LOCAL if is_local else frozenset()),
-        http=bounded_protocol(min(MAX_CONNECTIONS, raise_file_limit() // 2), REQUEST_TIMEOUT_S),
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
+    warn_of_strangers("envs.searchqa.retrieval", host, "search")
+    app = create_app(retriever, names_of(host))
+    connections = min(MAX_CONNECTIONS, raise_file_limit() // 2)
+    what = f"retriever {type(retriever).__name__}"
+    return serve(
+        app,
+        listener,
+        bounded_protocol(connections, REQUEST_TIMEOUT_S),
+        f"listening on {url_of(host, listener)} ({what})",
     )
-    server = _Server(config)
-    where = f"[{host}]" if ":" in host else host
-    what = type(retriever).__name__
-    server.line = f"listening on http://{where}:{listener.getsockname()[1]} (retriever {what})"
-    # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    server.run(sockets=[listener])
-    return 0 if server.started else 1
