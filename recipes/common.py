@@ -168,9 +168,10 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def circumstances_of(run_dir: Path) -> Result:
-    """How a run was started, and on what."""
+    """How a run was started, or last gone on with, and on what; `begun`: if it was gone on with."""
     about = read_json(run_dir / "config.json")
-    return {key: about[key] for key in ("command", "git_commit", "hardware", "versions")}
+    kept = ("command", "git_commit", "hardware", "versions", "begun")
+    return {key: about[key] for key in kept if key in about}
 
 
 def record(run_dir: Path, steps: int) -> Result:

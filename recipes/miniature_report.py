@@ -187,13 +187,15 @@ def teacher(runs: Runs) -> list[str]:
         return lines
     own = [cell(runs["teacher"], partial(end, within=most)) for most in BUDGETS]
     said = [f"in {most} turns {share}" for most, share in zip(BUDGETS, own, strict=True)]
-    lines += ["", f"The teacher itself, %: {', '.join(said)}."]
-    if runs.get("rl"):
-        for most in (SOON, LATE):
-            ours = mean_over_seeds([end(r, most) for r in runs["rl"]])
-            gap = difference(end(runs["teacher"][0], most), ours)
-            lines[-1] += f" rl minus the teacher, in {most} turns: {percent(gap, signed=True)}"
-            lines[-1] += " (goals)."
+    kinds = [f"{t} {cell(runs['teacher'], partial(end, within=SOON), t)}" for t in PLAYED]
+    lines += ["", f"The teacher itself, %: {', '.join(said)}; in {SOON} turns {', '.join(kinds)}."]
+    for most in (SOON, LATE) if runs.get("rl") else ():
+        ours = mean_over_seeds([end(r, most) for r in runs["rl"]])
+        taught, gaps = end(runs["teacher"][0], most), []
+        for tier in (None, *PLAYED):
+            gap = difference(of_tier(taught, tier), of_tier(ours, tier))
+            gaps.append(f"{tier or 'all goals'} {percent(gap, signed=True)}")
+        lines += ["", f"rl minus the teacher, in {most} turns: {', '.join(gaps)} (goals)."]
     return lines
 
 

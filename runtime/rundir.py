@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import platform
 import shlex
@@ -145,8 +146,20 @@ def _open_run(config: Config) -> Run:
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
     files.sweep(path / "checkpoints")  # what a kill has left in between
-    run.write_json("config.json", {"config": asdict(config), **circumstances()})
+    about = {"config": asdict(config), **circumstances()}
+    if config.resume:
+        about |= {"begun": _begun(path / "config.json")}
+    run.write_json("config.json", about)
     return run
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """The circumstances of a run's first command; this one's may be others."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # a run of which only checkpoints are left
+        return {}
+    return saved.get("begun") or {name: said for name, said in saved.items() if name != "config"}
 
 
 def circumstances() -> dict[str, Any]:
@@ -155,7 +168,8 @@ def circumstances() -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    ask = ["sh", "-c", "git rev-parse HEAD"]  # by a shell: git may not be installed
+    # "<commit>", with "-dirty" behind it where files differ; by a shell: git may not be installed
+    ask = ["sh", "-c", "git describe --always --dirty --abbrev=40 --exclude='*'"]
     git = subprocess.run(ask, capture_output=True, text=True, cwd=Path(__file__).parent)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

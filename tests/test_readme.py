@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -19,8 +20,10 @@ from envs.common import oracle_turns
 from envs.options import parse
 from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
+from envs.searchqa.questions import own_questions
 from recipes import miniature_plan, worlds
-from recipes.evidence import at, common_budget, compare
+from recipes.common import difference, mean_over_seeds
+from recipes.evidence import at, brackets, common_budget, compare, end, shares, start
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
@@ -304,6 +307,44 @@ def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
         reading = at(common_budget(every, "turns"), "turns", most)
         told = compare(arms["stepwise"], arms[other], reading, reading)
         assert f"{told} against {other}" in said, told
+    for most, other in ((4, "short"), (16, "long")):
+        reading = at(common_budget(every, "turns"), "turns", most)
+        began, ours, theirs = (
+            fmean(mean_over_seeds([read(r) for r in runs]).values())
+            for read, runs in (
+                (partial(start, within=most), every),
+                (reading, arms["stepwise"]),
+                (reading, arms[other]),
+            )
+        )
+        kept = f"{100 * (ours - began) / (theirs - began):.0f} % of what {other} gains in {most}"
+        assert kept in said
+        share, _, _ = kept.partition("what")
+        assert share in " ".join(MEASURED.split())
+
+
+def test_the_answers_of_the_lesson_on_experiments_are_right() -> None:
+    said = (ROOT / "tutorials" / "12_an_experiment.md").read_text(encoding="utf-8")
+    results = miniature_plan.read_results(miniature_plan.FOLDER)
+    last = partial(end, within=16)
+    for seed in (0, 2):
+        gap = difference(last(results["short", seed]), last(results["stepwise", seed]))
+        assert f"{100 * gap['value']:+.1f}" in said and brackets(gap, signed=True) in said
+    gains = {}
+    for arm in ("short", "stepwise", "long"):
+        runs = [
+            [100 * fmean(shares(e, 16).values()) for e in results[arm, seed]["held_out"]]
+            for seed in range(3)
+        ]
+        gains[arm] = f"{fmean(max(run) - run[-1] for run in runs):.1f}"
+    best = (
+        "by {short} points in the mean of three seeds, `stepwise` by {stepwise}, `long` by {long}"
+    )
+    assert best.format(**gains) in said.replace("\n", " ")
+
+
+def test_the_number_of_questions_is_that_of_the_file() -> None:
+    assert f"{len(own_questions()):,} questions over the CIA World Factbook" in README
 
 
 def test_the_table_of_deep_search_is_that_of_the_committed_run() -> None:

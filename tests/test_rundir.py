@@ -2,13 +2,16 @@
 Its other files: test_train.py."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from config import Misuse
+from config import Config, Misuse
+from runtime import rundir
 from runtime.saved import saved_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,3 +54,30 @@ def test_options_of_a_config_are_read_back(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 3, "rounds": [2, 4]}}))
     saved = saved_config(str(tmp_path))
     assert (saved.seed, saved.rounds, saved.resume) == (3, (2, 4), True)
+
+
+def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
+    """Two resumes: neither takes the first command's place."""
+    for number, words in enumerate((["train.py"], ["train.py", "--resume"], ["again", "--resume"])):
+        monkeypatch.setattr(sys, "argv", words)
+        rundir.open_run(Config(run_dir=str(tmp_path), resume=number > 0)).close()
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["command"] == "again --resume" and said["begun"]["command"] == "train.py"
+    assert said["begun"].keys() == {"versions", "git_commit", "hardware", "command"}
+    assert said["config"]["resume"] is True
+
+
+def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.skip("NOT TESTED: no git")
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    monkeypatch.setattr(rundir, "__file__", str(folder / "rundir.py"))
+    (folder / "rundir.py").write_text("one")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    clean = rundir.circumstances()["git_commit"]
+    (folder / "rundir.py").write_text("two")
+    assert re.fullmatch("[0-9a-f]{40}", clean)
+    assert rundir.circumstances()["git_commit"] == f"{clean}-dirty"
