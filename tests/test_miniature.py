@@ -214,7 +214,9 @@ def test_the_report_draws_writes_between_its_markers_and_leaves_out_what_is_not_
         "teacher.png",
     }
     assert "rl minus its start: +100.0" in said and "rl minus imitation: +50.0" in said
-    assert "in 4 turns 50.0 [" in said and "in 4 turns: +50.0 [" in said  # the teacher's own
+    assert (
+        "in 4 turns 50.0 [" in said and "in 4 turns: all goals +50.0 [" in said
+    )  # the teacher's own
     again = miniature_report.report(["horizons"], tmp_path, page)
     assert again in said and page.read_text() == text
     assert "makes them" in miniature_report.report(["noise"], tmp_path / "none", page)
