@@ -1,11 +1,13 @@
 """Sessions of an environment's server over HTTP, played at once, held open, opened and closed: what
-server.py and environments.py measure with. Names on the wire are AgentGym's."""
+server.py and environments.py measure with. Names on the wire are AgentGym's, TextCraft's unless a
+world's `Wire` is given."""
 
 import asyncio
 import contextlib
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +15,43 @@ from typing import Any
 
 import httptools
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs import Wire  # noqa: E402
+
 Plans = Mapping[int, Sequence[str]]  # task -> actions
+PLAIN = Wire()
 
 
 class Connection:
     """One keep-alive HTTP/1.1 connection with as little client cost as possible."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: Wire
+    ) -> None:
+        self.reader, self.writer, self.wire = reader, writer, wire
         self.seconds = 0.0  # latency of the last request
 
     @classmethod
-    async def open(cls, port: int) -> "Connection":
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
+    async def open(cls, port: int, wire: Wire = PLAIN) -> "Connection":
+        return cls(*await asyncio.open_connection("127.0.0.1", port), wire)
+
+    async def create(self) -> int:
+        answer = await self.post("/create", **self.wire.create_body)
+        return answer[self.wire.session_field] if isinstance(answer, dict) else answer
+
+    async def reset(self, session_id: int, task: int) -> None:
+        wire = self.wire
+        await self.post("/reset", **{wire.session_field: session_id, wire.index_field: task})
+
+    async def step(self, session_id: int, action: str) -> bool:
+        """Whether the episode has ended."""
+        body = {self.wire.session_field: session_id, "action": action}
+        return (await self.post("/step", **body))["done"]
+
+    async def close_session(self, session_id: int) -> None:
+        await self.post("/close", **{self.wire.session_field: session_id})
 
     async def post(self, path: str, **body: Any) -> Any:
         started = time.perf_counter()
@@ -67,11 +93,13 @@ class Played:
         self.resets: list[float] = []
 
 
-async def play(port: int, plans: Plans, sessions: int, seconds: float) -> Played:
+async def play(
+    port: int, plans: Plans, sessions: int, seconds: float, wire: Wire = PLAIN
+) -> Played:
     """Plays the plans in so many sessions at once, created before, until the time is over."""
-    opener = await Connection.open(port)  # a connection that waits for 5 s is closed
-    ids = [(await opener.post("/create"))["id"] for _ in range(sessions)]
-    connections = [await Connection.open(port) for _ in range(sessions)]
+    opener = await Connection.open(port, wire)  # a connection that waits for 5 s is closed
+    ids = [await opener.create() for _ in range(sessions)]
+    connections = [await Connection.open(port, wire) for _ in range(sessions)]
     tasks, played = list(plans), Played()
     started = time.perf_counter()
 
@@ -80,56 +108,63 @@ async def play(port: int, plans: Plans, sessions: int, seconds: float) -> Played
         while time.perf_counter() < started + seconds:
             index = tasks[turn % len(tasks)]
             turn += 1
-            await connection.post("/reset", id=session_id, data_idx=index)
+            await connection.reset(session_id, index)
             played.resets.append(connection.seconds)
             for action in plans[index]:
-                answer = await connection.post("/step", id=session_id, action=action)
+                done = await connection.step(session_id, action)
                 played.steps.append(connection.seconds)
-                if answer["done"] or time.perf_counter() > started + seconds:
+                if done or time.perf_counter() > started + seconds:
                     break
             else:
                 played.num_unsolved += 1
 
     await asyncio.gather(*(play_one(n, each) for n, each in enumerate(connections)))
     played.elapsed = time.perf_counter() - started
-    closer = await Connection.open(port)
+    closer = await Connection.open(port, wire)
     for session_id in ids:
-        await closer.post("/close", id=session_id)
+        await closer.close_session(session_id)
     for connection in [opener, closer, *connections]:
         await connection.close()
     return played
 
 
-async def hold(port: int, process_id: int, plans: Plans, count: int) -> list[dict[str, float]]:
+async def hold(
+    port: int, process_id: int, plans: Plans, count: int, wire: Wire = PLAIN
+) -> list[dict[str, float]]:
     """Opens `count` sessions, each with a plan played; memory before, and while they live."""
-    connection = await Connection.open(port)
+    connection = await Connection.open(port, wire)
     tasks, ids, before = list(plans), [], resident_mb(process_id)
     for number in range(count):
         index = tasks[number % len(tasks)]
-        ids.append((await connection.post("/create"))["id"])
-        await connection.post("/reset", id=ids[-1], data_idx=index)
+        ids.append(await connection.create())
+        await connection.reset(ids[-1], index)
         for action in plans[index]:
-            if (await connection.post("/step", id=ids[-1], action=action))["done"]:
+            if await connection.step(ids[-1], action):
                 break
     live = resident_mb(process_id)
     for session_id in ids:
-        await connection.post("/close", id=session_id)
+        await connection.close_session(session_id)
     await connection.close()
     return [before, live]
 
 
 async def cycle(
-    port: int, process_id: int, tasks: Sequence[int], cycles: int, action: str | None = None
+    port: int,
+    process_id: int,
+    tasks: Sequence[int],
+    cycles: int,
+    action: str | None = None,
+    wire: Wire = PLAIN,
 ) -> list[dict[str, float]]:
     """Creates, resets, closes sessions, with one step of `action` if any; memory at each tenth."""
-    connection = await Connection.open(port)
+    connection = await Connection.open(port, wire)
     resident = []
     for number in range(1, cycles + 1):
-        session_id = (await connection.post("/create"))["id"]
-        await connection.post("/reset", id=session_id, data_idx=tasks[number % len(tasks)])
+        session_id = await connection.create()
+        await connection.reset(session_id, tasks[number % len(tasks)])
         if action:
-            await connection.post("/step", id=session_id, action=action)
-        await connection.post("/close", id=session_id)
+            await connection.step(session_id, action)
+        await connection.close_session(session_id)
         if number % (cycles // 10) == 0:
             resident.append(resident_mb(process_id))
     await connection.close()

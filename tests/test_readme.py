@@ -428,7 +428,7 @@ def test_the_figures_of_the_environments_servers_are_those_of_the_committed_runs
     sciworld, babyai = documents["sciworld"], documents["babyai"]
     per_session = (
         f"{sciworld['memory']['rss_mb_per_session']:g} MB against "
-        f"{sciworld['memory_plain']['rss_mb_per_session']:g} MB"
+        f"{sciworld['memory_other']['rss_mb_per_session']:g} MB"
     )
     grown = sciworld["leak"]["rss_mb_growth_second_half"]["java"]
     assert f"{sciworld['ratio']:g} times the steps/s (goal {sciworld['goal']:g})" in MEASURED

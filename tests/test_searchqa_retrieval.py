@@ -92,8 +92,9 @@ def test_the_order_of_a_querys_words_changes_nothing(bm25s):
 
 def test_best_is_a_stable_sort_of_everything():
     rng = np.random.default_rng(0)
-    for _ in range(200):
-        scores = rng.integers(0, 4, rng.integers(1, 30)).astype(np.float32)
+    draws = [rng.integers(0, 4, rng.integers(1, 30)) for _ in range(200)]
+    draws += [rng.integers(0, 9_000, 4_000), np.maximum(0, rng.integers(-99, 3, 4_000))]
+    for scores in (draw.astype(np.float32) for draw in draws):
         for top_k in (1, 2, 5, 40):
             expected = np.argsort(-scores, kind="stable")[:top_k]
             assert best(scores, top_k).tolist() == expected.tolist()
