@@ -23,7 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent
 # Page -> the world that it plays in, where that needs packages of its own.
-PLAYS_IN = {"08_a_grid_world": "babyai", "09_a_science_lab": "sciworld"}
+PLAYS_IN = {
+    "08_a_grid_world": "babyai",
+    "09_a_science_lab": "sciworld",
+    "13_deep_search": "searchqa",
+}
 
 
 def _enter_root(namespace: dict) -> None:
