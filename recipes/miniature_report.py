@@ -252,21 +252,22 @@ def curves(
     panels: Sequence[Panel],
 ) -> None:
     """Held-out success over what was spent, seeds pooled by goal; a teacher's as a line."""
-    size = (4.0 * len(panels), 4.0)
-    colors = dict(zip(names, PALETTE, strict=False))
-    with figure(path, size, ncols=len(panels), squeeze=False) as (_, axes):
+    size = (4.0 * len(panels), 4.2)
+    with figure(path, size, ncols=len(panels), squeeze=False) as (picture, axes):
         for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
-            for name in names:
+            for place, (name, color) in enumerate(zip(names, PALETTE, strict=False)):
                 if runs.get(name):
                     points = pooled(runs[name], unit, tier, within)
-                    band(axis, points, colors[name], name, scale=100)
+                    band(axis, points, color, name, 100, fill=False, shift=3.0 * place)
             for taught in runs.get("teacher", ()):
                 solved = of_tier(end(taught, within), tier)
                 value = 100 * statistics.fmean(solved.values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(title)
             axis.set(ylabel="solved, %", xlabel=label)
-        axes[0][0].legend(loc="best")
+            axis.locator_params(axis="x", nbins=5)
+        lines = axes[0][0].get_legend_handles_labels()
+        picture.legend(*lines, loc="outside lower center", ncols=len(lines[0]))
 
 
 def pooled(

@@ -111,6 +111,8 @@ def band(
     axis.vlines(xs, low, high, color=color, lw=1.2, transform=moved)
     style = {"color": color, "marker": "o", "ms": 4, "lw": 1.8, "transform": moved}
     axis.plot(xs, middle, label=label, **style)
+    axis.update_datalim([*zip(xs, low), *zip(xs, high)])  # what is shifted does not count by itself
+    axis.autoscale_view()
 
 
 def plot_estimates(

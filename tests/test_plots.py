@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reporting.figures import BLUE, figure, plot_estimates, running_mean
+from reporting.figures import BLUE, band, figure, plot_estimates, running_mean
 from reporting.metrics import MetricsLogger
 from reporting.plots import command_line, plot
 
@@ -28,6 +28,14 @@ def drawn(monkeypatch):
         Figure, "savefig", lambda self, *a, **k: (figures.append(self), savefig(self, *a, **k))
     )
     return figures
+
+
+@pytest.mark.parametrize("options", [{}, {"fill": False}, {"fill": False, "shift": 3.0}])
+def test_intervals_are_inside_the_picture_however_they_are_drawn(tmp_path, options):
+    with figure(tmp_path / "a.png", (4, 3)) as (_, axis):
+        band(axis, [(10.0, estimate(0.2)), (30.0, estimate(0.6))], BLUE, "a", **options)
+        (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    assert left <= 10 < 30 <= right < 40 and 0 <= bottom <= 0.1 < 0.7 <= top < 0.8
 
 
 def test_the_plot_draws_what_was_logged(tmp_path, drawn):

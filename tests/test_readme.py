@@ -319,8 +319,10 @@ def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
         )
         kept = f"{100 * (ours - began) / (theirs - began):.0f} % of what {other} gains in {most}"
         assert kept in said
-        share, _, _ = kept.partition("what")
-        assert share in " ".join(MEASURED.split())
+        share, _, _ = kept.partition("of what")
+        lesson = (ROOT / "tutorials" / "04_horizon.md").read_text(encoding="utf-8")
+        for page in (MEASURED, lesson):
+            assert f"{share}of what `{other}` gains" in " ".join(page.split())
 
 
 def test_the_answers_of_the_lesson_on_experiments_are_right() -> None:

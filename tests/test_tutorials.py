@@ -142,7 +142,9 @@ def test_every_picture_is_shown_once_with_words_for_who_cannot_see_it():
     shown = [each for text in TEXTS.values() for each in re.findall(r"!\[([^]]*)\]\((.*?)\)", text)]
     drawn = [f"pictures/{name}.svg" for name in PICTURES]
     photographed = [f"pictures/{name}" for name in replay.VIEWS]
-    assert sorted(link for _, link in shown) == sorted(drawn + photographed)
+    measured = ["learns/learns.png", "miniature/controls.png", "miniature/horizons.png"]
+    measured = [f"../recipes/results/{name}" for name in measured]
+    assert sorted(link for _, link in shown) == sorted(drawn + photographed + measured)
     assert [link for words, link in shown if len(words) < 80] == []
 
 
