@@ -64,6 +64,17 @@ def test_what_cannot_be_played_is_said(worlds, task_id):
         reenact(worlds, line | {"env": env}, None)
 
 
+@pytest.mark.parametrize(("env", "package"), [("textcraft", None), ("searchqa", "bm25s")])
+def test_the_task_that_the_page_proposes_can_be_played(worlds, tmp_path, env, package):
+    """Of SearchQA the first indices are questions that a user may not have."""
+    if package:
+        pytest.importorskip(package, reason=f"make setup ENV={env}")
+    play = Play(worlds, tmp_path)
+    (about,) = [world for world in play.list_worlds()["worlds"] if world["env"] == env]
+    assert 0 <= about["first"] <= about["last"] and about["tasks"] > 50
+    assert play.new(env, about["first"])["observation"]
+
+
 class Model:
     """A chat server that always says the same."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envclient import EnvClient, EnvError, EnvPool, NotSupported, local_server
-from envs import ENVS, load_tasks
+from envs import ENVS, get_env, load_tasks
 from runtime.files import make_folder
 from trajectory import Trajectory, Turn
 from viewer.lines import opening_of, turns_of
@@ -138,15 +138,18 @@ class Play:
         self._sessions: dict[str, Session] = {}
 
     def list_worlds(self) -> dict[str, Any]:
-        """What can be played, and what a world lacks."""
+        """What can be played, and what a world lacks: how many test tasks it has, the index of the
+        first of them, and of its last task at all."""
         found = []
         for env in ENVS:
-            tasks, why_not = 0, None
+            about: dict[str, Any] = {"env": env, "why_not": None}
             try:
-                tasks = len(load_tasks(env, "test"))
+                tested = load_tasks(env, "test")
+                about |= {"tasks": len(tested), "first": tested[0].task_index}
+                about |= {"last": get_env(env).num_tasks() - 1}
             except (ImportError, OSError, ValueError) as error:
-                why_not = f"{error}; make setup ENV={env}"
-            found.append({"env": env, "tasks": tasks, "why_not": why_not})
+                about["why_not"] = f"{error}; make setup ENV={env}"
+            found.append(about)
         return {"worlds": found, "model": self.model and self.model.model}
 
     def new(self, env: str, task_index: int) -> dict[str, Any]:

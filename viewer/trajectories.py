@@ -192,10 +192,10 @@ def apart(text: str) -> tuple[str | None, str | None]:
     >>> apart("Action: look"), apart("look")
     ((None, 'look'), (None, 'look'))
     >>> apart("I wonder. <search>who wrote it</search>")
-    ('I wonder.', 'who wrote it')
+    ('I wonder.', 'search: who wrote it')
     """
     if found := TAGGED.match(text):
-        return found[1].strip() or None, found[3].strip()
+        return found[1].strip() or None, f"{found[2]}: {found[3].strip()}"
     if found := THOUGHT.match(text):
         return found[1].strip() or None, found[2].strip()
     return None, text.strip() or None

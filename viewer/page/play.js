@@ -166,15 +166,18 @@ export async function playView(route) {
   const player = new Player(model);
   const ready = worlds.filter((world) => world.why_not === null);
   const chosen = ready.find(({ env }) => env === route.env) ?? ready[0];
-  const number = el("input", { type: "number", min: "0", value: String(route.taskIndex || 0) });
+  const number = el("input", { type: "number", min: "0" });
   const world = select(
-    ready.map(({ env, tasks }) => [env, `${env} (${tasks} tasks)`]),
+    ready.map(({ env, tasks }) => [env, `${env} (${tasks} test tasks)`]),
     chosen?.env,
-    limitNumber,
+    () => propose(null),
   );
 
-  function limitNumber() {
-    number.max = String((ready.find(({ env }) => env === world.value)?.tasks ?? 1) - 1);
+  /** A task of the chosen world, the first that it is tested on unless the address names one. */
+  function propose(asked) {
+    const about = ready.find(({ env }) => env === world.value);
+    number.max = String(about?.last ?? 0);
+    number.value = String(asked ?? about?.first ?? 0);
   }
 
   function begin() {
@@ -182,7 +185,7 @@ export async function playView(route) {
     return player.start(world.value, Number(number.value));
   }
 
-  limitNumber();
+  propose(route.env === chosen?.env ? route.taskIndex : null);
   const form = el(
     "form",
     { class: "choose" },
