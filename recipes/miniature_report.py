@@ -183,6 +183,15 @@ def noise(runs: Runs) -> list[str]:
 def teacher(runs: Runs) -> list[str]:
     """The arms that learn from the weak teacher, or by themselves, beside what it can do itself."""
     lines = plain(LEARNERS, against="rl")(runs)
+    budget = common_budget([r for name in LEARNERS for r in runs.get(name, ())], "seconds")
+    reading = at(budget, "seconds", SOON)
+    told = [
+        f"rl minus {name} {compare(runs['rl'], runs[name], reading, reading)}"
+        for name in LEARNERS[1:]
+        if runs.get("rl") and runs.get(name)
+    ]
+    if told:
+        lines += ["", f"After {budget:.0f} seconds of each, in {SOON} turns: {', '.join(told)}."]
     if not runs.get("teacher"):
         return lines
     own = [cell(runs["teacher"], partial(end, within=most)) for most in BUDGETS]
