@@ -9,7 +9,7 @@ uses, so that a demonstration shows what the policy would have to write, parsing
 machine that imitates needs no Java and no simulator.
 
     oracle ──HTTP──> conversations, kept on disk: the same tasks are played once
-    conversation ──trajectory.from_agenttraj──> a trajectory with its loss mask
+    conversation ──conversations.from_agenttraj──> a trajectory with its loss mask
 
 They are kept, under a key of what they depend on, so that a run that starts again need not wait
 for the oracle (ScienceWorld's thinks for seconds), and its warm start, whose key is their text, is
@@ -31,11 +31,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env
 from runtime.files import build_folder, cache_dir
 from runtime.phases import phase
-from trajectory import NAMES, Conversation, read_agenttraj
 
 NUM_CLIENTS = 4  # episodes side by side
 
@@ -145,7 +145,7 @@ def demonstrations(
 
     if not file.exists():
         build_folder(file.parent, write)
-    return read_agenttraj(file)
+    return list(read_conversations([file]))
 
 
 def source_of(env: str) -> str:

@@ -13,14 +13,15 @@ the policy is warmed up on exactly the token sequences it will see; there is no 
 away from it. The loop is RL's own, `update.optimize`, with another loss: it trains whole or sharded
 models, all weights or adapters.
 
-Demonstrations come from an oracle or from a file; both are AgentTraj conversations
-(demonstrations.py).
+Demonstrations come from an oracle (demonstrations.py), from files of others, or from runs; all are
+conversations (conversations.py).
 
 A run begins with `start_model`, which warms up the small models and keeps the result under a key
 of model, data and settings. By hand:
 
     python sft.py --env textcraft --out runs/warm                # an oracle's demonstrations
-    python sft.py --model X --data my_agenttraj.json --out Y     # your own demonstrations
+    python sft.py --model X --data mine.jsonl --out Y            # your own: AgentTraj or messages
+    python sft.py --data runs/NAME --min-return 1 --out Y        # what a run has done right
 
 Read next: `train.py`.
 """
@@ -38,7 +39,7 @@ from typing import Any
 
 from runtime.cli import complain, refuse_misuse
 from runtime.malloc import begin_with_tcmalloc
-from runtime.sftconfig import SftConfig, SftSettings, settings_of, sft_options
+from runtime.sftconfig import SftConfig, SftSettings, data_of, settings_of, sft_options
 
 PROG, SUMMARY = "sft.py", (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
@@ -51,6 +52,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Misuse, refusing
 from config import Config as TrainConfig
+from conversations import Conversation, from_agenttraj, has_exact_ids
 from demonstrations import demonstrations
 from envclient import EnvError
 from envs import Task, env_name, load_tasks
@@ -64,7 +66,6 @@ from runtime.phases import phase
 from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.recompute import keep_for_backward, what_to_keep
 from runtime.sync import export_policy
-from trajectory import Conversation, from_agenttraj, read_agenttraj
 from update import Learner, Metrics, forward_policy, optimize, suited
 
 
@@ -125,6 +126,12 @@ def encode(
             f"{len(handlers) - len(kept)} demonstrations over "
             f"{settings.max_trajectory_tokens} tokens left out"
         )
+    again = sum(
+        any("ids" in t and not has_exact_ids(chat, t) for t in record["conversations"])
+        for record in records
+    )
+    if again:
+        print(f"{again} trajectories were sampled with another tokenizer: encoded again from text")
     return make_batch(kept, pad_id)
 
 
@@ -275,7 +282,7 @@ def main(config: SftConfig) -> int:
 
     def shown() -> list[Conversation]:
         if config.data:
-            return read_agenttraj(Path(config.data))
+            return list(data_of(config))
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
         return demonstrations(config.env, tasks, config.num_demonstrations, config.seed)

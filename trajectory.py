@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chat import ChatTemplate
@@ -258,76 +257,3 @@ def from_line(line: dict[str, Any]) -> Trajectory:
         raise ValueError(
             f"{line.get('trajectory_id')} is no line of a trajectory: {error}"
         ) from None
-
-
-Conversation = dict[str, Any]
-
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-NAMES = {role: name for name, role in ROLES.items()}
-
-
-def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
-    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user
-    turn get loss."""
-    turns = []
-    for i, message in enumerate(messages):
-        loss = True if message["role"] == "assistant" and i > 1 else None
-        turns.append({"from": NAMES[message["role"]], "loss": loss, "value": message["content"]})
-    return {"item_id": item_id, "conversations": turns}
-
-
-def read_agenttraj(path: Path) -> list[Conversation]:
-    """The conversations of an AgentTraj file; ValueError when it holds something else."""
-    records = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(records, list) or not all(
-        isinstance(r, dict) and isinstance(r.get("conversations"), list) for r in records
-    ):
-        raise ValueError(
-            f"--data {path} holds no AgentTraj conversations: expected "
-            '[{"item_id": ..., "conversations": [...]}, ...]'
-        )
-    return records
-
-
-def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
-    """An AgentTraj conversation as a trajectory, encoded like a sampled one.
-
-    Turns of `gpt` with `loss` true are actions (loss_mask 1); everything before the first of them,
-    less the observation right before it, is the prompt.
-    Raises:
-        ValueError: no turn has loss, or roles do not alternate.
-    """
-    turns = record["conversations"]
-    item_id = str(record.get("item_id"))
-    for i, turn in enumerate(turns):
-        if turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
-            raise ValueError(
-                f"conversation {item_id}: turn {i} must be from human, gpt or system, with a value"
-            )
-    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
-    if not actions:
-        raise ValueError(f"conversation {item_id} has no gpt turn with loss: nothing to learn from")
-    first = actions[0]
-    if first == 0 or turns[first - 1]["from"] != "human":
-        raise ValueError(f"conversation {item_id}: no observation stands before its first action")
-    prompt = [{"role": ROLES[t["from"]], "content": t["value"]} for t in turns[: first - 1]]
-    handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
-    handler.start(chat, prompt, turns[first - 1]["value"])
-    for i in range(first, len(turns)):
-        expected = "gpt" if (i - first) % 2 == 0 else "human"
-        if turns[i]["from"] != expected:
-            raise ValueError(
-                f"conversation {item_id}: turn {i} is from {turns[i]['from']}, expected {expected}"
-            )
-        if expected == "human":
-            if i + 1 < len(turns):
-                handler.add_observation(chat, turns[i]["value"])
-            continue
-        handler.next_prompt()
-        ids = chat.action(turns[i]["value"])
-        handler.add_action(chat, ids, [0.0] * len(ids))
-        if not turns[i].get("loss"):
-            start = handler.turns[-1].action_span[0]
-            handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
-    handler.stop("success", success=True)
-    return handler

@@ -29,10 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from conversations import NAMES, Conversation  # noqa: E402
 from envs import Task, load_tasks  # noqa: E402
 from envs.textcraft.env import TextCraft  # noqa: E402
 from recipes.common import markdown, write_json  # noqa: E402
-from trajectory import NAMES, Conversation  # noqa: E402
 
 PROMPT_FILE = ROOT / "recipes" / "starts" / "tiny-careless" / "prompt.json"
 ERROR = 0.3

@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from batching import Batch
     from config import Config
+    from conversations import Conversation
     from rollout import RolloutLog
     from runtime.clock import Clock
-    from trajectory import Conversation
     from worker import Worker
 
     Lesson = tuple[Batch | None, dict[str, Any], RolloutLog]

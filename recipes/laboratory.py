@@ -37,9 +37,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from conversations import NAMES, Conversation  # noqa: E402
 from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
 from recipes.common import markdown, read_json, run, write_json  # noqa: E402
-from trajectory import NAMES, Conversation  # noqa: E402
 
 FOLDER = ROOT / "recipes" / "laboratory"
 PROMPT_FILE = FOLDER / "prompt.json"

@@ -66,7 +66,7 @@ from recipes.learns_report import ARMS, report  # noqa: E402
 
 if TYPE_CHECKING:
     from config import Config
-    from trajectory import Conversation
+    from conversations import Conversation
     from worker import Worker
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's

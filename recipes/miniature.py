@@ -65,7 +65,7 @@ from recipes.miniature_plan import (  # noqa: E402
 from recipes.miniature_report import report  # noqa: E402
 
 if TYPE_CHECKING:
-    from trajectory import Conversation
+    from conversations import Conversation
 
 
 # -------------------------------------------------------------------------------------------- a run

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from config import Misuse
+from conversations import NAMES, Conversation
 from envs import get_env
-from trajectory import NAMES, Conversation
 
 Messages = list[dict[str, str]]
 MAX_BYTES = 100_000  # of a prompt: a file of this size is another one than was meant

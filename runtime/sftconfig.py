@@ -6,16 +6,16 @@ Read next: `sft.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from config import Misuse, flag, refusing
+from conversations import Conversation, read_conversations
 from envs import load_tasks
 from runtime.cli import parse_command_line
 from runtime.find_model import check_length, check_model
-from trajectory import read_agenttraj
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,11 @@ class SftConfig:
     """what to start from: smollm2-135m, tiny, a path or a hub id"""
     out: str = "runs/sft"
     """folder of the checkpoint; must not exist"""
-    data: str | None = None
-    """AgentTraj JSON file; without it the oracle demonstrates training tasks"""
+    data: tuple[str, ...] = ()
+    """conversations to imitate: files of AgentTraj or messages, JSON or a line each, and runs;
+    without it the oracle demonstrates training tasks"""
+    min_return: float | None = None
+    """of a run in --data: only trajectories that earned so much (none: all)"""
     tasks: str | None = None
     """id list for the oracle; default: the environment's training split"""
     subtasks: tuple[str, ...] = ()
@@ -88,12 +91,14 @@ def sft_options(argv: Sequence[str] | None, prog: str, description: str) -> SftC
         raise Misuse(f"--out {config.out} exists; choose another folder")
     check_model(config.model)
     check_length(config.model, config.max_trajectory_tokens)
-    if config.data is None:
+    if config.data:
+        _check_data(config)
+    elif config.min_return is not None:
+        raise Misuse("--min-return chooses among the trajectories of a run: give it in --data")
+    else:
         with refusing():
             split = None if config.tasks else "train"
             load_tasks(config.env, split, config.tasks, config.subtasks)
-    else:
-        _check_data(config.data)
     return config
 
 
@@ -103,15 +108,21 @@ def settings_of(config: SftConfig) -> SftSettings:
     return SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
 
 
-def _check_data(file: str) -> None:
-    """Refuse a file that is not there, or holds no conversations."""
-    expected = 'expected AgentTraj: [{"item_id": ..., "conversations": [...]}, ...]'
+def data_of(config: SftConfig) -> Iterator[Conversation]:
+    """The conversations that --data names."""
+    return read_conversations([Path(name) for name in config.data], config.min_return)
+
+
+def _check_data(config: SftConfig) -> None:
+    """Refuse what is not there, or cannot be learned from."""
+    given = " ".join(config.data)
     try:
-        records = read_agenttraj(Path(file))
+        count = sum(1 for _ in data_of(config))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
-        raise Misuse(f"--data {file} {problem}; {expected}") from error
-    except (ValueError, RecursionError) as error:
-        raise Misuse(f"--data {file}: {error}; {expected}") from error
-    if not records:
-        raise Misuse(f"--data {file} holds no conversation; {expected}")
+        raise Misuse(f"--data {error.filename or given} {problem}") from error
+    except ValueError as error:
+        raise Misuse(f"--data: {error}") from error
+    if not count:
+        enough = "" if config.min_return is None else f" that earned {config.min_return:g}"
+        raise Misuse(f"--data {given} holds no conversation{enough}")

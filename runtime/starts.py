@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conversations import Conversation
 from envs import env_name
 from runtime.sftconfig import SftSettings
-from trajectory import Conversation
 
 STARTS = Path(__file__).parents[1] / "recipes" / "starts"
 ABOUT = "sft.json"

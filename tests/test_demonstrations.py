@@ -1,16 +1,14 @@
 """Demonstrations: played once over HTTP, kept, and asked of the servers that were named."""
 
-import json
-
 import pytest
 from toy_env import NAME, Letters, registered, serve
 
 import demonstrations as module
+from conversations import read_conversations
 from demonstrations import candidates, demonstrations, play_demonstrations
 from envclient import EnvError, NotSupported, StepOutsideEpisode, connect
 from envs import OracleLost, load_tasks
 from envs.common import action_line
-from trajectory import read_agenttraj
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +33,19 @@ def test_an_oracle_is_asked_once_and_its_demonstrations_are_kept(tmp_path):
         assert letters(5, [url]) == first
     assert len(first) == 5
     (file,) = (tmp_path / "cache/demonstrations").rglob("agenttraj.json")
-    assert read_agenttraj(file) == first
+    assert list(read_conversations([file])) == first
     texts = [turn["value"] for turn in first[0]["conversations"] if turn["from"] == "gpt"]
     assert texts == ["Thought: a is in the first half.\nAction: abc"] * Letters.NUM_TURNS
 
 
 def test_other_tasks_counts_seeds_or_another_source_of_the_world_are_played_anew(monkeypatch):
+    turns = [{"from": who, "loss": who == "gpt", "value": "a"} for who in ("human", "gpt")]
+    shown = {"item_id": "letters_0", "conversations": turns}
     played = []
     monkeypatch.setattr(
         module,
         "play_demonstrations",
-        lambda *arguments: played.append(arguments) or [{"conversations": []}],
+        lambda *arguments: played.append(arguments) or [shown],
     )
     with registered():
         tasks = load_tasks(NAME)
@@ -145,10 +145,3 @@ def test_a_server_without_an_oracle_is_named_and_nothing_is_kept(tmp_path):
     with registered(), pytest.raises(EnvError):
         letters(2, ["http://127.0.0.1:9"])
     assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
-
-
-def test_a_file_that_holds_no_conversations_is_refused(tmp_path):
-    file = tmp_path / "data.json"
-    file.write_text(json.dumps([{"item_id": "textcraft_0"}]))
-    with pytest.raises(ValueError, match="holds no AgentTraj conversations"):
-        read_agenttraj(file)

@@ -27,6 +27,7 @@ from recipes.evidence import at, brackets, common_budget, compare, end, shares, 
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
+from runtime.sftconfig import SftConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
 
@@ -38,7 +39,7 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-OPTIONS = {"train.py": Config, "evaluate.py": EvalConfig}
+OPTIONS = {"train.py": Config, "evaluate.py": EvalConfig, "sft.py": SftConfig}
 
 
 def rows(heading: str) -> list[list[str]]:

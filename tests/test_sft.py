@@ -11,6 +11,7 @@ from toy_env import fresh_process_state
 import sft
 from chat import ChatTemplate
 from config import complete, options
+from conversations import to_agenttraj
 from demonstrations import demonstrate
 from envclient import StepResult, connect, local_server
 from envs import load_tasks
@@ -20,7 +21,6 @@ from rollout import RolloutRequest, RolloutSettings, collect
 from runtime import distributed, starts
 from runtime.default_models import resolve_model
 from runtime.lora import add_lora
-from trajectory import to_agenttraj
 from update import Learner
 
 TASKS = load_tasks("textcraft", split="train")

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from conversations import NAMES, ROLES, to_agenttraj
 from envs import ENVS
-from trajectory import LOST, NAMES, ROLES, to_agenttraj
+from trajectory import LOST
 from viewer.lines import Lines, Row, opening_of, turns_of
 from viewer.sources import Source
 

@@ -1,0 +1,275 @@
+"""Conversations: what was said, in the formats that people keep it in, and back as a trajectory.
+
+Whoever imitates needs texts of agents that others have collected. They come as
+
+    AgentTraj   {"item_id": "textcraft_31", "conversations": [
+                    {"from": "human", "loss": null, "value": "Goal: ..."},
+                    {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
+    messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
+    a run       runs/NAME, what its policy sampled while it trained: trajectories/step_*.jsonl
+
+in a file that is a JSON list, or holds one of them a line. All become AgentTraj, and an AgentTraj
+becomes a trajectory by the path that sampling takes (`RolloutHandler`), so that imitation sees the
+very tokens that the policy will. Turns of `gpt` with `loss` true are learned (loss_mask 1), and of
+messages every assistant's but for those with `weight` 0.
+
+What a policy has sampled comes back with the ids that it sampled: text that is encoded again may
+come out as other tokens. Ids are taken where this tokenizer reads them as the same text; a model
+with another one has to encode again, which is counted.
+
+Files are read as they are used, never whole. Read next: sft.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from chat import ChatTemplate
+from trajectory import LOST, RolloutHandler
+
+Conversation = dict[str, Any]
+
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+NAMES = {role: name for name, role in ROLES.items()}
+EXPECTED = (
+    'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
+    '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
+)
+CHUNK = 1 << 20  # characters read at once of a JSON list
+_BETWEEN = re.compile(r"[\s,]*")
+LONGEST = 64 * CHUNK  # of one conversation: what is longer is no conversation, but a broken file
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def read_conversations(
+    paths: Sequence[Path], min_return: float | None = None
+) -> Iterator[Conversation]:
+    """The conversations of files and runs, one after the other, checked.
+
+    Args:
+        min_return: leave out trajectories of a run that earned less.
+    Raises:
+        ValueError: a line that names file, line and what is wrong there.
+        OSError: a file cannot be read.
+    """
+    for path in paths:
+        for file in files_of(path):
+            for number, content in objects_of(file):
+                try:
+                    record = as_agenttraj(content, f"{file.name}:{number}", min_return)
+                    if record is not None:
+                        parts_of(record)
+                        yield record
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: {error}") from None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself; of a run what it has trained on, and not what it was measured on."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("trajectories/step_*.jsonl"))
+    if not found:
+        raise ValueError(f"{path} holds no trajectories/step_*.jsonl; is it a run?")
+    return found
+
+
+def objects_of(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line, object) of a file that is a JSON list or holds a JSON object on each line.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            first = _first_sign(file)
+            yield from _list_items(path, file) if first == "[" else _lines(path, file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
+
+
+def _first_sign(file: TextIO) -> str:
+    """The first character that is no blank; the file is at its beginning again."""
+    sign = " "
+    while sign.isspace():
+        sign = file.read(1)
+    file.seek(0)
+    return sign
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number} is no JSON ({error})") from None
+
+
+def _list_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
+    """What a JSON list holds, a chunk of text at a time."""
+    decoder, text, number = json.JSONDecoder(), file.read(CHUNK), 1
+    place = text.index("[") + 1
+    number += text.count("\n", 0, place)
+    while True:
+        item_at = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        number += text.count("\n", place, item_at)
+        place, problem = item_at, "the list does not end with ]"
+        if text[place : place + 1] == "]":
+            return
+        if place < len(text):
+            try:
+                item, end = decoder.raw_decode(text, place)
+            except RecursionError:
+                raise ValueError(f"{path}, line {number}: nested too deep") from None
+            except json.JSONDecodeError as error:  # or it goes on in the next chunk
+                problem = f"no JSON ({error.msg})"
+            else:
+                yield number, item
+                number += text.count("\n", place, end)
+                place = end
+                continue
+        more = file.read(max(CHUNK, len(text) - place))
+        if not more or len(text) - place > LONGEST:
+            raise ValueError(f"{path}, line {number}: {problem}")
+        text, place = text[place:] + more, 0
+
+
+# ------------------------------------------------------------------------------------------ formats
+
+
+def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Conversation | None:
+    """What a file holds as an AgentTraj conversation; None for a trajectory that shows nothing.
+
+    Args:
+        name: its item_id, if it has none.
+    Raises:
+        ValueError: it is none of the formats.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
+    if "trajectory_id" in content:
+        return _of_trajectory(content, min_return)
+    if min_return is not None:
+        raise ValueError("--min-return asks for returns, which only a run's trajectories have")
+    if isinstance(content.get("conversations"), list):
+        return content if "item_id" in content else {"item_id": name, **content}
+    if isinstance(content.get("messages"), list):
+        return _of_messages(content["messages"], str(content.get("item_id", name)))
+    raise ValueError(f"{', '.join(content) or 'an empty object'}: {EXPECTED}")
+
+
+def _of_messages(messages: Sequence[Any], item_id: str) -> Conversation:
+    turns = []
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in NAMES:
+            raise ValueError(f"message {i} has the role {role!r}, not one of {', '.join(NAMES)}")
+        has_loss = role == "assistant" and bool(message.get("weight", 1))
+        turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
+    return {"item_id": item_id, "conversations": turns}
+
+
+def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversation | None:
+    """A line of a run, with the ids that were sampled; None: it was lost, said nothing, or earned
+    too little."""
+    turns, messages = line.get("turns"), line.get("messages")
+    if not isinstance(turns, list) or not isinstance(messages, list):
+        raise ValueError(f"trajectory {line['trajectory_id']} has no turns, or no messages")
+    earned = sum(turn.get("reward", 0.0) for turn in turns)
+    is_lost = line.get("stop_reason") in (None, *LOST)
+    if is_lost or not turns or (min_return is not None and earned < min_return):
+        return None
+    record = _of_messages(messages, str(line.get("task_id")))
+    said = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
+    prompt, actions = said[: -len(turns)], said[-len(turns) :]
+    for turn in prompt:
+        turn["loss"] = False
+    ids = line.get("input_ids")
+    for turn, sampled in zip(actions, turns, strict=False):
+        if ids is not None and sampled.get("action_span"):
+            turn["ids"] = ids[slice(*sampled["action_span"])]
+    return record
+
+
+def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:
+    """Messages of a trajectory as an AgentTraj conversation; assistant turns after the first user
+    turn get loss."""
+    turns = []
+    for i, message in enumerate(messages):
+        loss = True if message["role"] == "assistant" and i > 1 else None
+        turns.append({"from": NAMES[message["role"]], "loss": loss, "value": message["content"]})
+    return {"item_id": item_id, "conversations": turns}
+
+
+# ------------------------------------------------------------------------------------- trajectories
+
+
+def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
+    """The prompt, and what follows: an observation, an action, in turn. All before the first action
+    that has loss, less the observation right before it, is the prompt.
+
+    Raises:
+        ValueError: there is nothing to learn, or it is no conversation; says which turn.
+    """
+    turns, name = record["conversations"], f"conversation {record.get('item_id')}"
+    for i, turn in enumerate(turns):
+        is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)
+        if not is_turn or turn.get("from") not in ROLES:
+            raise ValueError(f"{name}: turn {i} must be from human, gpt or system, with a value")
+    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
+    if not turns:
+        raise ValueError(f"{name} is empty")
+    if not actions:
+        raise ValueError(f"{name} has no gpt turn with loss: nothing to learn from")
+    first = actions[0]
+    if first == 0 or turns[first - 1]["from"] != "human":
+        raise ValueError(f"{name}: no observation stands before its first action")
+    for i in range(first, len(turns)):
+        expected = "gpt" if (i - first) % 2 == 0 else "human"
+        if turns[i]["from"] != expected:
+            raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
+    return turns[: first - 1], turns[first - 1 :]
+
+
+def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
+    """An AgentTraj conversation as a trajectory, encoded like a sampled one.
+
+    Raises:
+        ValueError: as `parts_of`.
+    """
+    before, (opening, *turns) = parts_of(record)
+    prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in before]
+    actions, answers = turns[::2], turns[1::2]
+    item_id = str(record.get("item_id"))
+    handler = RolloutHandler(item_id, 0, env, item_id, "", 0, 0, len(actions))
+    handler.start(chat, prompt, opening["value"])
+    for i, turn in enumerate(actions):
+        handler.next_prompt()
+        ids = ids_of(chat, turn)
+        handler.add_action(chat, ids, [0.0] * len(ids))
+        if not turn.get("loss"):
+            start = handler.turns[-1].action_span[0]
+            handler.loss_mask[start:] = [0] * (len(handler.loss_mask) - start)
+        if i + 1 < len(actions):
+            handler.add_observation(chat, answers[i]["value"])
+    handler.stop("success", success=True)
+    return handler
+
+
+def ids_of(chat: ChatTemplate, turn: Conversation) -> list[int]:
+    """The ids that were sampled, where this tokenizer reads them as what was said; or new ones."""
+    return turn["ids"] if has_exact_ids(chat, turn) else chat.action(turn["value"])
+
+
+def has_exact_ids(chat: ChatTemplate, turn: Conversation) -> bool:
+    ids = turn.get("ids")
+    if not ids or max(ids) >= len(chat.tokenizer):
+        return False
+    return chat.text_of(ids) == turn["value"]
