@@ -122,7 +122,7 @@ def _check_data(config: SftConfig) -> None:
         problem = f"cannot be read ({error.strerror or error})"
         raise Misuse(f"--data {error.filename or given} {problem}") from error
     except ValueError as error:
-        raise Misuse(f"--data: {error}") from error
+        raise Misuse(f"--data {error}") from error
     if not count:
         enough = "" if config.min_return is None else f" that earned {config.min_return:g}"
         raise Misuse(f"--data {given} holds no conversation{enough}")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from recipes import miniature_plan, worlds
 from recipes.common import difference, mean_over_seeds
 from recipes.evidence import at, brackets, common_budget, compare, end, shares, start
 from recipes.learns_report import analyse, held_out_table, read_results, split_table
+from recipes.miniature_report import passes
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
 from runtime.sftconfig import SftConfig
@@ -324,6 +326,23 @@ def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
         lesson = (ROOT / "tutorials" / "04_horizon.md").read_text(encoding="utf-8")
         for page in (MEASURED, lesson):
             assert f"{share}of what `{other}` gains" in " ".join(page.split())
+
+
+def test_what_is_said_of_the_weak_teacher_is_what_the_laboratory_measured() -> None:
+    results = miniature_plan.read_results(miniature_plan.FOLDER)
+    runs = miniature_plan.runs_behind("teacher", results)
+    last, late = partial(end, within=4), partial(end, within=16)
+    told = compare(runs["rl"], runs["imitation"], last, last)
+    assert f"more of its lessons by {told} points" in " ".join(README.split())
+
+    def share(arm: str, read: Callable[..., dict[str, float]]) -> float:
+        return fmean(mean_over_seeds([read(r) for r in runs[arm]]).values())
+
+    begun = [r for arm in ("rl", "imitation") for r in runs[arm]]
+    in_12 = fmean(mean_over_seeds([start(r, 12) for r in begun]).values())
+    by_two = fmean(mean_over_seeds([passes(r["held_out"][0], 2) for r in begun]).values())
+    assert abs(share("rl", last) - in_12) < 0.01  # "as many as the start in 12"
+    assert abs(share("rl", late) - by_two) < 0.01  # "in one sample as many as the start in two"
 
 
 def test_the_answers_of_the_lesson_on_experiments_are_right() -> None:
