@@ -48,7 +48,8 @@ class Arm:
 
 
 def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
-    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}")
+    """A rate that takes a policy apart is a result too: nothing stops it."""
+    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}", "--on-collapse", "warn")
     return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
 
 
