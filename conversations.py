@@ -15,9 +15,10 @@ messages every assistant's but for those with `weight` 0.
 
 What a policy has sampled comes back with the ids that it sampled: text that is encoded again may
 come out as other tokens. Ids are taken where this tokenizer reads them as the same text; a model
-with another one has to encode again, which is counted.
+with another one has to encode again, which is counted. (An action that a limit had cut then ends as
+if the policy had ended it: its text does not tell.)
 
-Files are read as they are used, never whole. Read next: sft.py.
+A file is read a line, or a chunk of a list, at a time. Read next: sft.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from chat import ChatTemplate
-from trajectory import LOST, RolloutHandler
+from trajectory import LOST, RolloutHandler, from_line
 
 Conversation = dict[str, Any]
 
@@ -40,7 +41,8 @@ EXPECTED = (
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
 )
 CHUNK = 1 << 20  # characters read at once of a JSON list
-_BETWEEN = re.compile(r"[\s,]*")
+BLANKS = re.compile(r"\s*")
+ROUNDING = 1e-6  # returns are sums of increments: one of 1 may be a little less
 LONGEST = 64 * CHUNK  # of one conversation: what is longer is no conversation, but a broken file
 
 
@@ -114,31 +116,38 @@ def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
 
 def _list_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
     """What a JSON list holds, a chunk of text at a time."""
-    decoder, text, number = json.JSONDecoder(), file.read(CHUNK), 1
-    place = text.index("[") + 1
-    number += text.count("\n", 0, place)
+    decoder, text, place, number = json.JSONDecoder(), "", 0, 1
+    ahead = "["  # what may come: the list, its first item or end, a comma or its end, an item
     while True:
-        item_at = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
-        number += text.count("\n", place, item_at)
-        place, problem = item_at, "the list does not end with ]"
-        if text[place : place + 1] == "]":
-            return
-        if place < len(text):
+        begin = BLANKS.match(text, place).end()  # type: ignore[union-attr]
+        number += text.count("\n", place, begin)
+        place, problem = begin, "the list does not end with ]"
+        sign = text[place : place + 1]
+        if sign == "]" and ahead in ("item or ]", ", or ]"):
+            break
+        if sign and ahead in ("[", ", or ]"):
+            if sign != ahead[0]:
+                raise ValueError(f"{path}, line {number}: expected {ahead}, got {sign!r}")
+            place, ahead = place + 1, "item or ]" if sign == "[" else "item"
+            continue
+        if sign:
             try:
                 item, end = decoder.raw_decode(text, place)
             except RecursionError:
                 raise ValueError(f"{path}, line {number}: nested too deep") from None
-            except json.JSONDecodeError as error:  # or it goes on in the next chunk
-                problem = f"no JSON ({error.msg})"
+            except ValueError as error:  # or it goes on in the next chunk
+                problem = f"no JSON ({getattr(error, 'msg', error)})"
             else:
                 yield number, item
                 number += text.count("\n", place, end)
-                place = end
+                place, ahead = end, ", or ]"
                 continue
         more = file.read(max(CHUNK, len(text) - place))
         if not more or len(text) - place > LONGEST:
             raise ValueError(f"{path}, line {number}: {problem}")
         text, place = text[place:] + more, 0
+    if (text[place + 1 :] + file.read(CHUNK)).strip():
+        raise ValueError(f"{path}, line {number}: something stands behind the list's end")
 
 
 # ------------------------------------------------------------------------------------------ formats
@@ -162,15 +171,16 @@ def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Co
         return content if "item_id" in content else {"item_id": name, **content}
     if isinstance(content.get("messages"), list):
         return _of_messages(content["messages"], str(content.get("item_id", name)))
-    raise ValueError(f"{', '.join(content) or 'an empty object'}: {EXPECTED}")
+    raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
 
 
 def _of_messages(messages: Sequence[Any], item_id: str) -> Conversation:
     turns = []
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in NAMES:
-            raise ValueError(f"message {i} has the role {role!r}, not one of {', '.join(NAMES)}")
+        if not isinstance(role, str) or role not in NAMES:
+            told = repr(role)[:60]
+            raise ValueError(f"message {i} has the role {told}, not one of {', '.join(NAMES)}")
         has_loss = role == "assistant" and bool(message.get("weight", 1))
         turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
     return {"item_id": item_id, "conversations": turns}
@@ -179,22 +189,24 @@ def _of_messages(messages: Sequence[Any], item_id: str) -> Conversation:
 def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversation | None:
     """A line of a run, with the ids that were sampled; None: it was lost, said nothing, or earned
     too little."""
-    turns, messages = line.get("turns"), line.get("messages")
-    if not isinstance(turns, list) or not isinstance(messages, list):
-        raise ValueError(f"trajectory {line['trajectory_id']} has no turns, or no messages")
-    earned = sum(turn.get("reward", 0.0) for turn in turns)
-    is_lost = line.get("stop_reason") in (None, *LOST)
-    if is_lost or not turns or (min_return is not None and earned < min_return):
+    try:
+        played = from_line(line)
+        earned = played.total_return
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"no line of a run's trajectories ({str(error)[:200]})") from None
+    turns = played.turns
+    is_enough = min_return is None or earned > min_return - ROUNDING
+    if played.stop_reason in (None, *LOST) or not turns or not is_enough:
         return None
-    record = _of_messages(messages, str(line.get("task_id")))
+    record = _of_messages(played.messages, played.task_id)
     said = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
     prompt, actions = said[: -len(turns)], said[-len(turns) :]
     for turn in prompt:
         turn["loss"] = False
-    ids = line.get("input_ids")
-    for turn, sampled in zip(actions, turns, strict=False):
-        if ids is not None and sampled.get("action_span"):
-            turn["ids"] = ids[slice(*sampled["action_span"])]
+    if isinstance(played, RolloutHandler):
+        for turn, sampled in zip(actions, turns, strict=False):
+            start, end = sampled.action_span
+            turn["ids"] = played.input_ids[start:end]
     return record
 
 
@@ -221,8 +233,10 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
     turns, name = record["conversations"], f"conversation {record.get('item_id')}"
     for i, turn in enumerate(turns):
         is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)
-        if not is_turn or turn.get("from") not in ROLES:
+        if not is_turn or str(turn.get("from")) not in ROLES:
             raise ValueError(f"{name}: turn {i} must be from human, gpt or system, with a value")
+        if not is_sound(turn["value"]):
+            raise ValueError(f"{name}: turn {i} holds half of a surrogate pair, which is no text")
     actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
     if not turns:
         raise ValueError(f"{name} is empty")
@@ -236,6 +250,11 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
         if turns[i]["from"] != expected:
             raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
     return turns[: first - 1], turns[first - 1 :]
+
+
+def is_sound(text: str) -> bool:
+    """No half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    return text.isascii() or text.encode("utf-8", "ignore").decode() == text
 
 
 def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> RolloutHandler:
@@ -266,6 +285,15 @@ def from_agenttraj(chat: ChatTemplate, record: Conversation, env: str = "") -> R
 def ids_of(chat: ChatTemplate, turn: Conversation) -> list[int]:
     """The ids that were sampled, where this tokenizer reads them as what was said; or new ones."""
     return turn["ids"] if has_exact_ids(chat, turn) else chat.action(turn["value"])
+
+
+def was_encoded_again(handler: RolloutHandler, record: Conversation) -> bool:
+    """Whether a trajectory has other ids than those that were sampled."""
+    said = [turn for turn in parts_of(record)[1] if turn["from"] == "gpt"]
+    return any(
+        "ids" in turn and handler.input_ids[slice(*made.action_span)] != turn["ids"]
+        for turn, made in zip(said, handler.turns, strict=True)
+    )
 
 
 def has_exact_ids(chat: ChatTemplate, turn: Conversation) -> bool:

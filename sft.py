@@ -21,7 +21,7 @@ of model, data and settings. By hand:
 
     python sft.py --env textcraft --out runs/warm                # an oracle's demonstrations
     python sft.py --model X --data mine.jsonl --out Y            # your own: AgentTraj or messages
-    python sft.py --data runs/NAME --min-return 1 --out Y        # what a run has done right
+    python sft.py --data runs/NAME --min-return 1 --out Y        # what earned so much in a run
 
 Read next: `train.py`.
 """
@@ -52,7 +52,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Misuse, refusing
 from config import Config as TrainConfig
-from conversations import Conversation, from_agenttraj, has_exact_ids
+from conversations import Conversation, from_agenttraj, was_encoded_again
 from demonstrations import demonstrations
 from envclient import EnvError
 from envs import Task, env_name, load_tasks
@@ -126,12 +126,9 @@ def encode(
             f"{len(handlers) - len(kept)} demonstrations over "
             f"{settings.max_trajectory_tokens} tokens left out"
         )
-    again = sum(
-        any("ids" in t and not has_exact_ids(chat, t) for t in record["conversations"])
-        for record in records
-    )
+    again = sum(map(was_encoded_again, handlers, records))
     if again:
-        print(f"{again} trajectories were sampled with another tokenizer: encoded again from text")
+        distributed.say(f"{again} trajectories of another tokenizer were encoded again, from text")
     return make_batch(kept, pad_id)
 
 

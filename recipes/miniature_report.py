@@ -217,7 +217,8 @@ def compute(runs: Runs) -> list[str]:
         rows.append((name, *(over_goals(evaluations, shares, n) for n in within)))
         more.append((name, *(over_goals(evaluations, passes, k) for k in samples)))
     lines = markdown(
-        "% solved within | " + " | ".join(f"{n} turn{'s'[: n - 1]}" for n in within), rows
+        "% solved within | " + " | ".join("1 turn" if n == 1 else f"{n} turns" for n in within),
+        rows,
     )
     return [*lines, "", *markdown("% solved by one of | " + " | ".join(map(str, samples)), more)]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from config import Misuse
-from conversations import NAMES, Conversation
+from conversations import NAMES, Conversation, is_sound
 from envs import get_env
 
 Messages = list[dict[str, str]]
@@ -93,7 +93,7 @@ def _messages(text: str, file: str, env: str) -> Messages:
     kind = 'expected a JSON list of {"role": ..., "content": ...}'
     for message in messages or [None]:
         texts = [message.get(key) for key in ("role", "content")] if _is_object(message) else []
-        if len(texts) != 2 or not all(isinstance(each, str) and _is_sound(each) for each in texts):
+        if len(texts) != 2 or not all(isinstance(each, str) and is_sound(each) for each in texts):
             raise Misuse(f"--prompt {file}: {kind}, got {json.dumps(message)[:80]}")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
@@ -107,8 +107,3 @@ def _messages(text: str, file: str, env: str) -> Messages:
 
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
-
-
-def _is_sound(text: str) -> bool:
-    """No half of a surrogate pair, which JSON can hold and no tokenizer takes."""
-    return text.isascii() or text.encode("utf-8", "ignore").decode() == text

@@ -159,7 +159,9 @@ def _begun(path: Path) -> dict[str, Any]:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):  # a run of which only checkpoints are left
         return {}
-    return saved.get("begun") or {name: said for name, said in saved.items() if name != "config"}
+    if "begun" in saved:
+        return saved["begun"]
+    return {name: said for name, said in saved.items() if name != "config"}
 
 
 def circumstances() -> dict[str, Any]:

@@ -51,7 +51,8 @@ class SftConfig:
     """conversations to imitate: files of AgentTraj or messages, JSON or a line each, and runs;
     without it the oracle demonstrates training tasks"""
     min_return: float | None = None
-    """of a run in --data: only trajectories that earned so much (none: all)"""
+    """of a run in --data: only trajectories that earned so much; solved ones earn 1 in textcraft,
+    less in babyai (none: all)"""
     tasks: str | None = None
     """id list for the oracle; default: the environment's training split"""
     subtasks: tuple[str, ...] = ()

@@ -138,6 +138,9 @@ def test_of_a_run_only_what_was_played_earned_enough_and_was_trained_on(tmp_path
     )
     held_out = path / "trajectories" / "eval_000002.jsonl"
     written(held_out, sampled(chat, 5, 1.0).to_json())
+    almost = sampled(chat, 1, 0.1)
+    almost.turns[0].reward, almost.turns[1].reward = 0.6, 0.39999999999999997
+    assert len(read(run_of(tmp_path / "other", [almost]), min_return=1.0)) == 1
     names = [record["item_id"] for record in read(path)]
     assert names == ["textcraft_1", "textcraft_2", "textcraft_4"]
     assert [r["item_id"] for r in read(path, min_return=0.5)] == ["textcraft_1", "textcraft_4"]
@@ -156,8 +159,8 @@ def with_turns(*turns):
 GOOD = json.dumps(RECORDS[0])
 WRONG = {
     "broken JSON": ('{"item_id": ', "line 2 is no JSON"),
-    "a missing field": ('{"item_id": "x"}', "line 2: item_id: expected"),
-    "another object": ('{"prompt": 1, "text": 2}', "line 2: prompt, text: expected"),
+    "a missing field": ('{"item_id": "x"}', "line 2: ['item_id']: expected"),
+    "another object": ('{"prompt": 1, "text": 2}', "line 2: ['prompt', 'text']: expected"),
     "no object": ("3", "line 2: '3': expected"),
     "an unknown role": ('{"messages": [{"role": "tool"}]}', "message 0 has the role 'tool'"),
     "an unknown speaker": (with_turns(("tool", None, "a")), "conversation x: turn 0 must be from"),
@@ -170,7 +173,12 @@ WRONG = {
     ),
     "no turn with loss": (with_turns(("human", None, "a"), ("gpt", None, "b")), "no gpt turn"),
     "nothing before": (with_turns(("gpt", True, "a")), "no observation stands before"),
-    "half a trajectory": ('{"trajectory_id": "1"}', "trajectory 1 has no turns"),
+    "half a trajectory": ('{"trajectory_id": "1"}', "no line of a run's trajectories"),
+    "turns that are none": ('{"trajectory_id": "1", "turns": [1]}', "no line of a run's"),
+    "a role that is a list": ('{"messages": [{"role": ["user"]}]}', "message 0 has the role"),
+    "a speaker that is an object": (with_turns(({}, None, "a")), "turn 0 must be from"),
+    "half a surrogate pair": (with_turns(("human", None, "\ud83d")), "half of a surrogate pair"),
+    "long keys": (json.dumps({"a\nb" * 1000: 1}), "expected {"),
     "nested without end": ('{"a": ' + "[" * 100_000, "line 2 is no JSON"),
 }
 
@@ -193,6 +201,12 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, case):
         (f"[{GOOD},\n{GOOD}", "line 2: the list does not end with ]"),
         (f"[\n{GOOD},\n3]", "line 3: '3': expected"),
         ("[" * 100_000, "line 1: nested too deep"),
+        (f"[{GOOD}]\n[{GOOD}]", "something stands behind the list's end"),
+        (f"[{GOOD}] x", "something stands behind the list's end"),
+        (f"[{GOOD}\n {GOOD}]", "line 2: expected , or ], got '{'"),
+        (f"[,{GOOD}]", "line 1: no JSON"),
+        (f"[{GOOD},]", "line 1: no JSON"),
+        (f"[{GOOD},\n{'1' * 5000}]", "line 2: no JSON"),
     ],
 )
 def test_what_is_wrong_in_a_list_is_named_with_its_line(tmp_path, text, message):
@@ -234,3 +248,8 @@ def test_a_text_without_an_end_is_given_up(tmp_path, monkeypatch):
     file = written(tmp_path / "a.json", '[{"item_id": "' + "x" * 1_000_000)
     with pytest.raises(ValueError, match="line 1: no JSON"):
         read(file)
+
+
+def test_an_empty_list_and_an_empty_file_hold_nothing(tmp_path):
+    assert read(written(tmp_path / "a.json", " [ \n ] ")) == []
+    assert read(written(tmp_path / "b.jsonl", "")) == []

@@ -142,14 +142,13 @@ class Play:
         first of them, and of its last task at all."""
         found = []
         for env in ENVS:
-            about: dict[str, Any] = {"env": env, "why_not": None}
             try:
                 tested = load_tasks(env, "test")
-                about |= {"tasks": len(tested), "first": tested[0].task_index}
-                about |= {"last": get_env(env).num_tasks() - 1}
+                about = {"tasks": len(tested), "first": tested[0].task_index, "why_not": None}
+                about["last"] = get_env(env).num_tasks() - 1
             except (ImportError, OSError, ValueError) as error:
-                about["why_not"] = f"{error}; make setup ENV={env}"
-            found.append(about)
+                about = {"why_not": f"{error}; make setup ENV={env}"}
+            found.append({"env": env} | about)
         return {"worlds": found, "model": self.model and self.model.model}
 
     def new(self, env: str, task_index: int) -> dict[str, Any]:

@@ -160,10 +160,9 @@ def _serve(retriever: Retriever, listener: socket.socket, host: str) -> int:
     warn_of_strangers("envs.searchqa.retrieval", host, "search")
     app = create_app(retriever, names_of(host))
     connections = min(MAX_CONNECTIONS, raise_file_limit() // 2)
-    what = f"retriever {type(retriever).__name__}"
     return serve(
         app,
         listener,
         bounded_protocol(connections, REQUEST_TIMEOUT_S),
-        f"listening on {url_of(host, listener)} ({what})",
+        f"listening on {url_of(host, listener)} (retriever {type(retriever).__name__})",
     )
