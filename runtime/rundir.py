@@ -155,13 +155,8 @@ def _open_run(config: Config) -> Run:
 
 def _begun(path: Path) -> dict[str, Any]:
     """The circumstances of a run's first command; this one's may be others."""
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # a run of which only checkpoints are left
-        return {}
-    if "begun" in saved:
-        return saved["begun"]
-    return {name: said for name, said in saved.items() if name != "config"}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("begun") or {name: said for name, said in saved.items() if name != "config"}
 
 
 def circumstances() -> dict[str, Any]:

@@ -142,6 +142,7 @@ class Play:
         first of them, and of its last task at all."""
         found = []
         for env in ENVS:
+            about: dict[str, Any]
             try:
                 tested = load_tasks(env, "test")
                 about = {"tasks": len(tested), "first": tested[0].task_index, "why_not": None}
