@@ -322,8 +322,10 @@ def estimators(runs: Runs) -> list[str]:
         rows.append((algorithm, *(f"{100 * pilot_score(f[0]):.1f}" if f else "-" for f in found)))
     rates = " | ".join(f"{rate:g}" for rate in RATES)
     lines = [f"Success on training goals in the last third of a pilot, %, seed {PILOT_SEED}:", ""]
-    lines += [*markdown(f"estimator | {rates}", rows), "", "With the best of them:", ""]
-    return lines + plain(ESTIMATORS, against="grpo")(runs)
+    lines += markdown(f"estimator | {rates}", rows)
+    if not any(runs.get(algorithm) for algorithm in ESTIMATORS):
+        return lines
+    return [*lines, "", "With the best of them:", "", *plain(ESTIMATORS, against="grpo")(runs)]
 
 
 TABLES: dict[str, Callable[[Runs], list[str]]] = {
