@@ -94,11 +94,14 @@ FIGURES: dict[str, tuple[str, ...]] = {
 
 
 def read_results(folder: Path) -> dict[tuple[str, int], Result]:
-    """(arm, seed) -> its result."""
+    """(arm, seed) -> its result. GRPO at the laboratory's own rate is `short`, which is not run
+    again for it."""
     found = {}
     for path in sorted(folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
         found[name, int(seed)] = read_json(path)
+    if chosen_rate("grpo", found) == read_json(BASE)["learning_rate"]:
+        found |= {("grpo", s): found["short", s] for s in SEEDS if ("short", s) in found}
     return found
 
 

@@ -70,6 +70,21 @@ def test_an_estimator_waits_for_its_pilots_and_takes_the_rate_that_trains_best(t
     assert "--critic-learning-rate" in arm.words
 
 
+def test_grpo_at_the_laboratorys_own_rate_is_short_and_is_not_run_again(tmp_path):
+    write(tmp_path, *(result("short", seed, [0], [seed]) for seed in plan.NOISE_SEEDS))
+    for rate, success in zip(plan.RATES, (0.3, 0.7, 0.5), strict=True):
+        assert not any(name == "grpo" for name, _ in plan.read_results(tmp_path))
+        pilot = result(plan.pilot("grpo", rate), plan.PILOT_SEED, [0], [0])
+        pilot["curve"][-1]["train/success_rate"] = success
+        write(tmp_path, pilot)
+    results = plan.read_results(tmp_path)
+    found = plan.runs_behind("estimators", results)["grpo"]
+    assert found == [results["short", seed] for seed in plan.SEEDS]
+    own = common.load_config(miniature.arguments_of(plan.arm_of("grpo", results), 1, tmp_path))
+    short = common.load_config(miniature.arguments_of(plan.ARMS["short"], 1, tmp_path))
+    assert own == replace(short, on_collapse="warn")  # which those runs did not come to
+
+
 def test_the_status_counts_what_is_missing_by_what_runs_took(tmp_path):
     write(
         tmp_path, result("short", 0, [0], [0], hours=0.5), result("long", 0, [0], [0], hours=0.25)
