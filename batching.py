@@ -52,6 +52,9 @@ class Batch:
     values: torch.Tensor | None = None  # of the critic, before the step's first update
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    # (B,) float32 each; of methods that treat a trajectory as a whole.
+    weights: torch.Tensor | None = None  # how much each is imitated; None: all alike
+    ref_sums: torch.Tensor | None = None  # log-prob of its policy tokens under the reference
 
     def rows(self, index: Sequence[int]) -> Batch:
         """The chosen rows, cut to the longest of them."""

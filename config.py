@@ -25,16 +25,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from advantages import ESTIMATORS
 from envs import settings_of
-from losses import Objective
+from losses import Objective, Portions
 
 if TYPE_CHECKING:
     Algorithm = str
 else:
     Algorithm = Literal[tuple(ESTIMATORS)]
+Options = TypeVar("Options", bound="RunConfig")
 SMALL_MODELS = ("smollm2-135m", "tiny")  # warmed up first, and given short tasks
 
 
@@ -61,8 +62,13 @@ def refusing() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Config(Objective):
-    """Train an LLM agent with multi-turn reinforcement learning."""
+class RunConfig(Portions):
+    """What every way to train needs: a world, a model, a sampler, budgets, evaluation, files."""
+
+    method: ClassVar[str] = ""  # what a run is named by, and may be resumed as
+    program: ClassVar[str] = ""
+    # What no preset may set: a method's own numbers.
+    keeps: ClassVar[frozenset[str]] = frozenset()
 
     # Where the other defaults come from
     preset: Literal["laptop", "paper", "none"] = "laptop"
@@ -98,21 +104,11 @@ class Config(Objective):
     warm_start: str = "auto"
     """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
     never; or a folder"""
-    # The algorithm
-    algorithm: Algorithm = "grpo"
-    """advantage estimator and what goes with it [paper: grpo]"""
-    rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
-    """how the horizon changes during training [paper: both]"""
-    rounds: tuple[int, ...] = (6,)
-    """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
-    steps_scaling_inter: int = 100
-    """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
+    # How it learns
     steps: int = 60
     """training steps in total, also on resume (steps) [paper: 300]"""
-    tasks_per_step: int = 8
-    """tasks drawn per step (tasks) [paper: 32]"""
-    group_size: int = 8
-    """trajectories per task (trajectories) [paper: 8]"""
+    rounds: tuple[int, ...] = (6,)
+    """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
     lora_rank: int = 0
     """train low-rank adapters of this rank, not the policy's own weights (0: those; adapters want
     about ten times the learning rate) [paper: 0]"""
@@ -127,23 +123,9 @@ class Config(Objective):
     """tokens of a trajectory, the prompt included (tokens) [paper: 10752]"""
     learning_rate: float = 4e-5
     """of the policy, AdamW [paper: 1e-6]"""
-    critic_learning_rate: float = 1e-4
-    """of PPO's critic, AdamW [paper: 1e-5]"""
     learning_rate_decay_steps: int = 60
-    """of both: the rate falls on a line to 1/N of itself in N steps and stays there; 0: constant
+    """the rate falls on a line to 1/N of itself in N steps and stays there; 0: constant
     (steps) [paper: 0]"""
-    gamma: float = 1.0
-    """discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]"""
-    lam: float = 1.0
-    """GAE lambda (ppo) [paper: 1.0]"""
-    kl_coef: float = 0.0
-    """weight of the KL to the start policy in the reward [paper: 0.0]"""
-    kl_target: float | None = None
-    """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
-    skip_zero_variance: bool = True
-    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
-    shuffle_rewards: bool = False
-    """control: trajectories swap rewards at random within a step; nothing should be learned"""
     # Limits
     max_sync_error: float = 0.1
     """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
@@ -171,7 +153,7 @@ class Config(Objective):
     keep_last: int = 2
     """checkpoints to keep besides the best"""
     run_dir: str | None = None
-    """where everything goes (none: runs/<env>-<algorithm>-<date-time>)"""
+    """where everything goes (none: runs/<env>-<method>-<date-time>)"""
     resume: bool = False
     """go on from the newest checkpoint of --run-dir"""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -184,6 +166,16 @@ class Config(Objective):
     """keep what people look at (inventory, map) in the trajectory files"""
 
     @property
+    def name(self) -> str:
+        """What the run is named by, and can be resumed as."""
+        return self.method
+
+    @property
+    def plays(self) -> bool:
+        """Whether it needs a sampler and an environment."""
+        return bool(self.eval_every)
+
+    @property
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
 
@@ -191,9 +183,74 @@ class Config(Objective):
     def evaluation_subtasks(self) -> tuple[str, ...]:
         return self.subtasks if self.eval_subtasks is None else self.eval_subtasks
 
+    @property
+    def episodes_per_step(self) -> int:
+        """Episodes that a step plays; 0: it plays none."""
+        return 0
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Trajectories that a step learns from, at most."""
+        return self.mini_batch_size
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """Steps until the learning rate begins anew: all, but for a method that begins again."""
+        return self.steps
+
     def samples_at(self, step: int) -> int:
         """Trajectories per held-out task in the evaluation after `step`."""
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
+
+
+@dataclass(frozen=True)
+class Config(RunConfig, Objective):
+    """Train an LLM agent with multi-turn reinforcement learning."""
+
+    method: ClassVar[str] = "rl"
+    program: ClassVar[str] = "train.py"
+
+    # The algorithm
+    algorithm: Algorithm = "grpo"
+    """advantage estimator and what goes with it [paper: grpo]"""
+    rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
+    """how the horizon changes during training [paper: both]"""
+    steps_scaling_inter: int = 100
+    """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
+    tasks_per_step: int = 8
+    """tasks drawn per step (tasks) [paper: 32]"""
+    group_size: int = 8
+    """trajectories per task (trajectories) [paper: 8]"""
+    critic_learning_rate: float = 1e-4
+    """of PPO's critic, AdamW [paper: 1e-5]"""
+    gamma: float = 1.0
+    """discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]"""
+    lam: float = 1.0
+    """GAE lambda (ppo) [paper: 1.0]"""
+    kl_coef: float = 0.0
+    """weight of the KL to the start policy in the reward [paper: 0.0]"""
+    kl_target: float | None = None
+    """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
+    skip_zero_variance: bool = True
+    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
+    shuffle_rewards: bool = False
+    """control: trajectories swap rewards at random within a step; nothing should be learned"""
+
+    @property
+    def name(self) -> str:
+        return self.algorithm
+
+    @property
+    def plays(self) -> bool:
+        return True
+
+    @property
+    def episodes_per_step(self) -> int:
+        return self.tasks_per_step * self.group_size
+
+    @property
+    def trajectories_per_step(self) -> int:
+        return self.episodes_per_step
 
     @property
     def needs_critic(self) -> bool:
@@ -245,8 +302,12 @@ def preset_of(model: str | None = None) -> str:
     return "laptop" if model in SMALL_MODELS or not has_gpu() else "paper"
 
 
-def with_preset(preset: str, env: str = Config.env) -> Config:
-    """The defaults of a preset for `env`.
+def with_preset(
+    preset: str,
+    env: str = Config.env,
+    kind: type[Options] = Config,  # type: ignore[assignment]
+) -> Options:
+    """The defaults of a preset for `env`, as far as `kind` has such options and leaves them to it.
 
     Raises:
         ValueError: there is no such preset, or no such world.
@@ -255,8 +316,9 @@ def with_preset(preset: str, env: str = Config.env) -> Config:
     presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
     if preset not in presets:
         raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
-    numbers = {n: v for n, v in presets[preset].items() if n not in LISTS}
-    return replace(Config(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
+    own = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
+    numbers = {n: v for n, v in presets[preset].items() if n in own}
+    return replace(kind(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:
@@ -266,10 +328,10 @@ def options(env: str = Config.env, **changes: Any) -> Config:
     (5,)
     """
     preset = changes.get("preset") or preset_of(changes.get("model"))
-    return replace(with_preset(preset, env), **changes)
+    return replace(with_preset(preset, env, Config), **changes)
 
 
-def complete(config: Config) -> Config:
+def complete(config: Options) -> Options:
     """Fill in what follows from other options: id lists, and what --deterministic implies."""
     if config.deterministic:
         config = replace(config, engine="transformers")

@@ -11,7 +11,8 @@ Whoever imitates needs texts of agents that others have collected. They come as
 in a file that is a JSON list, or holds one of them a line. All become AgentTraj, and an AgentTraj
 becomes a trajectory by the path that sampling takes (`RolloutHandler`), so that imitation sees the
 very tokens that the policy will. Turns of `gpt` with `loss` true are learned (loss_mask 1), and of
-messages every assistant's but for those with `weight` 0.
+messages every assistant's but for those with `weight` 0. What an episode earned comes along as
+"return": always from a run, and from a file where its records have it.
 
 What a policy has sampled comes back with the ids that it sampled: text that is encoded again may
 come out as other tokens. Ids are taken where this tokenizer reads them as the same text; a model
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,7 +57,7 @@ def read_conversations(
     """The conversations of files and runs, one after the other, checked.
 
     Args:
-        min_return: leave out trajectories of a run that earned less.
+        min_return: leave out what earned less; every record must then have a return.
     Raises:
         ValueError: a line that names file, line and what is wrong there.
         OSError: a file cannot be read.
@@ -154,7 +156,8 @@ def _list_items(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Conversation | None:
-    """What a file holds as an AgentTraj conversation; None for a trajectory that shows nothing.
+    """What a file holds as an AgentTraj conversation; None for a trajectory that shows nothing, or
+    earned less than `min_return`.
 
     Args:
         name: its item_id, if it has none.
@@ -165,13 +168,37 @@ def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Co
         raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
     if "trajectory_id" in content:
         return _of_trajectory(content, min_return)
-    if min_return is not None:
+    if min_return is not None and "return" not in content:
         raise ValueError("--min-return asks for returns, which only a run's trajectories have")
     if isinstance(content.get("conversations"), list):
-        return content if "item_id" in content else {"item_id": name, **content}
-    if isinstance(content.get("messages"), list):
-        return _of_messages(content["messages"], str(content.get("item_id", name)))
-    raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
+        record = content if "item_id" in content else {"item_id": name, **content}
+    elif isinstance(content.get("messages"), list):
+        record = _of_messages(content["messages"], str(content.get("item_id", name)))
+        if "return" in content:
+            record["return"] = content["return"]
+    else:
+        raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
+    return record if _is_enough(return_of(record), min_return) else None
+
+
+def return_of(record: Conversation) -> float | None:
+    """What the episode earned; None where nobody has noted it.
+
+    Raises:
+        ValueError: what is noted is no finite number.
+    """
+    if "return" not in record:
+        return None
+    earned = record["return"]
+    is_number = isinstance(earned, int | float) and not isinstance(earned, bool)
+    if not is_number or not abs(earned) <= sys.float_info.max:
+        told = f'"return" is {repr(earned)[:60]}, expected a finite number'
+        raise ValueError(f"conversation {record.get('item_id')}: {told}")
+    return float(earned)
+
+
+def _is_enough(earned: float | None, min_return: float | None) -> bool:
+    return min_return is None or earned is None or earned > min_return - ROUNDING
 
 
 def _of_messages(messages: Sequence[Any], item_id: str) -> Conversation:
@@ -191,12 +218,11 @@ def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversati
     too little."""
     try:
         played = from_line(line)
-        earned = played.total_return
-    except (ValueError, TypeError, AttributeError) as error:
+        earned = return_of({"item_id": played.task_id, "return": played.total_return})
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no line of a run's trajectories ({str(error)[:200]})") from None
     turns = played.turns
-    is_enough = min_return is None or earned > min_return - ROUNDING
-    if played.stop_reason in (None, *LOST) or not turns or not is_enough:
+    if played.stop_reason in (None, *LOST) or not turns or not _is_enough(earned, min_return):
         return None
     record = _of_messages(played.messages, played.task_id)
     said = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
@@ -207,7 +233,7 @@ def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversati
         for turn, sampled in zip(actions, turns, strict=False):
             start, end = sampled.action_span
             turn["ids"] = played.input_ids[start:end]
-    return record
+    return record | {"return": earned}
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:

@@ -15,7 +15,7 @@ They are kept, under a key of what they depend on, so that a run that starts aga
 for the oracle (ScienceWorld's thinks for seconds), and its warm start, whose key is their text, is
 found even if a server somewhere else would answer differently today.
 
-Read next: sft.py, which imitates them.
+Read next: warmstart.py, which imitates them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ policy as it was before the step, the gradient is taken at the policy as it is n
 
 N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
 `policy_objective` adds an entropy bonus and a penalty for leaving the reference model (kl.py). The
-critic's loss and that of imitation stand by themselves.
+critic's loss and that of imitation stand by themselves; that of preferences (DPO) is in
+preferences.py.
 
 One rule holds for every mean in this file: *token-level over a global denominator*. The caller
 counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
@@ -25,10 +26,10 @@ which makes "on-policy" RL off-policy. wₜ = min(π_old / π_sampler, C) is the
 sampling of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 Training" (a technical report without an arXiv id).
 
-Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the ones before
-it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are scalars that
-carry the gradient; the other fields are detached metrics over the same denominator, so they too
-sum over micro-batches.
+Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the
+ones before it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are
+scalars that carry the gradient; the other fields are detached metrics over the same denominator, so
+they too sum over micro-batches.
 
 Run it: tutorials/02_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
 hand. Read next: train.py.
@@ -49,8 +50,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What an update maximises and in which portions; each field is an option of train.py."""
+class Portions:
+    """In which portions an update goes through its trajectories; each field is an option."""
+
+    temperature: float = 1.0
+    """of the sampler, in training and evaluation [paper: 1.0]"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm [paper: 1.0]"""
+    mini_batch_size: int = 64
+    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
+    max_tokens_per_micro_batch: int = 1024
+    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
+    share_prefix: bool = True
+    """compute what the samples of a task have in common once, where that is faster"""
+
+
+@dataclass(frozen=True)
+class Objective(Portions):
+    """What an update maximises; each field is an option of train.py."""
 
     clip_ratio: float = 0.2
     """epsilon of the clipped objective [paper: 0.2]"""
@@ -64,18 +81,8 @@ class Objective:
     """weight of the entropy bonus [paper: 1e-3]"""
     sampler_is_cap: float = 2.0
     """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
-    temperature: float = 1.0
-    """of the sampler, in training and evaluation [paper: 1.0]"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this global norm [paper: 1.0]"""
-    mini_batch_size: int = 64
-    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
-    max_tokens_per_micro_batch: int = 1024
-    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
-    share_prefix: bool = True
-    """compute what the samples of a task have in common once, where that is faster"""
 
     def num_optimizer_steps(self, num_rows: int) -> int:
         """Optimizer steps that a batch of `num_rows` trajectories gets."""
@@ -361,9 +368,32 @@ def policy_objective(
     return loss, metrics
 
 
-def imitation_loss(log_probs: Tensor, loss_mask: Tensor, denominator: float | None) -> Tensor:
+# ----------------------------------------------------------------------------- imitation, weighted
+
+
+def imitation_loss(
+    log_probs: Tensor, loss_mask: Tensor, denominator: float | None, weights: Tensor | None = None
+) -> Tensor:
     """Negative log-likelihood of the demonstrated actions, mean over their tokens: a scalar.
 
-    L = − 1/N Σₜ log π(aₜ | sₜ)
+        L = − 1/N Σ_b w_b Σₜ log π(aₜ | sₜ)
+
+    w = 1 imitates all alike. On trajectories that the agent played itself, with their returns as
+    weights, descending L climbs E[R log π] (AgentEvol, arXiv 2406.04151): a failure, w = 0, teaches
+    nothing. N counts all policy tokens, those of weight 0 too.
+
+    Args:
+        log_probs, loss_mask, denominator: as in `policy_loss`.
+        weights: (B,), one per trajectory, finite and not negative; None is 1 everywhere.
+    Raises:
+        ValueError: shapes differ, weights are not as above, or denominator is not positive.
     """
+    check_shapes(log_probs, loss_mask=loss_mask)
+    if weights is not None:
+        if weights.shape != log_probs.shape[:1]:
+            got, expected = tuple(weights.shape), tuple(log_probs.shape[:1])
+            raise ValueError(f"weights is {got}, expected {expected}: one for each trajectory")
+        if not ((weights >= 0) & weights.isfinite()).all():
+            raise ValueError(f"weights are {weights.tolist()}; each must be finite and at least 0")
+        log_probs = log_probs * weights.detach()[:, None]  # (B, T)
     return -masked_mean(log_probs, loss_mask, denominator)

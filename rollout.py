@@ -36,6 +36,7 @@ from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
 from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
 from envs import Task
+from order import drawn
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
@@ -106,6 +107,18 @@ def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) ->
     """A 63-bit seed that depends on what is sampled, never on rank, thread or order of arrival."""
     key = f"{seed}/{step}/{task_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def draw(
+    turn: int, tasks: Sequence[Task], num_tasks: int, group_size: int, seed: int, step: int
+) -> list[RolloutRequest]:
+    """What is played at the `turn`-th time (order.py), named by `step`; all samples of a task share
+    the environment's seed."""
+    requests, first = [], (turn - 1) * num_tasks
+    for n, index in enumerate(drawn(turn, len(tasks), num_tasks, str(seed))):
+        env_seed = seed * 1_000_003 + first + n
+        requests += [RolloutRequest(tasks[index], n, k, env_seed, step) for k in range(group_size)]
+    return requests
 
 
 def collect(

@@ -1,6 +1,7 @@
 """A run from its opening to its end: resumed, logged, evaluated, saved, stopped without loss.
 
-`train.py` is what happens in a step; this file is what makes a run out of steps:
+`train.py`, `sft.py`, `dpo.py` and `agentevol.py` are what happens in a step; this file is what
+makes a run out of steps:
 
     open       the directory, locked; Ctrl-C and SIGTERM heard; a `Worker`
     restore    with --resume, the newest checkpoint, and the logs cut back to it
@@ -13,12 +14,12 @@ Read next: `runtime/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from config import Config
+from config import RunConfig
 from reporting.logs import LogError, read_log, require_steps
 from reporting.metrics import MetricsLogger
 from reporting.progress import Progress
@@ -30,15 +31,23 @@ from runtime.clock import Clock
 from runtime.interrupt import StopRequests
 from worker import Worker
 
+WorkerType = TypeVar("WorkerType", bound=Worker)
+Options = TypeVar("Options", bound=RunConfig)
+
 
 class TrainingError(RuntimeError):
     """The run cannot go on; one line says why."""
 
 
 @contextlib.contextmanager
-def at_work(config: Config) -> Iterator[Session]:
+def at_work(
+    config: Options,
+    make_worker: Callable[[Options, rundir.Run, contextlib.ExitStack, StopRequests], WorkerType],
+) -> Iterator[Session[WorkerType]]:
     """A session of the run that the options name, new or resumed.
 
+    Args:
+        make_worker: what the method works with, a `Worker`.
     Raises:
         Misuse: an option, or what it names, cannot work; no run is left behind.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
@@ -50,7 +59,7 @@ def at_work(config: Config) -> Iterator[Session]:
         stack.callback(phases.heading, "")
         stop = stack.enter_context(StopRequests())
         try:
-            worker = Worker(config, run, stack, stop)
+            worker = make_worker(config, run, stack, stop)
         except BaseException as error:  # nothing was trained: the same command starts it again
             run.discard()
             if isinstance(error, KeyboardInterrupt):
@@ -73,12 +82,14 @@ def at_work(config: Config) -> Iterator[Session]:
         distributed.meet()
 
 
-class Session:
+class Session(Generic[WorkerType]):
     """A run that is open: what it has done, how it is doing, what of it is on disk."""
 
     logger: MetricsLogger
 
-    def __init__(self, config: Config, run: rundir.Run, worker: Worker, stop: StopRequests) -> None:
+    def __init__(
+        self, config: RunConfig, run: rundir.Run, worker: WorkerType, stop: StopRequests
+    ) -> None:
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
         self.progress = Progress(
@@ -88,7 +99,7 @@ class Session:
         evaluated = [
             n for n in range(1, c.steps + 1) if held_out and is_due(n, c.eval_every, c.steps)
         ]
-        self.time_left = TimeLeft(c.steps, evaluated, held_out / (c.tasks_per_step * c.group_size))
+        self.time_left = TimeLeft(c.steps, evaluated, held_out / max(c.episodes_per_step, 1))
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint."""
@@ -113,13 +124,15 @@ class Session:
                 distributed.first("resuming", check)
             names = self.config.log_to if self.run.writes else ()
             trackers = Trackers(names, path, asdict(self.config), resume_step)
-            self.logger = MetricsLogger(path, resume_step, self.run.writes, trackers)
+            writes, method = self.run.writes, self.config.method
+            self.logger = MetricsLogger(path, resume_step, writes, trackers, method)
         except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
         if loaded:
             for timings in read_log(path / "timings.jsonl") if self.run.writes else []:
                 self.time_left.note(timings)
-            worker.load_into_engine()
+            if self.config.plays:
+                worker.load_into_engine()
             self.tidy_up(self.completed_step)
             distributed.say(f"resumed after step {self.completed_step}")
 
@@ -193,7 +206,7 @@ class Session:
     # The end of a step
 
     def finish_step(
-        self, step: int, metrics: dict[str, Any], clock: Clock, log: RolloutLog
+        self, step: int, metrics: dict[str, Any], clock: Clock, log: RolloutLog | None = None
     ) -> None:
         """Log, save where that is due, show; and end the run where it must not go on.
 
@@ -209,13 +222,16 @@ class Session:
         if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse:
             with clock("time/save_s"):
                 self.save(step)
-        seconds = max(log.seconds, 1e-9)
         timings = clock.values | {
             "time/step_s": clock.total(),
-            "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
-            "rollout/engine_idle_share": log.engine_idle_s / seconds,
             "memory/peak_bytes": clock.peak_bytes(),
         }
+        if log is not None:
+            seconds = max(log.seconds, 1e-9)
+            timings |= {
+                "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
+                "rollout/engine_idle_share": log.engine_idle_s / seconds,
+            }
         self.time_left.note(timings)
         self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
@@ -250,7 +266,7 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that resumes it must have in common."""
         c = self.config
-        return {"algorithm": c.algorithm, "model": c.model, "lora_rank": c.lora_rank}
+        return {"algorithm": c.name, "model": c.model, "lora_rank": c.lora_rank}
 
     def tidy_up(self, step: int) -> None:
         """What follows a checkpoint's rename, and what a kill in between has left to do."""

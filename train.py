@@ -42,53 +42,35 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import complain, refuse_misuse, say_remarks, training_options
+from config import Config
+from runtime.cli import refuse_misuse, training_options
 from runtime.malloc import begin_with_tcmalloc
 
-PROG, SUMMARY = "train.py", (__doc__ or "").split("\n\n")[0]
+SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(PROG, lambda: training_options(None, PROG, SUMMARY))
+    refuse_misuse(Config.program, lambda: training_options(None, Config.program, SUMMARY, Config))
     begin_with_tcmalloc()
 
-import os
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+import program
 from advantages import ESTIMATORS, estimate
 from batching import make_batch
-from config import Config, Misuse, complete, refusing
-from engines import EngineError
-from envclient import EnvError
 from envs import Task
-from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
-from rollout import RolloutRequest, TooManyEnvFailures
-from runtime import checkpoint, distributed
-from runtime.checks import check, check_here
-from runtime.clock import Clock, OutOfMemory
-from runtime.prompts import with_prompt
-from runtime.rundir import Run, python
-from runtime.saved import as_kept
-from runtime.sync import SyncError
-from session import TrainingError, at_work
+from rlworker import RLWorker
+from rollout import RolloutRequest, draw
+from runtime import distributed
+from runtime.clock import Clock
+from runtime.rundir import Run
+from session import at_work
 from trajectory import RolloutHandler
 from update import padding_of
-
-FAILURES = (
-    TrainingError,
-    SyncError,
-    EngineError,
-    EnvError,
-    TooManyEnvFailures,
-    checkpoint.CheckpointError,
-    distributed.RankError,
-    OutOfMemory,
-)
 
 
 def train(config: Config) -> Run:
@@ -97,14 +79,10 @@ def train(config: Config) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        FAILURES: what ended it, in a line; what was saved stays.
+        program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    with refusing():
-        config = complete(with_prompt(config))
-    check(config)
-    check_here(config)
-    config = config if config.resume else as_kept(config)
-    with at_work(config) as session:
+    config = program.checked(config)
+    with at_work(config, RLWorker) as session:
         w = session.worker
         session.evaluate_start()
         for step in session.steps_left():
@@ -165,23 +143,9 @@ def train(config: Config) -> Run:
 
 
 def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:
-    """The step's trajectories to roll: a pure function, so that a resume cannot lose its place.
-
-        position(t, n) = (t - 1) · tasks_per_step + n            n-th task of step t
-        epoch, index   = divmod(position, number of tasks)
-        task(t, n)     = order_epoch[index]                      order: shuffled by (seed, epoch)
-
-    Tasks are drawn without replacement, epoch by epoch; all samples of a task share the
-    environment's seed.
-    """
-    requests = []
-    for n in range(config.tasks_per_step):
-        position = (step - 1) * config.tasks_per_step + n
-        epoch, index = divmod(position, len(tasks))
-        order = random.Random(f"{config.seed}/{epoch}").sample(range(len(tasks)), len(tasks))
-        task, env_seed = tasks[order[index]], config.seed * 1_000_003 + position
-        requests += [RolloutRequest(task, n, k, env_seed, step) for k in range(config.group_size)]
-    return requests
+    """The step's trajectories to roll: `rollout.draw`, a pure function of the step."""
+    c = config
+    return draw(step, tasks, c.tasks_per_step, c.group_size, c.seed, step)
 
 
 def usable_trajectories(
@@ -234,68 +198,9 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 # --------------------------------------------------------------------------------- the command line
 
 
-def where_to_look(run: Run) -> str:
-    """The last words of a run: how it began and ended, and what lies where."""
-    has_played = any(run.path.glob("trajectories/step_*.jsonl"))
-    lines = {
-        "mean return": first_and_last(read_log(run.path / "metrics.jsonl")),
-        "the curve": run.path / "reward.png",
-        "what it did": f"{python()} replay.py {run.path}" if has_played else None,
-        "every number": run.path / "metrics.jsonl",
-        "measure it": f"{python()} evaluate.py --run {run.path}",
-    }
-    words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
-    return "\n".join([f"done: {run.path}", *words])
-
-
-def first_and_last(rows: Sequence[dict[str, Any]]) -> str | None:
-    """The mean return at both ends of a run; None where one step tells.
-
-    >>> first_and_last([{"train/return_mean": mean} for mean in (0.25, 0.5, 0.75, 0.75)])
-    '0.375 in the first 2 steps, 0.750 in the last 2'
-    """
-    means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
-    count = min(5, len(means) // 2)
-    if not count:
-        return None
-    first, last = (sum(part) / count for part in (means[:count], means[-count:]))
-    return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count}"
-
-
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run; misuse is one line and exit code 2, a failure one line and exit code 1."""
-    try:
-        config = training_options(argv, PROG, SUMMARY)
-        say_remarks(config, argv)
-        run = train(config)
-        distributed.say(where_to_look(run))
-        distributed.leave()
-        return 0
-    except KeyboardInterrupt:
-        distributed.leave()
-        return 130
-    except Misuse as error:
-        return fail(error, 2)
-    except (*FAILURES, OSError) as error:  # OSError: the disk is full or gone
-        return fail(error, 1)
-    except RuntimeError as error:
-        if not distributed.is_lost_contact(error):
-            raise
-        gone = "lost contact with another process, which says why, or its launcher does"
-        return fail(RuntimeError(f"{gone} (exitcode -9: out of memory, most likely)"), 1)
-
-
-def fail(error: Exception, code: int) -> int:
-    """Say what went wrong, once; the exit code."""
-    if distributed.world_size() == 1 and not distributed.rank():
-        complain(PROG, error)
-        return code
-    if distributed.rank() == 0:
-        complain(PROG, error)
-    elif not distributed.is_known_to_all(error):
-        time.sleep(3)  # when rank 0 says the same, the launcher has ended this process by then
-        complain(PROG, f"rank {distributed.rank()}: {error}")
-    os._exit(code)  # the others may be gone: nothing here can be closed in order
+    """Parse, check, run; the exit code."""
+    return program.command_line(argv, SUMMARY, Config, train)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ has not moved before its only step, so ρ = 1 and π_old is the current policy, 
 that would recompute it is left out, exactly.
 
 `optimize` is the one loop that cuts, accumulates, clips and steps. A method is a `loss_of`, a few
-lines that run the model on a micro-batch and ask losses.py for its loss: RL's policy and critic
-here, imitation in sft.py.
+lines that run the model on a micro-batch and ask losses.py for its loss: RL's policy and critic and
+weighted imitation here, preferences in dpo.py.
 
 Over several processes every rank holds the whole batch, takes the same mini-batches, and runs its
 own share of the micro-batches (`runtime/distributed.py`); N and the sums are global, so that
@@ -46,7 +46,15 @@ from typing import Any, NamedTuple
 import torch
 
 from batching import Batch, micro_batches, padding_share
-from losses import Objective, Scored, masked_mean, masked_sum, policy_objective, value_loss
+from losses import (
+    Objective,
+    Scored,
+    imitation_loss,
+    masked_mean,
+    masked_sum,
+    policy_objective,
+    value_loss,
+)
 from runtime import distributed
 from runtime.phases import phase
 from runtime.prefix import group_cuts, pack, shared_share
@@ -57,8 +65,10 @@ from runtime.prefix import group_cuts, pack, shared_share
 SHARING_PAYS = 0.1
 
 Metrics = dict[str, torch.Tensor]
-# The loss of a micro-batch (on the CPU), given the policy tokens of its mini-batch; what is logged.
+# The loss of a micro-batch (on the CPU), given the policy tokens of its mini-batch, or what else is
+# counted of it; what is logged.
 LossOf = Callable[[Batch, float], tuple[torch.Tensor, Metrics]]
+CutsOf = Callable[[Batch, list[int], Objective], list[list[int]]]
 
 
 class Learner(NamedTuple):
@@ -72,6 +82,10 @@ class Learner(NamedTuple):
 # ---------------------------------------------------------------------- one loop for every method
 
 
+def num_policy_tokens(batch: Batch) -> float:
+    return float(batch.loss_mask.sum())
+
+
 def optimize(
     learner: Learner,
     batch: Batch,
@@ -79,12 +93,16 @@ def optimize(
     objective: Objective,
     seed: int = 0,
     on_rows: Callable[[float], None] = lambda num_rows: None,
+    count: Callable[[Batch], float] = num_policy_tokens,
+    cuts_of: CutsOf | None = None,
 ) -> dict[str, float]:
     """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
     Args:
         loss_of: must be a sum over policy tokens divided by the number that it is given, so that
             neither the cut nor the number of processes changes the step.
+        count: what that number counts in a mini-batch, if not its policy tokens.
+        cuts_of: rows of a mini-batch -> rows of its micro-batches, if not `cut`.
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
         on_rows: called after each backward pass with the number of rows that it stands for.
@@ -98,10 +116,10 @@ def optimize(
     num_skipped = 0
     mini_batches = list(_mini_batches(batch, objective, seed))
     for rows in mini_batches:
-        denominator = float(batch.loss_mask[rows].sum())
+        denominator = count(batch.rows(rows))
         sums: dict[str, float] = {}  # of this rank's micro-batches
         finite = True
-        passes = own_passes(batch, cut(batch, rows, objective))
+        passes = own_passes(batch, (cuts_of or cut)(batch, rows, objective))
         for micro, counts in passes:
             loss, parts = loss_of(batch.rows(micro), denominator)
             # FSDP averages gradients over ranks, and what is wanted is their sum.
@@ -273,6 +291,32 @@ def update_policy(
     with phase("update", total, "trajectories") as tick:
         metrics = optimize(learner, batch, loss_of, objective, seed, tick)
     named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+    return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
+
+
+def imitate(
+    learner: Learner, batch: Batch, objective: Objective, seed: int = 0
+) -> dict[str, float]:
+    """All optimizer steps of weighted imitation on a batch.
+
+        L = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)
+
+    Args:
+        batch: with `weights`, or without: then w = 1, which is supervised fine-tuning.
+    Returns:
+        `policy/*` metrics, means over policy tokens.
+    """
+    objective, device = suited(objective, batch), learner.accelerator.device
+
+    def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
+        with learner.accelerator.autocast():
+            log_probs, entropy = forward_policy(learner.model, part, objective, device)
+        b = part.to(device)
+        loss = imitation_loss(log_probs, b.loss_mask, denominator, b.weights)
+        return loss, {"loss": loss, "entropy": masked_mean(entropy, b.loss_mask, denominator)}
+
+    metrics = optimize(learner, batch, loss_of, objective, seed)
+    named = {f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
 

@@ -3,10 +3,11 @@
 One `Worker` is one process. It knows how to roll out, score, update, sync, evaluate and save, and
 holds no algorithm: which of these happen in a step, and in what order, is written in `train.py`.
 
-    tasks ── train.requests_of ──> roll_out ──> score ──> update ──> sync ──> evaluate, save
-               pure function        engine       policy    optimizer   policy weights
-               of the step          + pool       critic                into the engine
-                                                 reference
+    tasks ── requests ──> roll_out ──> (a method learns) ──> sync ──> evaluate, save
+                           engine       policy                policy weights
+                           + pool       optimizer             into the engine
+
+What reinforcement learning needs beside that, a critic, a reference, a horizon, is in rlworker.py.
 
 Over several processes each has a Worker. They roll out, evaluate and score apart, on their share of
 the work, and all of them then hold all results (`runtime/distributed.py`); rank 0 writes the files.
@@ -25,16 +26,14 @@ from typing import Any
 
 import torch
 
-from batching import Batch
 from chat import ChatTemplate
-from config import Config, Misuse, refusing
+from config import Misuse, RunConfig, refusing
 from engines import Engine, EngineError
 from envclient import EnvPool, local_server
 from envs import load_tasks
 from evaluate import evaluate_policy
-from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
-from losses import masked_mean
-from models import describe, load_critic, load_policy, load_tokenizer, num_parameters, num_trained
+from kl import FixedKLController
+from models import describe, load_policy, load_tokenizer, num_parameters, num_trained
 from reporting.plan import plan
 from rollout import (
     RolloutLog,
@@ -48,41 +47,39 @@ from runtime import checkpoint, distributed, malloc, precision, rundir, sync
 from runtime.checks import held_out_tasks
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
-from runtime.lora import adapters_off, add_lora, save_adapter
+from runtime.lora import add_lora, save_adapter
 from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
 from runtime.recompute import keep_for_backward, what_to_keep
 from runtime.servers import Served, start_servers
 from runtime.vllm_engine import make_engine
-from schedulers import make_scheduler
-from sft import start_model
 from trajectory import RolloutHandler
-from update import Learner, score_critic, score_policy, update_critic, update_policy
+from update import Learner
+from warmstart import start_model
 
 
 class Worker:
-    """What lives from the first step to the last: networks, sampler, environments, task lists.
+    """What lives from the first step to the last: policy, sampler, environments, task lists. A
+    method that plays nothing, and evaluates nothing, gets no sampler and no environment.
 
     Raises:
         Misuse: what only the tasks, the model or the first prompt reveal.
     """
 
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
+    kl_controller: FixedKLController | None = None  # of a method that has one
+    pool: EnvPool
+    engine: Engine
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         run: rundir.Run,
         stack: contextlib.ExitStack,
         stop: StopRequests,
     ) -> None:
         self.config, self.run, self.stop = config, run, stop
         ranks = distributed.world_size()
-        if config.tasks_per_step % ranks:
-            raise Misuse(
-                f"--tasks-per-step {config.tasks_per_step} must be a multiple of the {ranks} "
-                "processes: each rolls out as many tasks as the others"
-            )
         with refusing():
             self.tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
             self.eval_tasks = held_out_tasks(config)
@@ -107,63 +104,57 @@ class Worker:
             self.chat = ChatTemplate(self.tokenizer)
         distributed.say(f"model: {config.model} ({describe(self.start)}) from {self.start}")
         self.pad_id = self.tokenizer.pad_token_id or 0
-        urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
-        with refusing():
-            pool = EnvPool(config.env, urls, prompt=prompt_of(config))
-            self.pool = stack.enter_context(pool)
-        self.check_budget()
+        if config.plays:
+            urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
+            with refusing():
+                pool = EnvPool(config.env, urls, prompt=prompt_of(config))
+                self.pool = stack.enter_context(pool)
+            self.check_budget()
         with phase("loading the models"):
             self.load_models()
+        if not config.plays:
+            return
         with phase("starting the sampler"):
             self.engine = self.start_engine(stack)
         stack.callback(self.engine.close)
-        self.scheduler = make_scheduler(
-            config.rounds_scheduler, config.rounds, config.steps_scaling_inter
-        )
-        self.kl_controller = FixedKLController(config.kl_coef)
-        if config.kl_target is not None:
-            self.kl_controller = AdaptiveKLController(
-                config.kl_coef, config.kl_target, horizon=10_000
-            )
         if config.engine_url:  # they may hold what another run has left there
             self.load_into_engine()
 
     # Models, sampler
 
     def load_models(self) -> None:
-        """The policy, PPO's critic and the frozen reference, as far as the options ask for them."""
+        """The policy, as it begins: what a method needs beside it, its worker adds."""
+        c = self.config
+        self.policy = self.fresh_policy()
+        model, ranks = self.policy.model, distributed.world_size()
+        line = f"policy: {num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
+        line += f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
+        distributed.say(line + (f", in parts on {ranks} processes" if ranks > 1 else ""))
+        if 0 < c.learning_rate_decay_steps < c.steps_in_a_row:
+            n = c.learning_rate_decay_steps
+            distributed.say(
+                f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; to go on "
+                f"learning until step {c.steps_in_a_row}, raise --learning-rate-decay-steps"
+            )
+
+    def fresh_policy(self) -> Learner:
+        """The policy that the run starts from, with an optimizer that has seen nothing."""
         c = self.config
         with refusing():  # a folder without a model, layers that adapters do not fit
             policy = load_policy(self.start, c.share_prefix)
             if c.lora_rank:
                 add_lora(policy.lm, c.lora_rank, c.seed)
-        self.policy = self.learner(policy, c.learning_rate)
-        self.critic: Learner | None = None
-        if c.needs_critic:
-            self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
-        self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
-        self.reference: Any = None
-        if self.has_reference and not c.lora_rank:
-            frozen = load_policy(self.start, c.share_prefix).to(self.device).eval()
-            self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
-        model, ranks = self.policy.model, distributed.world_size()
-        line = f"policy: {num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
-        line += f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
-        distributed.say(line + (f", in parts on {ranks} processes" if ranks > 1 else ""))
-        if 0 < c.learning_rate_decay_steps < c.steps:
-            n = c.learning_rate_decay_steps
-            distributed.say(
-                f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; to go on "
-                f"learning until step {c.steps}, raise --learning-rate-decay-steps"
-            )
+        return self.learner(policy, c.learning_rate)
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
         """A model, in parts where there are several processes, and its optimizer."""
         keep_for_backward(model, what_to_keep(self.config.gradient_checkpointing, self.device))
         model = distributed.shard(self.accelerator, model.train())
-        learning = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(learning, lr=learning_rate, weight_decay=0.0, fused=True)
-        return Learner(self.accelerator, model, optimizer)
+        return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
+
+    def renewed(self, learner: Learner) -> Learner:
+        """The same model with an optimizer that has seen nothing."""
+        return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
 
     def start_engine(self, stack: contextlib.ExitStack) -> Engine:
         """This rank's sampler: in this process, or its line to servers that all ranks share."""
@@ -202,10 +193,7 @@ class Worker:
                 f"{task.task_id} and one turn need {needed} tokens"
             )
 
-    # 2: playing
-
-    def epoch_of(self, step: int) -> float:
-        return step * self.config.tasks_per_step / len(self.tasks)
+    # Playing
 
     def settings(self, max_rounds: int) -> RolloutSettings:
         c = self.config
@@ -222,7 +210,7 @@ class Worker:
     def roll_out(
         self, requests: list[RolloutRequest], max_rounds: int
     ) -> tuple[list[RolloutHandler], RolloutLog]:
-        """Banner 2, with a progress bar; on an engine error what has finished is kept."""
+        """All requests, with a progress bar; on an engine error what has finished is kept."""
         step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(max_rounds), weight_version=step - 1)
         try:
@@ -260,47 +248,7 @@ class Worker:
         check_failures(handlers, settings.max_env_failures)
         return handlers
 
-    # 3 to 6: learning
-
-    def score(self, batch: Batch) -> None:
-        """Banner 3: old log-probs (where the policy moves more than once, see update.py), reference
-        log-probs, values."""
-        c, policy, device = self.config, self.policy.model, self.device
-        self.engine.sleep()  # its memory is the trainer's until new weights wake it
-        with phase("log-probs"):
-            if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
-                batch.old_log_probs = score_policy(policy, batch, c, device)
-            if self.reference is not None:
-                batch.ref_log_probs = score_policy(self.reference, batch, c, device)
-            elif self.has_reference:  # with LoRA: the base, without a second copy of it
-                with adapters_off(policy):
-                    batch.ref_log_probs = score_policy(policy, batch, c, device)
-            if self.critic is not None:
-                batch.values = score_critic(self.critic.model, batch, c, device)
-
-    def penalize_kl(self, batch: Batch) -> dict[str, float]:
-        """With --kl-coef, take the KL to the start policy off the step's rewards."""
-        old, ref = batch.old_log_probs, batch.ref_log_probs
-        if old is None or ref is None or not self.config.kl_coef:
-            return {}
-        controller, mask = self.kl_controller, batch.loss_mask
-        coef = controller.value
-        batch.token_rewards = kl_penalized_rewards(batch.token_rewards, old, ref, mask, coef)
-        observed = float(masked_mean(kl_estimate(old, ref, "k3"), mask))
-        controller.update(observed, len(batch))
-        return {"kl/coef": coef, "policy/kl": observed}
-
-    def update(self, step: int, batch: Batch, signal_share: float = 1.0) -> dict[str, float]:
-        """Banner 5: optimizer steps on the critic, if there is one, and on the policy.
-
-        A `Config` is an `Objective`; the step is the seed of the mini-batches' order.
-        """
-        self.set_learning_rates(step)
-        metrics: dict[str, float] = {}
-        if self.critic is not None:
-            metrics |= update_critic(self.critic, batch, self.config, seed=step)
-        metrics |= update_policy(self.policy, batch, self.config, step, signal_share)
-        return metrics
+    # Learning
 
     def set_learning_rates(self, step: int) -> None:
         """A function of the step alone, not of --steps: a run resumed to go further than it was
@@ -308,21 +256,27 @@ class Worker:
         c = self.config
         decay_steps = c.learning_rate_decay_steps or math.inf
         left = 1 - min(step - 1, decay_steps - 1) / decay_steps
-        rates = {"policy": c.learning_rate, "critic": c.critic_learning_rate}
         for name, (_, optimizer) in self.parts().items():
             for group in optimizer.param_groups:
-                group["lr"] = rates[name] * left
+                group["lr"] = self.rates()[name] * left
+
+    def rates(self) -> dict[str, float]:
+        """The learning rates that `parts` begin with."""
+        return {"policy": self.config.learning_rate}
 
     def sync(self, step: int, trajectories: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """Banner 6: new weights into the sampler; (mean |sampler - trainer| log-prob, bytes).
+        """New weights into the sampler; (mean |sampler - trainer| log-prob, bytes).
 
         Raises:
             SyncError: the two differ by more than --max-sync-error, on some rank.
         """
+        probes = trajectories[: self.num_probes]
+        return self.sync_probed(step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes])
+
+    def sync_probed(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
+        """`sync`, where there are token ids to sample behind but no trajectories."""
         c = self.config
         num_bytes = self.load_into_engine()
-        probes = trajectories[: self.num_probes]
-        openings = [t.input_ids[: t.turns[0].action_span[0]] for t in probes]
         differences = sync.compare(
             self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
         )
@@ -335,7 +289,12 @@ class Worker:
         with phase("weight sync"):
             return sync.send_weights(self.policy.model, self.engine, dtype)
 
-    # 7: measuring, and what a checkpoint holds
+    def rest(self) -> None:
+        """The sampler's memory is the trainer's until new weights wake it."""
+        if self.config.plays:
+            self.engine.sleep()
+
+    # Measuring, and what a checkpoint holds
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], list[RolloutHandler]]:
         """Held-out tasks played by the policy as it is now: summary and trajectories."""
@@ -360,5 +319,9 @@ class Worker:
 
     def parts(self) -> dict[str, tuple[Any, Any]]:
         """What is trained: name -> (model, optimizer)."""
-        learners = {"policy": self.policy, "critic": self.critic}
-        return {n: (ln.model, ln.optimizer) for n, ln in learners.items() if ln is not None}
+        return {"policy": (self.policy.model, self.policy.optimizer)}
+
+
+def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(learning, lr=learning_rate, weight_decay=0.0, fused=True)

@@ -85,12 +85,13 @@ def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
     from advantages import estimate
     from batching import make_batch
+    from rlworker import RLWorker
     from session import at_work
     from train import requests_of, usable_trajectories
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        at_work(replace(config, run_dir=folder)) as session,
+        at_work(replace(config, run_dir=folder), RLWorker) as session,
     ):
         w = session.worker
         for step in session.steps_left():
@@ -279,7 +280,7 @@ def main() -> int:
     version = trl_version()
     from runtime.distributed import make_accelerator
     from runtime.precision import choose
-    from sft import start_model
+    from warmstart import start_model
 
     accelerator = make_accelerator(choose("auto").autocast)
     start = start_model(step_config(options), accelerator)  # trained if it is not yet

@@ -14,7 +14,8 @@ but the action, which makes them three times shorter than with a thought.
     python recipes/careless.py --out demos.json        9,000 demonstrations, seconds; and how well
                                                        the teacher itself does, in a table
 
-recipes/starts/README.md has the command that trains the tiny model on them. Read next: sft.py.
+recipes/starts/README.md has the command that trains the tiny model on them. Read next:
+warmstart.py.
 """
 
 import argparse

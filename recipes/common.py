@@ -84,9 +84,10 @@ class Recipe:
 
 def load_config(arguments: Sequence[str]) -> Any:
     """The `Config` that train.py makes of these arguments."""
+    from config import Config
     from runtime.cli import training_options
 
-    return training_options(arguments, "recipe", "")
+    return training_options(arguments, "recipe", "", Config)
 
 
 def run(command: Sequence[str]) -> None:

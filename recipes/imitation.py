@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from batching import Batch
     from config import Config
     from conversations import Conversation
+    from rlworker import RLWorker as Worker
     from rollout import RolloutLog
     from runtime.clock import Clock
-    from worker import Worker
 
     Lesson = tuple[Batch | None, dict[str, Any], RolloutLog]
     LessonAt = Callable[[int, Clock], Lesson]  # what a step imitates, and what to log of it
@@ -37,10 +37,11 @@ def imitate(config: "Config", prepare: Callable[["Worker"], "LessonAt"]) -> None
 
     Args: prepare: called once, before the first evaluation.
     """
+    from rlworker import RLWorker
     from runtime.clock import Clock
     from session import at_work, is_due
 
-    with at_work(config) as session:
+    with at_work(config, RLWorker) as session:
         worker = session.worker
         lesson_at = prepare(worker)
         session.evaluate_start()
@@ -109,7 +110,7 @@ def of_what_is_shown(
         SystemExit: they would be several.
     """
     from rollout import RolloutLog
-    from sft import SftSettings, encode
+    from warmstart import SftSettings, encode
 
     def prepare(worker: "Worker") -> "LessonAt":
         require_one_update(worker.config, per_step)

@@ -145,7 +145,7 @@ def make_start(out: Path, count: int, kinds: Sequence[str]) -> None:
     write_json(out / "demonstrations.json", records)
     texts = [turn["value"] for record in records[:1000] for turn in record["conversations"]]
     build_small(out / "random", [*texts, *(f"{role}\n" for role in NAMES)], VOCABULARY)
-    command = [sys.executable, "sft.py", "--model", str(out / "random"), "--epochs", "1"]
+    command = [sys.executable, "warmstart.py", "--model", str(out / "random"), "--epochs", "1"]
     command += ["--data", str(out / "demonstrations.json"), "--batch-size", "16"]
     command += ["--learning-rate", "1.5e-3", "--max-trajectory-tokens", "2400"]
     run([*command, "--out", str(out / "start")])

@@ -156,7 +156,7 @@ def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result
     from runtime.checkpoint import folder_of
     from runtime.distributed import make_accelerator
     from runtime.precision import choose
-    from sft import start_model
+    from warmstart import start_model
 
     if not samples:
         return {}

@@ -20,6 +20,7 @@ class RunFiles:
         options: of config.json; empty where there is none.
         metrics, timings: the rows of the two logs.
         evaluations: the overall results of `eval/step_*.json`, by step, none beyond the last row.
+        method: of config.json; "rl" where it does not say.
     """
 
     path: Path
@@ -27,6 +28,7 @@ class RunFiles:
     metrics: list[dict[str, Any]]
     timings: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    method: str = "rl"
 
     @property
     def last_step(self) -> int:
@@ -67,13 +69,14 @@ def read_run(run_dir: str | Path) -> RunFiles:
     """
     path = Path(run_dir)
     options: dict[str, Any] = {}
+    method = "rl"
     if (path / "config.json").exists():
         saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        options = saved.get("config", saved)
+        options, method = saved.get("config", saved), saved.get("method", method)
     metrics = read_log(path / "metrics.jsonl")
     timings = read_log(path / "timings.jsonl") if (path / "timings.jsonl").exists() else []
     found = (json.loads(each.read_text(encoding="utf-8")) for each in path.glob("eval/step_*.json"))
     # A run that was cut back on resume may hold evaluations of steps that it will do again.
     last = metrics[-1]["step"] if metrics else 0
     evaluations = sorted((e for e in found if e["step"] <= last), key=lambda e: e["step"])
-    return RunFiles(path, options, metrics, timings, evaluations)
+    return RunFiles(path, options, metrics, timings, evaluations, method)

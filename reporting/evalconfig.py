@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from config import PAPER, SMALL_MODELS, complete, has_gpu
+from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
 from envs import load_tasks, settings_of
 from reporting.scoring import compare
 from runtime.checks import check_addresses
@@ -216,7 +216,7 @@ def as_in_run(folder: str, given: set[str]) -> EvalConfig:
     """
     if not (Path(folder) / "config.json").exists():
         raise ValueError(f"--run {folder} holds no run; give the folder that train.py has made")
-    c = complete(saved_config(folder))
+    c = complete(saved_config(folder, RunConfig))
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in given:
         raise ValueError(f"--run {folder} has no checkpoint yet; name a --model")

@@ -77,6 +77,13 @@ METRICS: dict[str, str] = {
     "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
     "policy/skipped_steps": "mini-batches without a step: not finite (count)",
+    # preference/: dpo.py's, means over the step's pairs, before the update.
+    "preference/margin": "reward of the chosen minus that of the rejected trajectory (nats)",
+    "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
+    "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
+    "preference/rejected_reward": "the same of the rejected trajectory (nats)",
+    "preference/chosen_log_prob": "log-prob of the chosen trajectory's policy tokens (nats)",
+    "preference/rejected_log_prob": "the same of the rejected trajectory (nats)",
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
@@ -88,11 +95,15 @@ METRICS: dict[str, str] = {
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
     "data/epoch": "passes over the training tasks so far (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
+    "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
+    "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
+    "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
     "data/signal_share": "those over the policy tokens of all comparable trajectories (0..1)",
     # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
+    "eval/loss": "sft.py's: imitation loss of held-out conversations, per policy token (nats)",
 }
 
 # Different in every run: timings.jsonl.
@@ -220,6 +231,7 @@ class MetricsLogger:
         resume_step: int | None = None,
         writes: bool = True,
         trackers: Trackers | None = None,
+        method: str = "rl",
     ) -> None:
         """
         Args:
@@ -227,13 +239,14 @@ class MetricsLogger:
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
             writes: False on the processes of a run that must not write: names are checked only.
             trackers: get a copy of each step's row; closed with the logs.
+            method: whose columns the table has.
         Raises:
             FileExistsError: a new run, but the directory holds a log.
             LogError: a line other than the last is not a JSON object with a step.
         """
         self.run_dir = Path(run_dir)
         make_folder(self.run_dir)
-        self._rows_printed = 0
+        self._rows_printed, self._method = 0, method
         self._trackers = trackers
         self._files: dict[str, Any] = {}
         self.writes = writes
@@ -290,9 +303,10 @@ class MetricsLogger:
         if not self.writes:
             return
         if self._rows_printed % table.HEADER_EVERY == 0:
-            print(table.header())
+            print(table.header(self._method))
         self._rows_printed += 1
-        print(table.row(step, metrics | timings, last_step, left_s), flush=True)
+        values = metrics | timings
+        print(table.row(step, values, last_step, left_s, self._method), flush=True)
         phases.spoke()
         plot(self.run_dir)
         if self._trackers:

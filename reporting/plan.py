@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config import Config
+from config import Config, RunConfig
 
 
-def plan(config: Config, path: Path, num_tasks: int, num_held_out: int) -> list[str]:
+def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> list[str]:
     """
     Lines to print before anything is loaded.
 
@@ -20,9 +20,11 @@ def plan(config: Config, path: Path, num_tasks: int, num_held_out: int) -> list[
     """
     c = config
     how = f"adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
-    batch = f"{c.tasks_per_step} tasks x {c.group_size} samples"
+    batch = f"at most {c.trajectories_per_step} trajectories"
+    if isinstance(c, Config):
+        batch = f"{c.tasks_per_step} tasks x {c.group_size} samples, {horizons(c)}"
     lines = [
-        f"run: {c.steps} steps of {c.algorithm}, each of {batch}, {horizons(c)}; files in {path}",
+        f"run: {c.steps} steps of {c.name}, each of {batch}; files in {path}",
         f"model: {c.model}, {how} learn, {c.engine} samples",
     ]
     tasks = f"tasks: {num_tasks} of {c.env} to train on"

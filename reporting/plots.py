@@ -3,6 +3,12 @@
     training return, held-out success with its 95 % interval, the stages of the horizon
     turns per trajectory  |  groups that teach  |  entropy, and KL to the reference
 
+Of other methods than reinforcement learning the lower row is
+
+    sft.py        loss, and that of what is held out  |  entropy  |  gradient norm
+    dpo.py        margin  |  pairs in the right order  |  log-probs of chosen and rejected
+    agentevol.py  loss  |  entropy  |  trajectories in the evolving set
+
 Run it: python -m reporting.plots runs/NAME                      draws runs/NAME/reward.png again
         python -m reporting.plots runs/A runs/B --out ab.png     lays runs over each other
         python -m reporting.plots runs/A runs/B --over hours
@@ -12,7 +18,7 @@ reporting/scoring.py for the evaluations' own curves.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +29,10 @@ from reporting.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, band, curv
 from reporting.logs import LogError
 from reporting.overlay import AXES, overlay
 
-MOSAIC = [["main"] * 3, ["turns", "signal", "entropy"]]
+MOSAIC = [["main"] * 3, ["left", "middle", "right"]]
+
+
+Panel = Callable[[Any, RunFiles], None]
 
 
 def plot(run_dir: str | Path, target: Path | None = None) -> Path:
@@ -39,15 +48,48 @@ def plot(run_dir: str | Path, target: Path | None = None) -> Path:
     with figure(target, (9, 6), mosaic=MOSAIC, height_ratios=[2, 1]) as (picture, axes):
         picture.suptitle(_title(run), fontsize=11)
         _main(axes["main"], run)
-        _turns(axes["turns"], run)
-        _signal(axes["signal"], run)
-        _entropy_and_kl(axes["entropy"], run)
+        for place, draw in zip(MOSAIC[1], _panels(run), strict=True):
+            draw(axes[place], run)
         for axis in axes.values():
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
             if not axis.has_data():
                 axis.text(0.5, 0.5, "nothing logged yet", transform=axis.transAxes, ha="center")
     return target
+
+
+def _panels(run: RunFiles) -> tuple[Panel, Panel, Panel]:
+    """The lower row, as the run's method has it."""
+    loss = _curves("Loss, nats a token", ("policy/loss", "learned"), ("eval/loss", "held out"))
+    if run.method == "sft":
+        return loss, _entropy_and_kl, _curves("Gradient norm", ("policy/grad_norm", "norm"))
+    if run.method == "agentevol":
+        return loss, _entropy_and_kl, _curves("Evolving set", ("data/evolving", "trajectories"))
+    if run.method == "dpo":
+        return (
+            _curves("Margin, nats", ("preference/margin", "margin")),
+            _curves("Share of pairs in order", ("preference/accuracy", "share")),
+            _curves(
+                "Log-probs, nats",
+                ("preference/chosen_log_prob", "chosen"),
+                ("preference/rejected_log_prob", "rejected"),
+            ),
+        )
+    return _turns, _signal, _entropy_and_kl
+
+
+def _curves(title: str, *series: tuple[str, str]) -> Panel:
+    """A panel of metrics, each with its label."""
+
+    def draw(axis: Any, run: RunFiles) -> None:
+        axis.set_title(title)
+        drawn = [(run.series(name), label) for name, label in series if run.series(name)]
+        for (points, label), color in zip(drawn, (BLUE, ORANGE), strict=False):
+            curve(axis, points, color, label)
+        if len(drawn) > 1:
+            axis.legend(loc="best", fontsize=8.5)
+
+    return draw
 
 
 def _main(axis: Any, run: RunFiles) -> None:
@@ -134,6 +176,7 @@ def _title(run: RunFiles) -> str:
     """
     rounds = " ".join(map(str, run.options.get("rounds") or []))
     names = [run.options.get(key) for key in ("env", "algorithm", "rounds_scheduler", "model")]
+    names[1] = names[1] or (run.method if run.method != "rl" else None)
     names[2] = f"{names[2]} {rounds}" if names[2] and rounds else names[2]
     names[3] = Path(names[3]).name if names[3] and Path(names[3]).is_absolute() else names[3]
     parts = [str(name) for name in names if name] or [run.path.resolve().name]

@@ -25,12 +25,12 @@ class Progress:
 
     Attributes:
         run_path, start: the run's folder and the model it began with, for the messages.
-        kl_controller: fixed or adaptive.
+        kl_controller: fixed or adaptive; None: the method has none.
     """
 
     run_path: Path
     start: str
-    kl_controller: FixedKLController
+    kl_controller: FixedKLController | None = None
     sentinels: Sentinels = field(default_factory=Sentinels)
     best: float | None = None
     best_step: int | None = None
@@ -38,11 +38,11 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep."""
-        return {
+        steered = {"kl_controller": self.kl_controller.state_dict()} if self.kl_controller else {}
+        return steered | {
             "best": self.best,
             "best_step": self.best_step,
             "evaluated_step": self.evaluated_step,
-            "kl_controller": self.kl_controller.state_dict(),
             "sentinels": self.sentinels.state_dict(),
         }
 
@@ -52,7 +52,8 @@ class Progress:
         Raises:
             KeyError, TypeError, ValueError: it lacks a field, or one is not what it was.
         """
-        self.kl_controller.load_state_dict(state["kl_controller"])
+        if self.kl_controller:
+            self.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
         self.best, self.best_step = state["best"], state["best_step"]
         self.evaluated_step = state["evaluated_step"]
@@ -84,6 +85,10 @@ class Progress:
             f"stopped after step {step}, the run is collapsing: {stops[0]}; {self._best_so_far()}; "
             "--resume with --on-collapse warn goes on all the same"
         )
+
+    def begin_anew(self) -> None:
+        """What is watched begins from other weights: its past says nothing about it."""
+        self.sentinels = Sentinels()
 
     def _best_so_far(self) -> str:
         if self.best_step is None:

@@ -1,4 +1,5 @@
 """The table that a run prints: one line a step, the same columns at every step, 120 characters.
+Each method has its own.
 
 Read next: reporting/metrics.py, which defines the numbers.
 """
@@ -25,13 +26,41 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("update s", "time/update_s", "9.1f"),
     ("eval", "eval/avg", "7.1%"),
 )
+_IMITATION = (
+    ("loss", "policy/loss", "9.4f"),
+    ("entropy", "policy/entropy", "8.3f"),
+    ("grad", "policy/grad_norm", "8.3f"),
+    ("epoch", "data/epoch", "7.2f"),
+)
+_TIMES = (("update s", "time/update_s", "9.1f"), ("eval", "eval/avg", "7.1%"))
+COLUMNS_OF: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "rl": COLUMNS,
+    "sft": (*_IMITATION, ("held-out loss", "eval/loss", "13.4f"), *_TIMES),
+    "dpo": (
+        ("loss", "policy/loss", "9.4f"),
+        ("margin", "preference/margin", "8.3f"),
+        ("ordered", "preference/accuracy", "8.1%"),
+        ("log-prob chosen", "preference/chosen_log_prob", "15.2f"),
+        ("rejected", "preference/rejected_log_prob", "9.2f"),
+        ("grad", "policy/grad_norm", "8.3f"),
+        ("return", "train/return_mean", "8.3f"),
+        *_TIMES,
+    ),
+    "agentevol": (
+        ("return", "train/return_mean", "8.3f"),
+        ("success", "train/success_rate", "8.1%"),
+        ("set", "data/evolving", "6"),
+        *_IMITATION,
+        *_TIMES,
+    ),
+}
 STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
 HEADER_EVERY = 20
 
 
-def header() -> str:
+def header(method: str = "rl") -> str:
     """The heading of the table that `row` prints."""
-    cells = [head.rjust(_width(head, spec)) for head, _, spec in COLUMNS]
+    cells = [head.rjust(_width(head, spec)) for head, _, spec in COLUMNS_OF[method]]
     return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
 
 
@@ -40,6 +69,7 @@ def row(
     values: Mapping[str, Any],
     last_step: int | None = None,
     left_s: float | None = None,
+    method: str = "rl",
 ) -> str:
     """
     One aligned line; "-" stands for what is missing or not finite.
@@ -50,7 +80,7 @@ def row(
         left_s: seconds that the run still takes.
     """
     cells = [(str(step) if last_step is None else f"{step}/{last_step}").rjust(STEP)]
-    for head, name, spec in COLUMNS:
+    for head, name, spec in COLUMNS_OF[method]:
         cells.append(_cell(values, name, spec).rjust(_width(head, spec)))
     return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
 

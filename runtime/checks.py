@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from advantages import ESTIMATORS
-from config import Config, Misuse, flag, refusing
+from config import Config, Misuse, RunConfig, flag, refusing
 from envs import Task, load_tasks, settings_of
 from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
@@ -37,46 +37,50 @@ POSITIVE = (
 NOT_NEGATIVE = ("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps")
 
 
-def check(config: Config) -> None:
+def check(config: RunConfig) -> None:
     """Refuse what cannot work.
 
     Raises:
         Misuse: one line, naming the flag, what it got and what to do.
     """
     with refusing():
-        make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+        if isinstance(config, Config):
+            make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
         _check_ranges(config)
         _check_trackers(config)
         for name in ("env_addr", "engine_url", "engine_devices"):
             check_addresses(name, getattr(config, name), config.env)
         _check_together(config)
+        if isinstance(config, Config):
+            _check_rl(config)
 
 
-def _check_trackers(config: Config) -> None:
+def _check_trackers(config: RunConfig) -> None:
     """The packages of --log-to are optional: each must be there, by the name that it has here."""
     for name in config.log_to:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--log-to {name} needs the package: pip install {name}")
 
 
-def _check_ranges(config: Config) -> None:
+def _check_ranges(config: RunConfig) -> None:
     """Each number by itself."""
-    for name in POSITIVE:
+    known = [field.name for field in fields(config)]
+    for name in filter(known.__contains__, POSITIVE):
+        if name == "steps" and not config.steps and hasattr(config, "epochs"):
+            continue  # they say how many
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must be above 0, and finite")
-    coefficients = [f.name for f in fields(config) if f.name.endswith("_coef")]
-    for name in [*NOT_NEGATIVE, *coefficients]:
+    coefficients = [name for name in known if name.endswith("_coef")]
+    for name in [*filter(known.__contains__, NOT_NEGATIVE), *coefficients]:
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must not be negative")
-    for name in ["gamma", "lam", "max_env_failures"]:
+    for name in filter(known.__contains__, ("gamma", "lam", "max_env_failures")):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must lie between 0 and 1")
     if config.stop_at is not None and not 0 < config.stop_at <= 1:
         raise ValueError(f"--stop-at {config.stop_at} must be a share of solved tasks, 0 to 1")
     if config.eval_rounds is not None and config.eval_rounds < 1:
         raise ValueError(f"--eval-rounds {config.eval_rounds} must be at least 1")
-    if 0 < config.sampler_is_cap < 1:
-        raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
 
 
 def check_addresses(name: str, given: Sequence[str], env: str = "") -> None:
@@ -97,8 +101,10 @@ def check_addresses(name: str, given: Sequence[str], env: str = "") -> None:
             checked_url(address, flag(name))
 
 
-def _check_together(config: Config) -> None:
-    """Options that contradict each other."""
+def _check_rl(config: Config) -> None:
+    """What train.py alone is asked."""
+    if 0 < config.sampler_is_cap < 1:
+        raise ValueError(f"--sampler-is-cap {config.sampler_is_cap} must be 0 (off) or at least 1")
     if config.rounds_scheduler != "fixed" and len(config.rounds) < 2:
         raise ValueError(
             f"--rounds {config.rounds[0]} with --rounds-scheduler {config.rounds_scheduler} never "
@@ -110,6 +116,16 @@ def _check_together(config: Config) -> None:
             f"--group-size {config.group_size} leaves {config.algorithm} no other sample to "
             f"compare with; use 2 or more, or --algorithm {others}"
         )
+    if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
+        raise ValueError(
+            "--kl-target adapts the KL in the reward: it must be above 0, and so must --kl-coef"
+        )
+    if config.kl_loss_coef and config.kl_estimator == "k1":
+        raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
+
+
+def _check_together(config: RunConfig) -> None:
+    """Options that contradict each other."""
     if config.stop_at is not None and not config.eval_every:
         raise ValueError("--stop-at waits for held-out success; set --eval-every above 0")
     if config.max_tokens_per_turn >= config.max_trajectory_tokens:
@@ -117,12 +133,6 @@ def _check_together(config: Config) -> None:
             f"--max-tokens-per-turn {config.max_tokens_per_turn} does not fit into "
             f"--max-trajectory-tokens {config.max_trajectory_tokens}"
         )
-    if config.kl_target is not None and not (config.kl_target > 0 and config.kl_coef > 0):
-        raise ValueError(
-            "--kl-target adapts the KL in the reward: it must be above 0, and so must --kl-coef"
-        )
-    if config.kl_loss_coef and config.kl_estimator == "k1":
-        raise ValueError("--kl-estimator k1 has no gradient in expectation as a loss; use k2 or k3")
     if config.engine_url and config.engine_devices:
         raise ValueError(
             "--engine-url and --engine-devices exclude each other: servers that run already, or "
@@ -138,7 +148,7 @@ def _check_together(config: Config) -> None:
 # ------------------------------------------------------------------------------- without effect
 
 
-def check_given(config: Config, given: Collection[str]) -> None:
+def check_given(config: RunConfig, given: Collection[str]) -> None:
     """Refuse options that were given and change nothing.
 
     Args:
@@ -156,8 +166,17 @@ def check_given(config: Config, given: Collection[str]) -> None:
         raise Misuse("; ".join(said))
 
 
-def _without_effect(c: Config) -> Iterator[tuple[str, str]]:
+def _without_effect(c: RunConfig) -> Iterator[tuple[str, str]]:
     """(field, why it changes nothing)."""
+    if isinstance(c, Config):
+        yield from _without_effect_in_rl(c)
+    if c.deterministic and c.engine == "vllm":
+        yield "engine", "leave it out, --deterministic samples with transformers"
+    if c.tasks:
+        yield "split", f"--tasks {c.tasks} says which tasks; give one of the two"
+
+
+def _without_effect_in_rl(c: Config) -> Iterator[tuple[str, str]]:
     for name, users in _users().items():
         if c.algorithm not in users:
             others = f"--algorithm {' or '.join(users)}"
@@ -169,10 +188,6 @@ def _without_effect(c: Config) -> Iterator[tuple[str, str]]:
         )
     if not c.kl_loss_coef:
         yield "kl_estimator", "leave it out, or set --kl-loss-coef, whose KL it estimates, above 0"
-    if c.deterministic and c.engine == "vllm":
-        yield "engine", "leave it out, --deterministic samples with transformers"
-    if c.tasks:
-        yield "split", f"--tasks {c.tasks} says which tasks; give one of the two"
 
 
 def _users() -> dict[str, list[str]]:
@@ -188,19 +203,15 @@ def _users() -> dict[str, list[str]]:
     return users
 
 
-def remarks(config: Config, given: Collection[str] = ()) -> list[str]:
+def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     """Lines about what will run and is perhaps not meant.
 
     Args:
         given: fields that the command line names.
     """
     c, lines = config, list[str]()
-    changes_at = c.steps_scaling_inter * (len(c.rounds) - 1)
-    if c.rounds_scheduler != "fixed" and c.steps <= changes_at:
-        lines.append(
-            f"--rounds {' '.join(map(str, c.rounds))} reaches {c.rounds[-1]} turns after step "
-            f"{changes_at}, this run ends with step {c.steps}; see --steps-scaling-inter"
-        )
+    if isinstance(c, Config):
+        lines += _remarks_on_rl(c, given)
     unused = [
         flag(n)
         for n in ("eval_tasks", "eval_subtasks", "eval_samples", "eval_rounds")
@@ -208,11 +219,6 @@ def remarks(config: Config, given: Collection[str] = ()) -> list[str]:
     ]
     if not c.eval_every and unused:
         lines.append(f"{' '.join(unused)} wait for --eval-every above 0")
-    if "mini_batch_size" in given and c.mini_batch_size > c.tasks_per_step * c.group_size:
-        lines.append(
-            f"--mini-batch-size {c.mini_batch_size} is more than a step's "
-            f"{c.tasks_per_step * c.group_size} trajectories: one optimizer step takes them all"
-        )
     if is_at_hub(c.model):
         lines.append(f"--model {c.model} is not on this machine: it comes from the model hub")
     if may_not_fit := check_room(c):
@@ -220,10 +226,26 @@ def remarks(config: Config, given: Collection[str] = ()) -> list[str]:
     return lines
 
 
+def _remarks_on_rl(c: Config, given: Collection[str]) -> list[str]:
+    lines = []
+    changes_at = c.steps_scaling_inter * (len(c.rounds) - 1)
+    if c.rounds_scheduler != "fixed" and c.steps <= changes_at:
+        lines.append(
+            f"--rounds {' '.join(map(str, c.rounds))} reaches {c.rounds[-1]} turns after step "
+            f"{changes_at}, this run ends with step {c.steps}; see --steps-scaling-inter"
+        )
+    if "mini_batch_size" in given and c.mini_batch_size > c.episodes_per_step:
+        lines.append(
+            f"--mini-batch-size {c.mini_batch_size} is more than a step's "
+            f"{c.episodes_per_step} trajectories: one optimizer step takes them all"
+        )
+    return lines
+
+
 # ------------------------------------------------------------------------------ what options name
 
 
-def check_here(config: Config) -> None:
+def check_here(config: RunConfig) -> None:
     """Refuse tasks, models and directories that are not there or will not do on this machine.
 
     Args:
@@ -253,7 +275,7 @@ def check_here(config: Config) -> None:
     check_room(config)
 
 
-def held_out_tasks(config: Config) -> list[Task]:
+def held_out_tasks(config: RunConfig) -> list[Task]:
     """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
     if not config.eval_every:
         return []
@@ -261,7 +283,7 @@ def held_out_tasks(config: Config) -> list[Task]:
     return load_tasks(config.env, split, config.eval_tasks, config.evaluation_subtasks)
 
 
-def check_run_dir(config: Config) -> None:
+def check_run_dir(config: RunConfig) -> None:
     """Refuse a directory that holds a run, or that cannot be made."""
     path = Path(config.run_dir or "runs")
     if config.run_dir:

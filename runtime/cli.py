@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from config import Config, Misuse, complete, preset_of, refusing, with_preset
+from config import (
+    Config,
+    Misuse,
+    Options,
+    RunConfig,
+    complete,
+    preset_of,
+    refusing,
+    with_preset,
+)
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
 from runtime.prompts import with_prompt
@@ -67,19 +76,30 @@ def complain(prog: str, problem: object) -> None:
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
 
 
-def training_options(argv: Sequence[str] | None, prog: str, description: str) -> Config:
-    """train.py's options, complete and checked. No torch is needed for that.
+def training_options(
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    kind: type[Options] = Config,  # type: ignore[assignment]
+    check_own: Callable[[Options], None] = lambda config: None,
+) -> Options:
+    """The options of train.py, or of another method's program, complete and checked. No torch is
+    needed for that.
+
+    Args:
+        kind: the method's options.
+        check_own: raises Misuse for what only this method can be asked.
 
     Raises:
         Misuse: one line that says what to do.
         SystemExit: what tyro ends with, see `parse_command_line`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    given = usage.named(Config, words)
-    config = parse_command_line(Config, words, prog, starting_from(words), description)
+    given = usage.named(kind, words)
+    config = parse_command_line(kind, words, prog, starting_from(words, kind), description)
     if config.resume:  # what is not given again is what the run was started with
-        saved = saved_config(config.run_dir)
-        config = as_kept(parse_command_line(Config, words, prog, saved), given)
+        saved = saved_config(config.run_dir, kind)
+        config = as_kept(parse_command_line(kind, words, prog, saved), given)
         check_unchanged(config, saved)
         check_goes_on(config)
         given.clear()
@@ -88,30 +108,34 @@ def training_options(argv: Sequence[str] | None, prog: str, description: str) ->
         config = complete(config)
     check(config)
     check_given(asked, given)
+    check_own(config)
     check_here(config)
     return config if config.resume else as_kept(config)
 
 
-def say_remarks(config: Config, argv: Sequence[str] | None) -> None:
+def say_remarks(config: RunConfig, argv: Sequence[str] | None) -> None:
     """Print what is allowed and perhaps not meant; of several processes the first does."""
     if int(os.environ.get("RANK", 0)) == 0:
         words = sys.argv[1:] if argv is None else argv
-        for line in remarks(config, usage.named(Config, words)):
+        for line in remarks(config, usage.named(type(config), words)):
             print(f"note: {line}", flush=True)
 
 
-def starting_from(argv: Sequence[str]) -> Config:
+def starting_from(
+    argv: Sequence[str],
+    kind: type[Options] = Config,  # type: ignore[assignment]
+) -> Options:
     """The values of what a command line does not name: those of --config, then of a preset."""
-    given = {name: words[0] for name, words in usage.named(Config, argv).items() if words}
+    given = {name: words[0] for name, words in usage.named(kind, argv).items() if words}
     file, saved = given.get("config"), dict[str, Any]()
     if file is not None:
         if "preset" in given:
             raise Misuse("--config and --preset both say where to start from; give one")
-        saved = options_from(file) | {"config": file}
+        saved = options_from(file, kind) | {"config": file}
     asked = saved | given
     env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():
-        return replace(with_preset(asked.get("preset") or preset_of(model), env), **saved)
+        return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
 
 
 def refuse_misuse(prog: str, read: Callable[[], object]) -> None:

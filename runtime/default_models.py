@@ -6,7 +6,7 @@
                    trained on TextCraft's texts on the spot: for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-Read next: `sft.py`, which warms both of them up before RL.
+Read next: `warmstart.py`, which warms both of them up before RL.
 """
 
 from __future__ import annotations

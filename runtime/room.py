@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import Config, Misuse, flag, has_gpu
+from config import Config, Misuse, RunConfig, flag, has_gpu
 from runtime.find_model import model_config
 from runtime.malloc import has_tcmalloc
 from runtime.memory import (
@@ -61,7 +61,7 @@ class Need(NamedTuple):
     peak: float
 
 
-def check_room(config: Config, room: Room | None = None) -> str | None:
+def check_room(config: RunConfig, room: Room | None = None) -> str | None:
     """A warning if the run may not fit; None if it will, or if nobody knows.
 
     Raises:
@@ -85,7 +85,7 @@ def check_room(config: Config, room: Room | None = None) -> str | None:
     return None
 
 
-def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
+def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     """The bytes of a run, on each card or on the machine.
 
     Args:
@@ -94,12 +94,13 @@ def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
     c, world = config, int(os.environ.get("WORLD_SIZE", 1))
     rank = c.lora_rank
     parts = state_bytes(shape, world, rank)
-    if not (c.kl_coef or c.kl_loss_coef):
+    rl = c if isinstance(c, Config) else None
+    if not (rl and (rl.kl_coef or rl.kl_loss_coef)):
         parts["reference"] = 0
     state = sum(parts.values())
-    if c.needs_critic:
+    if rl and rl.needs_critic:
         state += sum(parts[name] for name in ("weights", "gradients", "moments"))
-    in_step = c.tasks_per_step * c.group_size * c.max_trajectory_tokens
+    in_step = c.trajectories_per_step * c.max_trajectory_tokens
     tokens = min(max(c.max_tokens_per_micro_batch, c.max_trajectory_tokens), in_step)
     head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
     keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
@@ -120,7 +121,7 @@ def needed(config: Config, shape: Shape, is_gpu: bool) -> Need:
     )
 
 
-def advice(config: Config, room: Room) -> str:
+def advice(config: RunConfig, room: Room) -> str:
     """The first of some smaller settings that fits, or that none does."""
     shape = shape_of(config.model, model_config(config.model) or {})
     for smaller, words in _smaller(config):
@@ -129,7 +130,7 @@ def advice(config: Config, room: Room) -> str:
     return "take a smaller --model" + (", or more cards" if room.is_gpu else "")
 
 
-def _smaller(config: Config) -> Iterator[tuple[Config, str]]:
+def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
     """Cheaper settings with the words that ask for them, the least costly first."""
     tokens = max(config.max_trajectory_tokens, 1024)
     fewer, checkpointing, lora = "max_tokens_per_micro_batch", "gradient_checkpointing", "lora_rank"

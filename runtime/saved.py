@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from config import SMALL_MODELS, Config, Misuse, flag, refusing
+from config import SMALL_MODELS, Config, Misuse, Options, RunConfig, flag, refusing
 from envs import id_lists, name_of_list
 from runtime.prompts import with_prompt
 
@@ -30,7 +30,7 @@ NAMES_FILES = ("tasks", "eval_tasks", "model", "warm_start", "prompt")
 OF_ONE_RUN = {"config", "run_dir", "resume"}  # what another run does not take over
 
 
-def as_kept(config: Config, names: Collection[str] = NAMES_FILES) -> Config:
+def as_kept(config: Options, names: Collection[str] = NAMES_FILES) -> Options:
     """The options with what they name kept for other folders; a second time changes nothing.
 
     Args:
@@ -51,11 +51,16 @@ def as_kept(config: Config, names: Collection[str] = NAMES_FILES) -> Config:
     return with_prompt(config) if "prompt" in names else config
 
 
-def saved_config(run_dir: str | None) -> Config:
+def saved_config(
+    run_dir: str | None,
+    kind: type[Options] = Config,  # type: ignore[assignment]
+) -> Options:
     """The options that the run in `run_dir` was started with.
 
+    Args:
+        kind: the method's options; RunConfig: those that all methods share, of a run of any.
     Raises:
-        Misuse: no --run-dir was given, or it holds no run.
+        Misuse: no --run-dir was given, it holds no run, or another method's.
     """
     if not run_dir:
         raise Misuse("--resume needs --run-dir, the run to go on with")
@@ -63,14 +68,19 @@ def saved_config(run_dir: str | None) -> Config:
     if not path.exists():
         raise Misuse(f"--run-dir {run_dir} holds no run to resume")
     try:
-        values = _checked(_options_in(path.read_text(encoding="utf-8")), str(path))
+        method, found = _options_in(path.read_text(encoding="utf-8"))
+        if kind is RunConfig:
+            found = {n: v for n, v in found.items() if n in RunConfig.__dataclass_fields__}
+        elif method != kind.method:
+            raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
+        values = _checked(found, str(path), kind)
     except (OSError, ValueError) as error:
         if isinstance(error, Misuse):
             raise
         raise Misuse(
             f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
         ) from None
-    config = Config(**values)
+    config = kind(**values)
     for name in {"tasks", "eval_tasks"} & values.keys():  # files were kept by their whole path
         kept = getattr(config, name)
         if kept in id_lists(config.env) and Path(kept).exists():
@@ -81,36 +91,40 @@ def saved_config(run_dir: str | None) -> Config:
     return replace(config, run_dir=run_dir, resume=True)
 
 
-def options_from(file: str) -> dict[str, Any]:
-    """The options in a run's config.json, or in a JSON object of options, for a new run.
+def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
+    """The options in a run's config.json, or in a JSON object of options, for a new run. Of another
+    method's run those that both have and `kind` leaves to others.
 
     Raises:
         Misuse: it cannot be read, or holds what no option of this version can be.
     """
     try:
-        found = _options_in(Path(file).read_text(encoding="utf-8"))
+        method, found = _options_in(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise Misuse(f"--config {file} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise Misuse(f"--config {file} is not a run's config.json ({error})") from error
-    values = _checked(found, f"--config {file}")
+    if method != kind.method:
+        own = RunConfig.__dataclass_fields__.keys() - kind.keeps
+        found = {name: value for name, value in found.items() if name in own}
+    values = _checked(found, f"--config {file}", kind)
     return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
 
 
-def _options_in(text: str) -> dict[str, Any]:
-    """ValueError if `text` is not JSON that holds options."""
+def _options_in(text: str) -> tuple[str, dict[str, Any]]:
+    """The method and its options; ValueError if `text` is not JSON that holds any."""
     content = json.loads(text)
     options = content.get("config", content) if isinstance(content, dict) else None
     if not isinstance(options, dict) or not options:
         raise ValueError("it holds no options")
-    return options
+    return str(content.get("method", Config.method)), options
 
 
-def _checked(options: dict[str, Any], where: str) -> dict[str, Any]:
+def _checked(options: dict[str, Any], where: str, kind: type[RunConfig]) -> dict[str, Any]:
     """The options with the types that they must have; Misuse where they are others."""
     import pydantic
 
-    unknown = sorted(options.keys() - {field.name for field in fields(Config)})
+    unknown = sorted(options.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise Misuse(
             f"{where} holds what is no option of this version: {', '.join(unknown)}; leave it "
@@ -118,18 +132,18 @@ def _checked(options: dict[str, Any], where: str) -> dict[str, Any]:
         )
     try:
         text = json.dumps(options)
-        config = pydantic.TypeAdapter(Config).validate_json(text, strict=True)
+        config = pydantic.TypeAdapter(kind).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
     return {name: getattr(config, name) for name in options}
 
 
-def check_unchanged(given: Config, saved: Config) -> None:
+def check_unchanged(given: RunConfig, saved: RunConfig) -> None:
     """Raise Misuse for an option given on resume that the run was not started with."""
     changed = [
         flag(f.name)
-        for f in fields(Config)
+        for f in fields(given)
         if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
     ]
     if changed:
@@ -139,7 +153,7 @@ def check_unchanged(given: Config, saved: Config) -> None:
         )
 
 
-def check_goes_on(config: Config) -> None:
+def check_goes_on(config: RunConfig) -> None:
     """Raise Misuse for a --steps that a resumed run has left behind."""
     folders = Path(config.run_dir or "").glob("checkpoints/step_*")
     done = max((int(folder.name.removeprefix("step_")) for folder in folders), default=0)

@@ -8,7 +8,7 @@ One is used in place of training where training would see the same: the same mod
 (by the hash of their texts) and settings. Another list of tasks, another prompt, a change of the
 world's texts: then it is made here. recipes/starts/README.md has the command that made them.
 
-Read next: `sft.py`, which asks.
+Read next: `warmstart.py`, which asks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from conversations import Conversation
 from envs import env_name
-from runtime.sftconfig import SftSettings
+from runtime.startconfig import SftSettings
 
 STARTS = Path(__file__).parents[1] / "recipes" / "starts"
 ABOUT = "sft.json"

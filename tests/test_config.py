@@ -277,7 +277,9 @@ def torch_for_a_card(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("program", ["train.py", "evaluate.py", "sft.py"])
+@pytest.mark.parametrize(
+    "program", ["train.py", "evaluate.py", "warmstart.py", "sft.py", "dpo.py", "agentevol.py"]
+)
 def test_help_comes_in_a_second_and_without_torch_also_beside_a_card(torch_for_a_card, program):
     code = (
         "import sys, time; from pathlib import Path; began = time.process_time()\n"

@@ -1,5 +1,5 @@
 """conversations.py: what others have collected, line by line, and what a run has sampled, exactly.
-How a conversation is encoded: test_sft.py."""
+How a conversation is encoded: test_warmstart.py."""
 
 import json
 import tracemalloc
@@ -109,6 +109,65 @@ def test_what_a_policy_sampled_comes_back_with_the_very_ids(tmp_path, chat):
     for turn in record["conversations"]:
         turn.pop("ids", None)
     assert len(from_agenttraj(chat, record).input_ids) < len(handler.input_ids)
+
+
+def test_what_a_run_earned_comes_with_it(tmp_path, chat):
+    first, second = sampled(chat, 1, 1.0), sampled(chat, 2, 0.25, "failure")
+    second.turns[0].reward = 0.5
+    records = read(run_of(tmp_path / "run", [first, second]))
+    assert [record["return"] for record in records] == [1.0, 0.75]
+    assert [list(record) for record in records] == [["item_id", "conversations", "return"]] * 2
+    # Written and read again it is the same, and can be chosen by what it earned.
+    kept = written(tmp_path / "kept.json", json.dumps(records))
+    assert read(kept) == records
+    assert read(kept, min_return=1.0) == records[:1]
+
+
+def test_a_run_whose_return_is_no_number_is_refused(tmp_path, chat):
+    line = sampled(chat, 1, 0.125).to_json()
+    for reward in ("NaN", "Infinity", "1" + "0" * 400, '"1"'):
+        path = run_of(tmp_path / "run", [])
+        written(path / "trajectories" / "step_000001.jsonl", line.replace("0.125", reward))
+        with pytest.raises(ValueError, match="line 1: no line of a run's trajectories"):
+            read(path)
+
+
+def test_records_of_files_are_chosen_by_their_returns_where_they_have_one(tmp_path):
+    lines = [
+        RECORDS[0] | {"return": 1},
+        RECORDS[1] | {"return": 0.25},
+        {"messages": said(2), "return": 1 - 1e-12},
+        {"messages": said(3), "item_id": "x", "return": -1.0},
+    ]
+    file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    everything = read(file)
+    assert everything[:2] == lines[:2]
+    assert [record["return"] for record in everything] == [1, 0.25, 1 - 1e-12, -1.0]
+    assert [r["item_id"] for r in read(file, min_return=1.0)] == ["textcraft_0", "a.jsonl:3"]
+    written(file, "\n".join(map(json.dumps, [*lines, RECORDS[4]])))
+    assert len(read(file)) == 5
+    with pytest.raises(ValueError, match="line 5: --min-return asks for returns, which only a run"):
+        read(file, min_return=0.0)
+
+
+@pytest.mark.parametrize("form", [RECORDS[0], {"messages": said(1)}], ids=["AgentTraj", "messages"])
+@pytest.mark.parametrize(
+    "wrong", ['"1"', "null", "true", "NaN", "-Infinity", "1" + "0" * 400, "[1]"]
+)
+def test_a_return_that_is_no_finite_number_is_named(tmp_path, form, wrong):
+    text = json.dumps(form)[:-1] + f', "return": {wrong}}}'
+    file = written(tmp_path / "a.jsonl", f"{GOOD}\n{text}")
+    with pytest.raises(ValueError, match='"return" is .*, expected a finite number') as error:
+        read(file)
+    name = form.get("item_id", "a.jsonl:2")
+    assert str(error.value).startswith(f"{file}, line 2: conversation {name}: ")
+    assert len(str(error.value)) < len(str(file)) + 150
+
+
+def test_records_without_a_return_stay_as_they_are_byte_for_byte(tmp_path):
+    """Warm starts are kept under the hash of their demonstrations."""
+    text = json.dumps(RECORDS)
+    assert json.dumps(read(written(tmp_path / "a.json", text))) == text
 
 
 def test_an_action_that_a_limit_cut_does_not_teach_to_stop_there(tmp_path, chat):

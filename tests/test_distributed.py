@@ -105,7 +105,7 @@ def write_conversations(path, number):
 def test_a_launcher_of_one_process_trains_and_exports_like_none(tmp_path):
     data, out = write_conversations(tmp_path / "data.json", 2), tmp_path / "out"
     argv = ["--model", "tiny", "--data", data, "--out", str(out), "--epochs", "1"]
-    code, _, stderr = launch("sft.py", *argv, ranks=1)
+    code, _, stderr = launch("warmstart.py", *argv, ranks=1)
     assert code == 0, stderr
     load_policy(str(out))
 
@@ -132,18 +132,18 @@ def test_a_launcher_of_one_process_leaves_the_run_of_none(tmp_path):
 
 @pytest.mark.long
 def test_a_warm_start_of_two_processes_is_that_of_one(tmp_path):
-    """sft.py from demonstrations to the checkpoint, sharded: the losses of one process, and a whole
-    model that anything loads."""
+    """warmstart.py from demonstrations to the checkpoint, sharded: the losses of one process, and a
+    whole model that anything loads."""
     data = write_conversations(tmp_path / "data.json", 8)
     losses = {}
     for ranks in (1, 2):
         out = tmp_path / f"out{ranks}"
         argv = ["--model", "tiny", "--data", data, "--out", str(out), "--batch-size", "4"]
         if ranks == 1:
-            alone = [sys.executable, "sft.py", *argv]
+            alone = [sys.executable, "warmstart.py", *argv]
             subprocess.run(alone, cwd=ROOT, env=CALM, check=True, capture_output=True)
         else:
-            code, _, stderr = launch("sft.py", *argv)
+            code, _, stderr = launch("warmstart.py", *argv)
             assert code == 0, stderr
         losses[ranks] = json.loads((out / "sft.json").read_text())["losses"]
         load_policy(str(out))

@@ -234,7 +234,7 @@ CASES = [
     for program, table in (
         ("train.py", TRAIN),
         ("evaluate.py", EVALUATE),
-        ("sft.py", SFT),
+        ("warmstart.py", SFT),
         ("envs.server", SERVER),
     )
     for words, named in table.items()
@@ -251,7 +251,10 @@ PROGRAMS = [
     ("evaluate.py --max-rounds ten", "--max-rounds ten"),
     ("evaluate.py --model run", "--model run"),
     ("evaluate.py --tasks nosuch.json", "nosuch.json"),
-    ("sft.py --data nosuch.json", "--data nosuch.json"),
+    ("warmstart.py --data nosuch.json", "--data nosuch.json"),
+    ("sft.py --data nosuch.json", "--data nosuch.json is not there"),
+    ("dpo.py --beta 0", "--beta 0 must be above 0"),
+    ("agentevol.py --steps 95", "--steps 95 cannot be cut"),
     ("-m envs.server --env minecraft", "minecraft"),
     ("-m reporting.plots nosuch", "nosuch"),
 ]

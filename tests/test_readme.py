@@ -29,7 +29,8 @@ from recipes.learns_report import analyse, held_out_table, read_results, split_t
 from recipes.miniature_report import passes
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
-from runtime.sftconfig import SftConfig
+from runtime.methods import DpoConfig, EvolConfig, SftConfig
+from runtime.startconfig import StartConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
 
@@ -41,7 +42,14 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-OPTIONS = {"train.py": Config, "evaluate.py": EvalConfig, "sft.py": SftConfig}
+OPTIONS = {
+    "train.py": Config,
+    "evaluate.py": EvalConfig,
+    "warmstart.py": StartConfig,
+    "sft.py": SftConfig,
+    "dpo.py": DpoConfig,
+    "agentevol.py": EvolConfig,
+}
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -119,6 +119,6 @@ def test_checkpointing_lora_and_more_devices_never_need_more():
 
 
 def test_the_table_knows_that_the_sampler_leaves_the_card():
-    text = "".join((ROOT / f).read_text() for f in ("train.py", "worker.py", "runtime/sync.py"))
-    assert re.search(r"engine\.sleep\(", text)
+    text = "".join((ROOT / f).read_text() for f in ("rlworker.py", "worker.py", "runtime/sync.py"))
+    assert re.search(r"engine\.sleep\(", text) and "self.rest()" in text
     assert "leaves it during the update" in memory.report([])

@@ -8,7 +8,7 @@ import pytest
 from toy_env import flags, fresh_process_state, options, serve, train_main
 
 import evaluate
-import sft
+import warmstart
 from envs import load_tasks
 from reporting import metrics
 from reporting.evalconfig import EvalConfig
@@ -123,7 +123,7 @@ def test_a_warm_start_shows_its_server_its_demonstrations_and_its_steps(monkeypa
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))  # nothing was played before
     argv = ["--model", "tiny", "--num-demonstrations", "4", "--epochs", "1", "--batch-size", "2"]
     with fresh_process_state():
-        assert sft.command_line([*argv, "--out", str(tmp_path / "warm")]) == 0
+        assert warmstart.command_line([*argv, "--out", str(tmp_path / "warm")]) == 0
     assert [(phase.label, phase.done, phase.total) for phase in shown] == [
         ("starting a server of textcraft", 0, None),
         ("demonstrations", 4, 4),

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import program
 import train
 from config import Config, Misuse, complete, with_preset
 from envs import id_lists
@@ -183,11 +184,11 @@ def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, 
     here, _ = two_folders
     seen = []
 
-    def stop(config):
+    def stop(config, make_worker):
         seen.append(config)
         raise Misuse("enough")
 
-    monkeypatch.setattr(train, "check_here", lambda config: None)
+    monkeypatch.setattr(program, "check_here", lambda config: None)
     monkeypatch.setattr(train, "at_work", stop)
     for resume in (False, True):
         with pytest.raises(Misuse, match="enough"):

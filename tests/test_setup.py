@@ -105,8 +105,12 @@ def test_a_stub_is_a_name_for_pip_and_nothing_to_import():
         assert importlib.util.find_spec(module) is None
 
 
+DASHBOARDS = ("tensorboard", "wandb", "trackio")
+
+
 def test_every_package_that_the_project_imports_is_a_direct_requirement():
-    """But for the dashboards of --log-to, which are asked for by who wants one."""
+    """But for the dashboards of --log-to, which are asked for by who wants one, and what a test
+    compares with where it is there."""
     folders = ("runtime", "reporting", "envs", "recipes", "tools", "tests")  # not benchmarks/
     files = [*ROOT.glob("*.py"), *(f for name in folders for f in (ROOT / name).rglob("*.py"))]
     own = {file.stem for file in files} | {path.name for path in ROOT.iterdir()}
@@ -116,7 +120,7 @@ def test_every_package_that_the_project_imports_is_a_direct_requirement():
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             imported.add(node.module.partition(".")[0])
-    foreign = imported - own - sys.stdlib_module_names - {"tensorboard", "wandb", "trackio"}
+    foreign = imported - own - sys.stdlib_module_names - {*DASHBOARDS, "datasets"}
     distributions = importlib.metadata.packages_distributions()
     direct = pins("requirements.txt")
     for extras in ROOT.glob("envs/*/requirements.txt"):

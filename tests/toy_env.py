@@ -97,6 +97,34 @@ class Mute(Letters):
         return observation, 0.0, terminated, truncated, {"success": False, "score": 0.0}
 
 
+class Shown(Letters):
+    """Letters whose oracle is a teacher: its text is the action alone."""
+
+    NAME = NAME
+    LESSONS = (
+        "abc",
+        "cab",
+        "ilk",
+        "gem",
+        "had",
+        "lab",
+        "dim",
+        "beg",
+        "fade",
+        "jade",
+        "elf",
+        "mica",
+    )
+
+    @staticmethod
+    def say(thought, action):
+        return action
+
+    def oracle(self):
+        place = 2 * self.task_index + self.turn
+        return "All of it is in the first half.", self.LESSONS[place % len(self.LESSONS)]
+
+
 def share(text: str) -> float:
     """Share of a..m among the characters of `text` that are not blank."""
     characters = [c for c in text if not c.isspace()]

@@ -16,14 +16,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import dpo
 import update
 from advantages import gae, grpo
 from batching import Batch
 from models import CriticModel, PolicyModel
 from runtime import distributed
 from runtime.lora import add_lora
+from runtime.methods import DpoConfig
 from runtime.recompute import keep_for_backward
-from sft import SftSettings, imitate
 from update import (
     Learner,
     Objective,
@@ -32,6 +33,7 @@ from update import (
     update_critic,
     update_policy,
 )
+from warmstart import SftSettings, imitate
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
@@ -62,6 +64,8 @@ CASES = {
     "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
     "imitation": ("imitation", 0, {}, "sgd", None),
     "imitation lora": ("imitation", 4, {}, "sgd", None),
+    "preferences": ("preferences", 0, {}, "sgd", None),
+    "preferences shared": ("preferences", 4, {"share_prefix": True}, "sgd", None),
     "not finite": ("grpo", 0, {"max_tokens_per_micro_batch": 14}, "sgd", None),
 }
 
@@ -122,7 +126,12 @@ def run(case: str) -> dict:
     batch.ref_log_probs = score_policy(reference, batch, objective, device)
     metrics = {}
     critic = None
-    if algorithm == "imitation":
+    if algorithm == "preferences":
+        batch = batch.rows([0, 1, 2, 3, 5, 6, 9, 10])  # four pairs, which two ranks share
+        batch.group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+        batch.ref_sums = (batch.ref_log_probs * batch.loss_mask).sum(1) - 1
+        metrics |= dpo.prefer(learner, batch, objective, DpoConfig(sft_coef=0.5, loss="ipo"))
+    elif algorithm == "imitation":
         settings = SftSettings(epochs=1, batch_size=64, max_tokens=40, learning_rate=1.0)
         metrics["losses"] = imitate(learner, batch, settings)[0]
     elif algorithm == "ppo":
@@ -139,7 +148,7 @@ def run(case: str) -> dict:
         batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     if case == "not finite":
         batch.advantages[3] = torch.nan
-    if algorithm != "imitation":
+    if algorithm in ("grpo", "ppo"):
         metrics |= update_policy(learner, batch, objective, signal_share=0.5)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     weights = {

@@ -1,6 +1,6 @@
-"""What a warm start by hand can be asked: every option of sft.py, and what contradicts.
+"""What a warm start by hand can be asked: every option of warmstart.py, and what contradicts.
 
-Read next: `sft.py`.
+Read next: `warmstart.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SftSettings:
 
 
 @dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning on demonstrations."""
+class StartConfig:
+    """A warm start by hand: supervised fine-tuning, without evaluation."""
 
     env: str = "textcraft"
     """environment whose oracle demonstrates"""
@@ -73,14 +73,15 @@ class SftConfig:
     seed: int = 0
 
 
-def sft_options(argv: Sequence[str] | None, prog: str, description: str) -> SftConfig:
-    """sft.py's options, checked, with what they name on this machine. No torch is needed for that.
+def start_options(argv: Sequence[str] | None, prog: str, description: str) -> StartConfig:
+    """warmstart.py's options, checked, with what they name on this machine. No torch is needed for
+    that.
 
     Raises:
         Misuse: one line that says what to do.
         SystemExit: misuse or --help, see `parse_command_line`.
     """
-    config = parse_command_line(SftConfig, argv, prog, description=description)
+    config = parse_command_line(StartConfig, argv, prog, description=description)
     positive = ("num_demonstrations", "epochs", "batch_size", "max_trajectory_tokens")
     for name in (*positive, "learning_rate"):
         if not 0 < getattr(config, name) < math.inf:
@@ -103,18 +104,18 @@ def sft_options(argv: Sequence[str] | None, prog: str, description: str) -> SftC
     return config
 
 
-def settings_of(config: SftConfig) -> SftSettings:
+def settings_of(config: StartConfig) -> SftSettings:
     """How to train, of all that was asked."""
     names = SftSettings.__dataclass_fields__
     return SftSettings(**{name: value for name, value in asdict(config).items() if name in names})
 
 
-def data_of(config: SftConfig) -> Iterator[Conversation]:
+def data_of(config: StartConfig) -> Iterator[Conversation]:
     """The conversations that --data names."""
     return read_conversations([Path(name) for name in config.data], config.min_return)
 
 
-def _check_data(config: SftConfig) -> None:
+def _check_data(config: StartConfig) -> None:
     """Refuse what is not there, or cannot be learned from."""
     given = " ".join(config.data)
     try:

@@ -8,7 +8,7 @@ import torch
 from fakes import FakePool, ScriptedEngine
 from toy_env import fresh_process_state
 
-import sft
+import warmstart
 from chat import ChatTemplate
 from config import complete, options
 from conversations import to_agenttraj
@@ -24,7 +24,7 @@ from runtime.lora import add_lora
 from update import Learner
 
 TASKS = load_tasks("textcraft", split="train")
-SETTINGS = sft.SftSettings(num_demonstrations=8, batch_size=4)
+SETTINGS = warmstart.SftSettings(num_demonstrations=8, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def chat(tiny):
 
 @pytest.fixture(scope="module")
 def records():
-    return sft.demonstrations("textcraft", list(TASKS), count=8, seed=0)
+    return warmstart.demonstrations("textcraft", list(TASKS), count=8, seed=0)
 
 
 def actions_of(record):
@@ -67,8 +67,8 @@ def test_demonstrations_solve_their_task_and_cover_the_sub_tasks_in_equal_parts(
 
 def test_demonstrations_repeat_by_seed_and_reuse_tasks_with_another_one_when_all_are_used():
     one = [task for task in TASKS if task.subtask == "depth 4"][:1]
-    first = sft.demonstrations("textcraft", one, count=3, seed=5)
-    assert first == sft.demonstrations("textcraft", one, count=3, seed=5)
+    first = warmstart.demonstrations("textcraft", one, count=3, seed=5)
+    assert first == warmstart.demonstrations("textcraft", one, count=3, seed=5)
     texts = [record["conversations"][1]["value"] for record in first]
     assert len(set(texts)) == 3  # the world's seed differs, and with it its text
 
@@ -104,7 +104,7 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
     request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1)
     settings = RolloutSettings(50, max_tokens_per_turn=200, max_trajectory_tokens=4000)
     (sampled,) = collect(engine, pool, chat, [request], settings)
-    handler = sft.from_agenttraj(chat, record)
+    handler = warmstart.from_agenttraj(chat, record)
     assert sampled.success
     assert len(handler.turns) > 3
     assert handler.input_ids == sampled.input_ids
@@ -114,7 +114,7 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
 
 def test_the_loss_is_on_the_actions_with_their_end_of_turn_and_on_nothing_else(chat, records):
     for record in records:
-        handler = sft.from_agenttraj(chat, record)
+        handler = warmstart.from_agenttraj(chat, record)
         learned = [i for i, mask in zip(handler.input_ids, handler.loss_mask, strict=True) if mask]
         expected = [i for text in actions_of(record) for i in chat.action(text)]
         assert learned == expected
@@ -123,10 +123,10 @@ def test_the_loss_is_on_the_actions_with_their_end_of_turn_and_on_nothing_else(c
 
 def test_a_turn_without_loss_stays_in_the_sequence_and_out_of_the_loss(chat, records):
     record = json.loads(json.dumps(max(records, key=lambda r: len(actions_of(r)))))
-    whole = sft.from_agenttraj(chat, record)
+    whole = warmstart.from_agenttraj(chat, record)
     gpt = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
     gpt[1]["loss"] = False
-    partial = sft.from_agenttraj(chat, record)
+    partial = warmstart.from_agenttraj(chat, record)
     assert partial.input_ids == whole.input_ids
     start, end = whole.turns[1].action_span
     assert not any(partial.loss_mask[start:end])
@@ -137,7 +137,7 @@ def test_a_turn_without_loss_stays_in_the_sequence_and_out_of_the_loss(chat, rec
 
 def test_an_agenttraj_conversation_survives_import_and_export(chat, records):
     for record in records:
-        handler = sft.from_agenttraj(chat, record)
+        handler = warmstart.from_agenttraj(chat, record)
         assert to_agenttraj(handler.task_id, handler.messages) == record
 
 
@@ -149,7 +149,7 @@ def test_agentgyms_opening_by_human_and_gpt_is_prompt_and_not_learned(chat):
         {"from": "gpt", "loss": True, "value": "Action: get 1 stick"},
         {"from": "human", "loss": None, "value": "Got 1 stick"},
     ]
-    handler = sft.from_agenttraj(chat, {"item_id": "textcraft_0", "conversations": turns})
+    handler = warmstart.from_agenttraj(chat, {"item_id": "textcraft_0", "conversations": turns})
     assert [m["role"] for m in handler.messages] == ["user", "assistant", "user", "assistant"]
     assert [t.action_text for t in handler.turns] == ["Action: get 1 stick"]
     learned = sum(handler.loss_mask)
@@ -173,13 +173,13 @@ def test_conversations_that_cannot_be_learned_from_are_named(chat, turns, messag
         "conversations": [{"from": who, "loss": loss, "value": "go"} for who, loss in turns],
     }
     with pytest.raises(ValueError, match=message):
-        sft.from_agenttraj(chat, record)
+        warmstart.from_agenttraj(chat, record)
 
 
 def test_demonstrations_over_the_token_limit_are_left_out_and_counted(chat, records, capsys):
-    lengths = sorted(len(sft.from_agenttraj(chat, r).input_ids) for r in records)
+    lengths = sorted(len(warmstart.from_agenttraj(chat, r).input_ids) for r in records)
     settings = replace(SETTINGS, max_trajectory_tokens=lengths[5])
-    batch = sft.encode(chat, records, settings, pad_id=0)
+    batch = warmstart.encode(chat, records, settings, pad_id=0)
     assert sorted(batch.lengths.tolist()) == [n for n in lengths if n <= lengths[5]]
     assert f"{len(records) - len(batch)} demonstrations over" in capsys.readouterr().out
 
@@ -188,7 +188,7 @@ def test_demonstrations_over_the_token_limit_are_left_out_and_counted(chat, reco
 
 
 def test_the_loss_falls_and_its_first_value_is_the_mean_over_action_tokens(tiny, chat, records):
-    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    batch = warmstart.encode(chat, records, SETTINGS, pad_id=0)
     policy = load_policy(tiny)
     settings = replace(SETTINGS, learning_rate=3e-3, batch_size=8, max_tokens=600)
     with fresh_process_state(), torch.no_grad():
@@ -196,7 +196,9 @@ def test_the_loss_falls_and_its_first_value_is_the_mean_over_action_tokens(tiny,
         expected = -float(log_probs.sum() / batch.loss_mask.sum())
     seen = []
     with fresh_process_state():
-        losses = sft.imitate(learner_of(policy), batch, settings, steps=8, on_step=seen.append)
+        losses = warmstart.imitate(
+            learner_of(policy), batch, settings, steps=8, on_step=seen.append
+        )
     assert seen == losses
     assert len(losses) == 8
     assert losses[0] == pytest.approx(expected, rel=0.01)  # bfloat16, and cut into micro-batches
@@ -212,12 +214,12 @@ def learner_of(policy):
 def test_the_loop_is_that_of_plain_gradient_descent_written_out(tiny, chat, records):
     """Two steps against the literal loop: one forward over the rows, a mean over action tokens,
     clip, a rate that falls to a tenth."""
-    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    batch = warmstart.encode(chat, records, SETTINGS, pad_id=0)
     settings = replace(SETTINGS, batch_size=3, learning_rate=1e-2)
     ours, plain = load_policy(tiny), load_policy(tiny)
     start = torch.cat([p.detach().flatten() for p in plain.parameters()])
     with fresh_process_state():
-        losses = sft.imitate(learner_of(ours), batch, settings, steps=2)
+        losses = warmstart.imitate(learner_of(ours), batch, settings, steps=2)
     optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(settings.seed))
     for step, loss_of_step in enumerate(losses):
@@ -240,7 +242,7 @@ def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_ch
     tiny, chat, records, monkeypatch
 ):
     """The instructions: packed, they are read once a step, and the losses are the same."""
-    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    batch = warmstart.encode(chat, records, SETTINGS, pad_id=0)
     seen = {True: 0, False: 0}
     forward = PolicyModel.forward
 
@@ -257,19 +259,19 @@ def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_ch
             policy = load_policy(tiny, share)
             optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
             learner = Learner(accelerator, policy, optimizer)
-            losses[share] = sft.imitate(learner, batch, settings, steps=3)
+            losses[share] = warmstart.imitate(learner, batch, settings, steps=3)
     assert losses[True] == pytest.approx(losses[False], abs=1e-3)
     assert seen[True] < 0.9 * seen[False]
 
 
 def test_imitation_trains_adapters_and_leaves_the_base_alone(tiny, chat, records):
-    batch = sft.encode(chat, records, SETTINGS, pad_id=0)
+    batch = warmstart.encode(chat, records, SETTINGS, pad_id=0)
     policy = load_policy(tiny)
     add_lora(policy.lm, rank=4, seed=0)
     base = {n: p.clone() for n, p in policy.named_parameters() if not p.requires_grad}
     settings = replace(SETTINGS, learning_rate=2e-2)
     with fresh_process_state():
-        losses = sft.imitate(learner_of(policy), batch, settings, steps=6)
+        losses = warmstart.imitate(learner_of(policy), batch, settings, steps=6)
     assert losses[-1] < losses[0] - 0.3
     assert all(torch.equal(p, base[n]) for n, p in policy.named_parameters() if n in base)
 
@@ -284,12 +286,13 @@ def trained(monkeypatch, tmp_path):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sft, "train_to", train_to)
+    monkeypatch.setattr(warmstart, "train_to", train_to)
     return calls
 
 
 def warm(model, tasks, **changes):
-    return sft.warm_start(model, "textcraft", tasks, replace(SETTINGS, **changes), accelerator=None)
+    settings = replace(SETTINGS, **changes)
+    return warmstart.warm_start(model, "textcraft", tasks, settings, accelerator=None)
 
 
 def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(trained):
@@ -311,7 +314,7 @@ def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatc
         (folder / "half").write_text("")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sft, "train_to", fail)
+    monkeypatch.setattr(warmstart, "train_to", fail)
     with pytest.raises(OSError, match="No space"):
         warm("tiny", TASKS[:4])
     assert [p for p in (tmp_path / "cache/warm_starts").rglob("*") if p.is_file()] == []
@@ -326,10 +329,10 @@ def shipping(monkeypatch, tmp_path):
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(starts, "STARTS", tmp_path / "starts")
     settings = replace(SETTINGS, num_demonstrations=4, epochs=8, lora_rank=2, learning_rate=2e-2)
-    records = sft.demonstrations("textcraft", TASKS[:4], 4, 0)
+    records = warmstart.demonstrations("textcraft", TASKS[:4], 4, 0)
     with fresh_process_state():
         accelerator = distributed.make_accelerator("no")
-        sft.train_to(tmp_path / "trained", "tiny", records, settings, accelerator)
+        warmstart.train_to(tmp_path / "trained", "tiny", records, settings, accelerator)
     (tmp_path / "starts").mkdir()
     folder = (tmp_path / "trained/adapter").rename(tmp_path / "starts/tiny-textcraft")
     (tmp_path / "trained/sft.json").rename(folder / "sft.json")
@@ -337,11 +340,11 @@ def shipping(monkeypatch, tmp_path):
 
 
 def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monkeypatch, capsys):
-    monkeypatch.setattr(sft, "train_to", None)
+    monkeypatch.setattr(warmstart, "train_to", None)
     with fresh_process_state():
         settings = starts.settings_for("tiny", "textcraft")
         accelerator = distributed.make_accelerator("no")
-        folder = sft.warm_start("tiny", "textcraft", TASKS[:4], settings, accelerator)
+        folder = warmstart.warm_start("tiny", "textcraft", TASKS[:4], settings, accelerator)
     assert "comes with the project" in capsys.readouterr().out
     unpacked, trained, base = (
         load_policy(path).lm.state_dict() for path in (folder, str(shipping), resolve_model("tiny"))
@@ -355,21 +358,21 @@ def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monke
 def test_other_data_settings_or_models_are_trained_on(shipping, trained):
     settings = starts.settings_for("tiny", "textcraft")
     assert settings.lora_rank == 2
-    assert starts.settings_for("tiny", "babyai") == sft.SftSettings()
+    assert starts.settings_for("tiny", "babyai") == warmstart.SftSettings()
     for tasks, chosen in ((TASKS[4:8], settings), (TASKS[:4], replace(settings, seed=1))):
-        sft.warm_start("tiny", "textcraft", tasks, chosen, accelerator=None)
+        warmstart.warm_start("tiny", "textcraft", tasks, chosen, accelerator=None)
     assert len(trained) == 2
 
 
 def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(monkeypatch, tmp_path):
     """Its key is the texts of the demonstrations: a change of the world's words makes it stale."""
     found = []
-    monkeypatch.setattr(sft, "resolve_model", lambda name: name)
-    monkeypatch.setattr(sft, "build", lambda folder, make: found.append(make))
+    monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
+    monkeypatch.setattr(warmstart, "build", lambda folder, make: found.append(make))
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
     config = complete(options("textcraft", model="smollm2-135m"))
-    sft.start_model(config, accelerator=None)
-    assert found[0].func is sft.unpack, "make recipes/starts anew, see its README"
+    warmstart.start_model(config, accelerator=None)
+    assert found[0].func is warmstart.unpack, "make recipes/starts anew, see its README"
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -378,7 +381,7 @@ def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(monkey
 def run(argv):
     with fresh_process_state():
         try:
-            return sft.command_line([str(word) for word in argv])
+            return warmstart.command_line([str(word) for word in argv])
         except SystemExit as stop:
             return stop.code
 
@@ -436,7 +439,7 @@ def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, case):
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if "it/s" not in line and line.strip()]
     assert len(lines) == 1, err
-    assert lines[0].startswith("sft.py: ")
+    assert lines[0].startswith("warmstart.py: ")
     assert message in lines[0]
     assert not (tmp_path / "out").exists()
 

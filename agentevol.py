@@ -1,0 +1,216 @@
+"""AgentEvol: explore with what has been learned, keep what earned something, learn it from the
+beginning, again (arXiv 2406.04151).
+
+    demonstrations ──┐
+                     ├──> 1 the evolving set ──> 2 imitate it, from the base policy ──> 3 measure
+    the policy plays ┘        each iteration: what it explored and earned joins the set
+
+Why that should raise the return. What is wanted is the chance that a trajectory is a good one,
+
+    log E_π[R] = log Σ_τ π(τ) R(τ)  ≥  Σ_τ q(τ) log( π(τ) R(τ) / q(τ) )      for any q (Jensen)
+
+and the right side is equal to the left where q(τ) ∝ π(τ) R(τ). So two steps climb it in turn,
+expectation-maximisation:
+
+    explore   q is what the policy does, weighted by what it earned: sample, and keep R > 0
+    learn     maximise E_q[log π(τ)]: imitation with the weights R, over the tokens it wrote
+
+    L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)          w = R, and 1 for what
+                                                                               was demonstrated
+An iteration learns from the base policy (--learn-from base): the set grows and is learned anew each
+time, so that nothing of an iteration's mistakes is left in the weights. Without exploration it is
+behaviour cloning, and it is no more than that where what is explored never enters the set: of each
+iteration the run keeps the set, with where each trajectory is from, what it earned and how much it
+counts, in `evolving/iteration_001.jsonl`.
+
+Against RL: no baseline and no negative example, so that a mistake is never made less likely, only
+crowded out; and an iteration's data is used for many steps, for imitation need not be on-policy.
+
+    python agentevol.py --env textcraft
+    python agentevol.py --data demos.json --iterations 4 --steps 96
+    python agentevol.py --resume --run-dir runs/NAME
+
+Read first: sft.py. Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from runtime.cli import refuse_misuse, training_options
+from runtime.malloc import begin_with_tcmalloc
+from runtime.methods import EvolConfig, check_method, with_whole_paths
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
+if __name__ == "__main__":  # before the imports below take their seconds
+    refuse_misuse(
+        EvolConfig.program,
+        lambda: training_options(None, EvolConfig.program, SUMMARY, EvolConfig, check_method),
+    )
+    begin_with_tcmalloc()
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import program
+from conversations import ROUNDING, Conversation
+from methodworker import Kept, MethodWorker, begun, rows_of, shown_by, sync_if_measured
+from runtime import distributed
+from runtime.clock import Clock
+from runtime.phases import phase
+from runtime.rundir import Run
+from session import Session, at_work
+from update import imitate
+
+DEMONSTRATED = "demonstration"  # an origin; others are "iteration 1", "iteration 2", ...
+
+
+def train(config: EvolConfig) -> Run:
+    """Evolve as the options say; the run, closed.
+
+    Raises:
+        Misuse: an option, or what it names, cannot work; nothing was written.
+        KeyboardInterrupt: after Ctrl-C, once all is saved.
+        program.FAILURES: what ended it, in a line; what was saved stays.
+    """
+    config = with_whole_paths(program.checked(config, check_method))
+    length = config.steps // config.iterations
+    config = begun(config, length)
+    given = [
+        record | {"origin": DEMONSTRATED, "weight": 1.0}
+        for record in shown_by(config, config.num_demonstrations)
+    ]
+    make_worker = partial(MethodWorker, given=given, what="demonstrations")
+    with at_work(config, make_worker) as session:
+        w = session.worker
+        kept = Kept(session.run.path / "evolving", session.run.writes)
+        kept.forget_after(session.completed_step // length + 1)
+        session.evaluate_start()
+        evolving: list[Conversation] = []
+        for step in session.steps_left():
+            clock = Clock(vars(config))
+            iteration, place = divmod(step - 1, length)
+            metrics: dict[str, Any] = {}
+            # ------------------------------------------------------------------- 1 the evolving set
+            if place == 0 or not evolving:
+                if place:
+                    kept.require(iteration + 1)
+                with clock("time/rollout_s"):
+                    evolving, found = evolve(session, kept, iteration, step - place)
+                if place == 0:
+                    metrics |= found
+                    begin_again(w, config)
+                    session.progress.begin_anew()
+
+            # --------------------------------------------------------------------------- 2 imitate
+            rows = rows_of(
+                place + 1,
+                len(evolving),
+                config.mini_batch_size,
+                f"evolve/{config.seed}/{iteration}",
+            )
+            batch = w.batch_of([evolving[row] for row in rows])
+            w.rest()
+            w.set_learning_rates(place + 1)
+            with clock("time/update_s"):
+                metrics |= imitate(w.policy, batch, w.portions(len(batch)), seed=step)
+            clock.values["update/tokens_per_s"] = int(batch.lengths.sum()) / max(
+                clock.values["time/update_s"], 1e-9
+            )
+            metrics |= {"data/policy_tokens": int(batch.loss_mask.sum())}
+            metrics |= {"data/epoch": (place + 1) * len(rows) / len(evolving)}
+
+            # ----------------------------------------------------------------- 3 measure, log, save
+            metrics |= sync_if_measured(session, step, batch, clock)
+            metrics |= session.evaluate_if_due(step, clock)
+            session.finish_step(step, metrics, clock)
+    return session.run
+
+
+# ------------------------------------------------------------------------------ the evolving set
+
+
+def evolve(
+    session: Session[MethodWorker],
+    kept: Kept,
+    iteration: int,
+    step: int,
+) -> tuple[list[Conversation], dict[str, Any]]:
+    """An iteration's set, and metrics of how it came: found in the run, or what was there before
+    and what the policy, as it is now, has explored."""
+    w, config = session.worker, session.config
+    assert isinstance(config, EvolConfig)
+
+    def make() -> tuple[list[Conversation], dict[str, Any]]:
+        before = list(w.shown)
+        if iteration:
+            before, _ = kept.of(iteration, make_nothing)
+        _, said, metrics, _ = w.explore(
+            iteration + 1, step, config.tasks_per_iteration, config.group_size
+        )
+        new = selected(said, config, f"iteration {iteration + 1}")
+        evolving = before + new
+        origins = Counter(record["origin"] for record in evolving)
+        told = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
+        distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {told}")
+        if not new:
+            distributed.say(
+                f"iteration {iteration + 1}: nothing of {len(said)} explored earned more than "
+                f"{config.min_return:g}; the set stays as it was"
+            )
+        metrics |= {
+            "train/trajectories_used": len(new),
+            "data/evolving": len(evolving),
+            "data/evolving_weight": sum(record["weight"] for record in evolving) / len(evolving),
+        }
+        return evolving, {"metrics": metrics, "origins": dict(origins)}
+
+    evolving, summary = kept.of(iteration + 1, make)
+    return evolving, summary["metrics"]
+
+
+def make_nothing() -> tuple[list[Conversation], dict[str, Any]]:
+    raise RuntimeError("an iteration before this one has left nothing")  # Kept.require has looked
+
+
+def selected(said: Sequence[Conversation], config: EvolConfig, origin: str) -> list[Conversation]:
+    """What of an iteration's exploration joins the set: of each task the best, no two alike, each
+    with its origin and its weight."""
+    chosen: list[Conversation] = []
+    per_task: Counter[str] = Counter()
+    texts: set[tuple[str, ...]] = set()
+    for record in sorted(said, key=lambda record: -record["return"]):  # stable: as played
+        earned = 1.0 if config.ignore_returns else record["return"]
+        text = tuple(turn["value"] for turn in record["conversations"])
+        full = per_task[record["item_id"]] >= config.keep_per_task
+        if earned <= config.min_return + ROUNDING or full or text in texts:
+            continue
+        per_task[record["item_id"]] += 1
+        texts.add(text)
+        weight = earned if config.weighting == "return" else 1.0
+        chosen.append(record | {"origin": origin, "weight": weight})
+    return chosen
+
+
+def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
+    """An iteration's first weights: the run's start, or, with a fresh optimizer, the last ones."""
+    if config.learn_from == "base":
+        with phase("back to the base policy"):
+            del worker.policy  # before the next one takes its place in memory
+            worker.policy = worker.fresh_policy()
+    else:
+        worker.policy = worker.renewed(worker.policy)
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Parse, check, run; the exit code."""
+    return program.command_line(argv, SUMMARY, EvolConfig, train, check_method)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

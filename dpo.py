@@ -1,0 +1,327 @@
+"""Direct preference optimization: of two trajectories of a task, make the better one likelier than
+the other, compared with where the policy began.
+
+    pair files, runs, experts against experience, or the policy's own play
+                           │
+                           1 pairs: at the beginning of an iteration, with the reference's log-probs
+                           │
+                           2 update: the margin of the step's pairs grows
+                           │
+                           3 measure, log, save ──> next step
+
+    h = (log π_θ(τ⁺) − log π_ref(τ⁺)) − (log π_θ(τ⁻) − log π_ref(τ⁻))        L = −log σ(β h)
+
+log π(τ) sums over the tokens that the policy wrote (preferences.py). π_ref is the policy as it was
+when the iteration began: its log-probs are computed once, before the first step, and kept with the
+pairs in `pairs/iteration_001.jsonl`, so that no second copy of the model is ever held.
+
+A pair is two rows of one group: what both open with is computed once (runtime/prefix.py), and a
+micro-batch never parts them, for the loss is not a sum over rows.
+
+The loss sees margins alone. Both likelihoods may fall, and where the chosen one's falls far the
+policy does something third: watch preference/chosen_log_prob; --sft-coef holds it up. Offline pairs
+teach about what was tried; with --iterations the policy plays anew and is compared with itself.
+
+    python dpo.py --env textcraft                                     # plays for its pairs
+    python dpo.py --env textcraft --iterations 3 --steps 90           # and again after 30 steps
+    python dpo.py --data runs/NAME                                    # what a run has tried
+    python dpo.py --expert demos.json --experience runs/NAME          # a teacher against the policy
+    python dpo.py --pairs pairs.json --model X --warm-start never     # AgentGym's format
+
+Read first: preferences.py, pairs.py. Read next: agentevol.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from runtime.cli import refuse_misuse, training_options
+from runtime.malloc import begin_with_tcmalloc
+from runtime.methods import DpoConfig, check_method, conversations_of, counted, with_whole_paths
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
+if __name__ == "__main__":  # before the imports below take their seconds
+    refuse_misuse(
+        DpoConfig.program,
+        lambda: training_options(None, DpoConfig.program, SUMMARY, DpoConfig, check_method),
+    )
+    begin_with_tcmalloc()
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import program
+from batching import Batch
+from config import Misuse
+from losses import Objective
+from methodworker import Kept, MethodWorker, begun, rows_of, sync_if_measured
+from pairs import (
+    Pair,
+    PairSettings,
+    encode_pairs,
+    from_agentgym,
+    pairs_of,
+    pairs_of_experts,
+    read_pairs,
+    to_agentgym,
+    why_left_out,
+)
+from preferences import preference_loss
+from runtime import distributed
+from runtime.clock import Clock
+from runtime.phases import phase
+from runtime.rundir import Run
+from session import Session, TrainingError, at_work
+from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
+
+
+def train(config: DpoConfig) -> Run:
+    """Prefer as the options say; the run, closed.
+
+    Raises:
+        Misuse: an option, or what it names, cannot work; nothing was written.
+        KeyboardInterrupt: after Ctrl-C, once all is saved.
+        program.FAILURES: what ended it, in a line; what was saved stays.
+    """
+    config = with_whole_paths(program.checked(config, check_method))
+    length = config.steps // config.iterations
+    config = begun(config, config.steps)
+    given = given_pairs(config)
+    with at_work(config, MethodWorker) as session:
+        w = session.worker
+        kept = Kept(session.run.path / "pairs", session.run.writes)
+        kept.forget_after(session.completed_step // length + 1)
+        session.evaluate_start()
+        batch: Batch | None = None
+        for step in session.steps_left():
+            clock = Clock(vars(config))
+            iteration, place = divmod(step - 1, length)
+            metrics: dict[str, Any] = {}
+            # ------------------------------------------------------------------------------ 1 pairs
+            if place == 0 or batch is None:
+                if place:
+                    kept.require(iteration + 1)
+                with clock("time/rollout_s"):
+                    batch, found = pairs_for(session, kept, iteration, step - place, given)
+                metrics |= found if place == 0 else {}
+            rows = rows_of(
+                place + 1,
+                len(batch) // 2,
+                config.mini_batch_size // 2,
+                f"dpo/{config.seed}/{iteration}",
+            )
+            part = batch.rows([row for pair in rows for row in (2 * pair, 2 * pair + 1)])
+
+            # ----------------------------------------------------------------------------- 2 update
+            w.rest()
+            w.set_learning_rates(step)
+            with clock("time/update_s"):
+                metrics |= prefer(w.policy, part, w.portions(len(part)), config, seed=step)
+            clock.values["update/tokens_per_s"] = int(part.lengths.sum()) / max(
+                clock.values["time/update_s"], 1e-9
+            )
+            metrics |= {"data/policy_tokens": int(part.loss_mask.sum())}
+            metrics |= {"data/epoch": (place + 1) * len(part) / len(batch)}
+
+            # ----------------------------------------------------------------- 3 measure, log, save
+            metrics |= sync_if_measured(session, step, part, clock)
+            metrics |= session.evaluate_if_due(step, clock)
+            session.finish_step(step, metrics, clock)
+    return session.run
+
+
+# ------------------------------------------------------------------------------------------ pairs
+
+
+def settings_of(config: DpoConfig) -> PairSettings:
+    return PairSettings(config.min_gap, config.min_return, config.pairs_per_task, config.seed)
+
+
+def given_pairs(config: DpoConfig) -> list[Pair] | None:
+    """The pairs of files and runs; None: the policy plays for them. Collective.
+
+    Raises:
+        Misuse: a file that cannot be read, or holds no pair; says why none is left.
+    """
+    if config.plays_for_pairs:
+        return None
+    counts: Counter[str] = Counter()
+
+    def read() -> list[Pair]:
+        settings = settings_of(config)
+        if config.pairs:
+            return [p for name in config.pairs for p in read_pairs(Path(name), settings, counts)]
+        if config.data:
+            return pairs_of(conversations_of("data", config.data), settings, counts)
+        expert = conversations_of("expert", config.expert)
+        experience = conversations_of("experience", config.experience)
+        return pairs_of_experts(expert, experience, settings, counts)
+
+    distributed.join()
+    try:
+        found, left_out = distributed.first("reading pairs", lambda: (read(), why_left_out(counts)))
+    except ValueError as error:
+        raise Misuse(str(error)) from error
+    if not found:
+        raise Misuse(f"no pair left ({left_out or 'nothing was given'})")
+    distributed.say(f"{len(found)} pairs" + (f"; left out: {left_out}" if left_out else ""))
+    return found
+
+
+def pairs_for(
+    session: Session[MethodWorker],
+    kept: Kept,
+    iteration: int,
+    step: int,
+    given: Sequence[Pair] | None,
+) -> tuple[Batch, dict[str, Any]]:
+    """An iteration's pairs as a batch with the reference's log-probs, and metrics of how they came:
+    found in the run, or made by the policy as it is now, which is the reference.
+
+    Raises:
+        TrainingError: no pair is left; says why.
+    """
+    w, config = session.worker, session.config
+    assert isinstance(config, DpoConfig)
+    made: list[Batch] = []
+
+    def make() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        counts: Counter[str] = Counter()
+        metrics: dict[str, Any] = {}
+        found = list(given) if given is not None else []
+        if given is None:
+            _, said, metrics, _ = w.explore(
+                iteration + 1, step, config.tasks_per_iteration, config.group_size
+            )
+            found = pairs_of(said, settings_of(config), counts)
+        try:
+            limit = config.max_trajectory_tokens
+            batch, found = encode_pairs(w.chat, found, limit, w.pad_id, counts)
+        except ValueError as error:
+            raise TrainingError(f"iteration {iteration + 1}: {error}") from None
+        sums = reference_of(w, batch)
+        made.append(batch)
+        left_out = why_left_out(counts)
+        distributed.say(
+            f"iteration {iteration + 1}: {len(found)} pairs"
+            + (f"; left out: {left_out}" if left_out else "")
+        )
+        lines = [
+            to_agentgym(pair) | {"ref_chosen": sums[2 * i], "ref_rejected": sums[2 * i + 1]}
+            for i, pair in enumerate(found)
+        ]
+        metrics |= {"data/pairs": len(found)}
+        return lines, {"metrics": metrics, "left_out": counted(counts)}
+
+    lines, summary = kept.of(iteration + 1, make)
+    if made:
+        batch = made[0]
+    else:
+        pairs = [from_agentgym(line, str(line["id"])) for line in lines]
+        batch, _ = encode_pairs(w.chat, pairs, sys.maxsize, w.pad_id, Counter())
+    sums = [line[name] for line in lines for name in ("ref_chosen", "ref_rejected")]
+    batch.ref_sums = torch.tensor(sums)
+    return batch, summary["metrics"]
+
+
+def reference_of(worker: MethodWorker, batch: Batch) -> list[float]:
+    """log π of each row under the policy as it is now: sums over policy tokens. Collective."""
+    sums: list[float] = []
+    with phase("the reference's log-probs", len(batch), "trajectories") as tick:
+        for start in range(0, len(batch), 2):
+            part = batch.rows([start, start + 1])
+            objective = worker.portions(len(part))
+            log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
+            sums += (log_probs * part.loss_mask).sum(1).tolist()
+            tick(2)
+    return sums
+
+
+# -------------------------------------------------------------------------------------- the update
+
+
+def prefer(
+    learner: Learner, batch: Batch, objective: Objective, config: DpoConfig, seed: int = 0
+) -> dict[str, float]:
+    """One optimizer step on pairs.
+
+    Args:
+        batch: rows 2i and 2i + 1 are chosen and rejected of pair i; with ref_sums.
+    Returns:
+        `policy/*` and `preference/*` metrics, means over pairs.
+    """
+    objective, device = suited(objective, batch), learner.accelerator.device
+
+    def loss_of(part: Batch, num_pairs: float) -> tuple[torch.Tensor, Metrics]:
+        log_probs, _ = forward_policy(learner.model, part, objective, device)  # (B, T)
+        b = part.to(device)
+        assert b.ref_sums is not None
+        mask = b.loss_mask.bool()
+        sums = torch.where(mask, log_probs, 0.0).sum(1)  # (B,)  log π(τ)
+        chosen, rejected = sums[0::2], sums[1::2]  # (P,) each
+        result = preference_loss(
+            chosen,
+            rejected,
+            b.ref_sums[0::2],
+            b.ref_sums[1::2],
+            config.beta,
+            config.label_smoothing,
+            config.loss,
+            num_pairs,
+        )
+        loss = result.loss
+        if config.sft_coef:  # per token of each chosen one, as in arXiv 2404.19733
+            loss = loss - config.sft_coef * (chosen / mask[0::2].sum(1)).sum() / num_pairs
+        return loss, {
+            "policy/loss": loss,
+            "preference/margin": result.margin,
+            "preference/accuracy": result.accuracy,
+            "preference/chosen_reward": result.chosen_reward,
+            "preference/rejected_reward": result.rejected_reward,
+            "preference/chosen_log_prob": chosen.detach().sum() / num_pairs,
+            "preference/rejected_log_prob": rejected.detach().sum() / num_pairs,
+        }
+
+    metrics = optimize(
+        learner, batch, loss_of, objective, seed, count=lambda b: len(b) / 2, cuts_of=pair_cuts
+    )
+    named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+    return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
+
+
+def pair_cuts(batch: Batch, rows: Sequence[int], objective: Objective) -> list[list[int]]:
+    """Rows of a mini-batch -> rows of its micro-batches, in which every pair is whole.
+
+    With shared openings a pair is a packed row and a micro-batch; padded, pairs of like length lie
+    together. A pair over the budget gets its own.
+    """
+    pairs = sorted(
+        {row - row % 2 for row in rows},
+        key=lambda row: (-int(batch.lengths[row : row + 2].max()), row),
+    )
+    if objective.share_prefix:
+        return [[row, row + 1] for row in pairs]
+    cuts: list[list[int]] = []
+    for row in pairs:
+        longest = int(batch.lengths[cuts[-1]].max()) if cuts else 0
+        if cuts and (len(cuts[-1]) + 2) * longest <= objective.max_tokens_per_micro_batch:
+            cuts[-1] += [row, row + 1]
+        else:
+            cuts.append([row, row + 1])
+    return cuts
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Parse, check, run; the exit code."""
+    return program.command_line(argv, SUMMARY, DpoConfig, train, check_method)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

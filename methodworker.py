@@ -1,0 +1,237 @@
+"""What methods that learn from whole trajectories add to a worker: conversations as batches, play
+for new ones, and what an iteration has made, kept in the run.
+
+    conversations ──batch_of──> Batch          encoded as sampling encodes
+    tasks ──explore──> conversations           the policy as it is now plays, with returns
+    make ──Kept──> runs/NAME/<name>/iteration_001.jsonl, .json
+
+An iteration's material (an evolving set, pairs with what the reference thinks of them) is made
+once, by a policy that the steps after it change. So it lies in the run: a run that was killed
+anywhere finds it again, and goes on with the same.
+
+Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batching import Batch, make_batch
+from config import Misuse, refusing
+from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
+from demonstrations import demonstrations
+from losses import Objective, Portions
+from order import drawn
+from reporting.metrics import summarize_trajectories
+from rollout import RolloutLog, draw
+from runtime import distributed, rundir
+from runtime.files import write_json, write_text
+from runtime.interrupt import StopRequests
+from runtime.methods import Method, MethodConfig, conversations_of
+from runtime.phases import phase
+from runtime.prompts import prompt_of, reprompted
+from session import Session, TrainingError, is_due
+from trajectory import RolloutHandler
+from worker import Worker
+
+Lines = list[dict[str, Any]]
+
+
+class MethodWorker(Worker):
+    """A worker that encodes conversations, and plays for new ones.
+
+    Args:
+        given: conversations that the method begins with, and `what` to call them.
+    Attributes:
+        shown: those of them that fit.
+    Raises:
+        Misuse: what only the model, the first prompt or the conversations reveal.
+    """
+
+    config: MethodConfig
+
+    def __init__(
+        self,
+        config: MethodConfig,
+        run: rundir.Run,
+        stack: contextlib.ExitStack,
+        stop: StopRequests,
+        given: Sequence[Conversation] = (),
+        what: str = "conversations",
+    ) -> None:
+        super().__init__(config, run, stack, stop)
+        self.shown = self.fitting(given, what) if given else []
+
+    def fitting(self, records: Sequence[Conversation], what: str) -> list[Conversation]:
+        """Those of at most --max-trajectory-tokens; what was left out, and what had to be encoded
+        again for this tokenizer, is said.
+
+        Raises:
+            Misuse: a conversation that is none, or nothing is left.
+        """
+        limit = self.config.max_trajectory_tokens
+
+        def look() -> tuple[list[int], int]:
+            kept, again = [], 0
+            with phase(f"encoding {what}", len(records), "conversations") as tick:
+                for place, record in enumerate(records):
+                    handler = from_agenttraj(self.chat, record)
+                    if len(handler.input_ids) <= limit:
+                        kept.append(place)
+                        again += was_encoded_again(handler, record)
+                    tick()
+            return kept, again
+
+        with refusing():
+            kept, again = distributed.first("encoding", look)
+        if len(kept) < len(records):
+            out = f"{len(records) - len(kept)} of {len(records)} {what}"
+            distributed.say(f"{out} have more than {limit} tokens and are left out")
+        if again:
+            distributed.say(f"{again} {what} of another tokenizer are encoded again, from text")
+        if not kept:
+            raise Misuse(
+                f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
+            )
+        return [records[place] for place in kept]
+
+    def batch_of(self, records: Sequence[Conversation]) -> Batch:
+        """Conversations as a batch, each weighted by its "weight", 1 where it has none."""
+        batch = make_batch([from_agenttraj(self.chat, r) for r in records], self.pad_id)
+        batch.weights = torch.tensor([float(r.get("weight", 1.0)) for r in records])
+        return batch
+
+    def explore(
+        self, turn: int, step: int, num_tasks: int, group_size: int
+    ) -> tuple[list[RolloutHandler], list[Conversation], dict[str, Any], RolloutLog]:
+        """The policy plays for the `turn`-th time: trajectories, those that say something as
+        conversations with their returns, and the metrics of all."""
+        self.load_into_engine()
+        requests = draw(turn, self.tasks, num_tasks, group_size, self.config.seed, step)
+        played, log = self.roll_out(requests, max(self.config.rounds))
+        self.run.write_trajectories(f"step_{step:06d}", played)
+        said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
+        return played, [r for r in said if r is not None], summarize_trajectories(played), log
+
+    def portions(self, num_rows: int) -> Objective:
+        """How an update of so many rows, which is one optimizer step, is cut."""
+        own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
+        return Objective(**own | {"mini_batch_size": num_rows})
+
+
+def begun(config: Method, steps: int) -> Method:
+    """The options with the learning rate's fall over `steps`, where they do not say over how many;
+    a resumed run has it in its config."""
+    if config.learning_rate_decay_steps:
+        return config
+    return replace(config, learning_rate_decay_steps=max(steps, 1))
+
+
+def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
+    """The conversations of --data, or the oracle's. Collective.
+
+    Raises:
+        Misuse: a file that cannot be read or learned from; nothing in it; the oracle failed.
+    """
+    data = getattr(config, "data", ())
+
+    def read() -> list[Conversation]:
+        if data:
+            least = getattr(config, "min_return", None) if config.method == "sft" else None
+            found = list(conversations_of("data", data, least))
+            if not found:
+                enough = "" if least is None else f" that earned {least:g}"
+                raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
+            return found
+        from envs import load_tasks
+
+        tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
+        shown = demonstrations(config.env, tasks, count, config.seed, config.env_addr)
+        return reprompted(shown, config.env, prompt_of(config))
+
+    distributed.join()
+    with refusing():
+        return distributed.first("reading what is shown", read)
+
+
+def rows_of(turn: int, count: int, per_turn: int, key: str) -> list[int]:
+    """Which of `count` rows the `turn`-th step takes (order.py), none of them twice: all, where
+    there are no more than it takes."""
+    if per_turn >= count:
+        return list(range(count))
+    return list(dict.fromkeys(drawn(turn, count, per_turn, key)))  # an epoch may end within it
+
+
+def openings_of(batch: Batch, count: int) -> list[list[int]]:
+    """What the first rows say before their first action: ids to sample behind."""
+    rows = min(count, len(batch))
+    first = [int(batch.loss_mask[row].argmax()) for row in range(rows)]
+    return [batch.input_ids[row, : first[row]].tolist() for row in range(rows)]
+
+
+def sync_if_measured(session: Session[Any], step: int, batch: Batch, clock: Any) -> dict[str, Any]:
+    """The policy's weights to the sampler, checked there, where the step is evaluated next."""
+    config, worker = session.config, session.worker
+    if not config.plays or not is_due(step, config.eval_every, config.steps):
+        return {}
+    with clock("time/sync_s"):
+        difference, num_bytes = worker.sync_probed(step, openings_of(batch, worker.num_probes))
+    clock.values["sync/bytes"] = num_bytes
+    return {"sync/log_prob_diff_mean": difference}
+
+
+class Kept:
+    """What each iteration has made, in a folder of the run: lines, and a summary that is written
+    last."""
+
+    def __init__(self, folder: Path, writes: bool) -> None:
+        self.folder, self.writes = folder, writes
+
+    def of(
+        self, iteration: int, make: Callable[[], tuple[Lines, dict[str, Any]]]
+    ) -> tuple[Lines, dict[str, Any]]:
+        """The iteration's lines and summary: found, or made and written. Collective."""
+        found = distributed.first(
+            "reading what an iteration has made", lambda: self._read(iteration)
+        )
+        if found is not None:
+            return found
+        lines, summary = make()
+        if self.writes:
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_text(self._path(iteration, "jsonl"), text)
+            write_json(self._path(iteration, "json"), summary)
+        distributed.meet()
+        return lines, summary
+
+    def require(self, iteration: int) -> None:
+        """Raises TrainingError if an iteration that has begun has lost what it made."""
+        if distributed.first("resuming", lambda: self._read(iteration)) is None:
+            raise TrainingError(
+                f"{self._path(iteration, 'json')} is gone, which the iteration learns from: put a "
+                "copy back, or start a new run"
+            )
+
+    def forget_after(self, iteration: int) -> None:
+        """Drop what later iterations made, of a policy that a resumed run has not got any more."""
+        if self.writes:
+            for path in sorted(self.folder.glob("iteration_*")):
+                if int(path.stem.removeprefix("iteration_")) > iteration:
+                    path.unlink()
+
+    def _path(self, iteration: int, kind: str) -> Path:
+        return self.folder / f"iteration_{iteration:03d}.{kind}"
+
+    def _read(self, iteration: int) -> tuple[Lines, dict[str, Any]] | None:
+        summary = self._path(iteration, "json")
+        if not summary.exists():
+            return None
+        lines = self._path(iteration, "jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines], json.loads(summary.read_text(encoding="utf-8"))

@@ -1,0 +1,31 @@
+"""Which tasks or conversations a step takes: a pure function of the step, so that a resume cannot
+lose its place.
+
+    position(t, n) = (t - 1) · per_turn + n              n-th of turn t, turns counted from 1
+    epoch, place   = divmod(position, count)
+    index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
+
+All are taken once before any is taken again, each time in another order. There is no cursor and no
+generator that a checkpoint could restore wrong.
+
+Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+
+def drawn(turn: int, count: int, per_turn: int, key: str) -> list[int]:
+    """Indices, of `count` there are, that the `turn`-th draw takes.
+
+    >>> drawn(1, 4, 2, "0") + drawn(2, 4, 2, "0")  # an epoch
+    [2, 1, 3, 0]
+    >>> drawn(1, 2, 5, "0")  # more than there are: two epochs and a half
+    [1, 0, 1, 0, 1]
+    """
+    indices = []
+    for position in range((turn - 1) * per_turn, turn * per_turn):
+        epoch, place = divmod(position, count)
+        indices.append(random.Random(f"{key}/{epoch}").sample(range(count), count)[place])
+    return indices

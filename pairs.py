@@ -1,0 +1,379 @@
+"""Preference pairs: of two tries at one task, which was better? What DPO learns from.
+
+A return says how good a trajectory was, a pair only that it was better than another one. That is
+all that direct preference optimization asks for (arXiv 2305.18290; of whole trajectories of agents
+arXiv 2403.02502). Nothing is sampled while it trains, so that pairs can come from anywhere:
+
+    x  prompt, first observation       the same in both, token for token
+       ├─ a₀ o₁ a₁ o₂ a₂    return 1
+       ├─ a₀ o₁ a₁          return 0.5    1 > 0 is a pair, the gap is 1; with a min_gap of 0.5
+       └─ a₀                return 0      1 > 0.5 and 0.5 > 0 are two more
+
+Both sides must be of one task and open with the same prompt and first observation, x. A task that
+is played with another seed may be another world, and who came further there may just have had the
+easier one: such a pair teaches luck. The method's equation stands on it too: log Z(x), which nobody
+can compute, is in the reward of both sides and drops out of their difference only where x is the
+same. What the world says later may differ: it answers other actions, and is not learned.
+
+Left out, and counted: gaps that may be noise, chosen sides that earned too little to be an example,
+sides on which the policy said the same (the world told them apart), what another pair says already,
+and what a task has beyond its share, lest those that were played most decide alone.
+
+    pairs_of           a run, all its samples of a task against each other
+    pairs_of_experts   chosen from demonstrations, rejected from what the policy did
+    read_pairs         a file, a JSON list or an object a line, as agents' data has it:
+        {"id": "textcraft_31", "prompt": [{"from": "human", "value": "Goal: ..."}],
+         "chosen": [{"from": "gpt", "value": ...}, {"from": "human", ...}, ...], "rejected": [...]}
+        or messages ({"role", "content"}), or texts; or no prompt, and two whole conversations
+
+`encode_pairs` makes rows 2i and 2i + 1 of pair i, by the path that sampling takes; both are of the
+group i, so that `runtime/prefix.py` computes x once. Read next: dpo.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from batching import Batch, make_batch
+from chat import ChatTemplate
+from conversations import (
+    ROUNDING,
+    Conversation,
+    as_agenttraj,
+    from_agenttraj,
+    objects_of,
+    parts_of,
+    return_of,
+)
+from trajectory import RolloutHandler
+
+SIDES = ("chosen", "rejected")
+EXPECTED = (
+    'expected {"id", "prompt", "chosen", "rejected"}, each a list of {"from", "value"} or '
+    '{"role", "content"}, or a text'
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trajectories of one task that open alike; the chosen one is better."""
+
+    task_id: str
+    chosen: Conversation
+    rejected: Conversation
+    gap: float | None = None  # difference of returns; None where they are unknown
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """Which pairs are taken. Returns are compared up to ROUNDING."""
+
+    min_gap: float = 0.5  # least difference of returns; equal ones never make a pair
+    min_return: float = 0.0  # the chosen one's
+    pairs_per_task: int = 4
+    seed: int = 0  # of the choice among equal gaps
+
+
+# ------------------------------------------------------------------------------- from trajectories
+
+
+def pairs_of(
+    conversations: Iterable[Conversation], settings: PairSettings, counts: Counter[str]
+) -> list[Pair]:
+    """Who earned more against who earned less, among all that have task and opening in common.
+
+    The result does not depend on the order of what is given.
+
+    Args:
+        counts: what is left out is added here: per pair, and as "no partner" per opening at which
+            nobody was better than another.
+    Raises:
+        ValueError: a conversation that is none, or has no return; says which.
+    """
+    groups = _grouped(conversations)
+    for members in groups.values():
+        for side in members:
+            if side.earned is None:
+                raise ValueError(
+                    f'conversation {side.task_id} has no "return"; expected one as a run\'s '
+                    "trajectories have it, since the better of two is asked for"
+                )
+        members.sort(key=lambda side: -(side.earned or 0.0))  # so that the better comes first
+    found = {key: list(combinations(members, 2)) for key, members in groups.items()}
+    return _select(found, settings, counts)
+
+
+def pairs_of_experts(
+    expert: Iterable[Conversation],
+    experience: Iterable[Conversation],
+    settings: PairSettings,
+    counts: Counter[str],
+) -> list[Pair]:
+    """What an expert did against what the policy did from the same opening.
+
+    Where one of the two has no return the expert counts as better, unless it said the same.
+
+    Raises:
+        ValueError: a conversation that is none; says which.
+    """
+    experts, others = _grouped(expert), _grouped(experience)
+    keys = experts.keys() | others.keys()
+    found = {key: list(product(experts.get(key, ()), others.get(key, ()))) for key in keys}
+    return _select(found, settings, counts)
+
+
+Said = tuple[tuple[str, str], ...]  # (speaker, text)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A conversation as what makes it comparable."""
+
+    record: Conversation
+    task_id: str
+    opening: Said  # prompt and first observation
+    own: Said  # from the first action to the last
+    earned: float | None
+
+
+Candidate = tuple[_Side, _Side]  # chosen, rejected
+Group = tuple[str, Said]  # task, opening
+
+
+def _side(record: Conversation) -> _Side:
+    prompt, (observation, *turns) = parts_of(record)
+    opening = tuple((turn["from"], turn["value"]) for turn in [*prompt, observation])
+    own = tuple((turn["from"], turn["value"]) for turn in turns)
+    own = own[: len(own) - (len(own) + 1) % 2]  # what the world said last is not encoded either
+    return _Side(record, str(record.get("item_id")), opening, own, return_of(record))
+
+
+def _grouped(records: Iterable[Conversation]) -> dict[Group, list[_Side]]:
+    """By task and opening, each group in an order that depends only on its members."""
+    groups: dict[Group, list[_Side]] = defaultdict(list)
+    for side in map(_side, records):
+        groups[side.task_id, side.opening].append(side)
+    for members in groups.values():
+        members.sort(key=lambda side: json.dumps(side.record, sort_keys=True))
+    return groups
+
+
+def _select(
+    found: dict[Group, list[Candidate]], settings: PairSettings, counts: Counter[str]
+) -> list[Pair]:
+    """The best candidates of each task: largest gap first, chance among equals."""
+    tasks: dict[str, list[Candidate]] = defaultdict(list)
+    for group in sorted(found):
+        gaps = [_gap(*candidate) for candidate in found[group]]
+        if any(gap is None or gap > ROUNDING for gap in gaps):
+            tasks[group[0]] += found[group]
+        else:
+            counts["no partner"] += 1
+    ordered: list[Candidate] = []
+    for task_id, candidates in tasks.items():
+        random.Random(f"{settings.seed}/{task_id}").shuffle(candidates)
+        ordered += sorted(candidates, key=lambda pair: -round(_gap(*pair) or 0.0, 6))
+    return list(_kept(ordered, settings, counts))
+
+
+def _kept(
+    candidates: Iterable[Candidate], settings: PairSettings, counts: Counter[str]
+) -> Iterator[Pair]:
+    """Those that may be learned from; each of the others is counted once."""
+    per_task: Counter[str] = Counter()
+    seen: set[tuple[Said, Said, Said]] = set()
+    for chosen, rejected in candidates:
+        gap, texts = _gap(chosen, rejected), (chosen.opening, chosen.own, rejected.own)
+        if gap is not None and gap <= max(ROUNDING, settings.min_gap - ROUNDING):
+            counts["gap"] += 1
+        elif gap is not None and (chosen.earned or 0.0) < settings.min_return - ROUNDING:
+            counts["low return"] += 1
+        elif chosen.own[::2] == rejected.own[::2] or texts in seen:
+            counts["equal texts"] += 1
+        elif per_task[chosen.task_id] >= settings.pairs_per_task:
+            counts["over pairs per task"] += 1
+        else:
+            per_task[chosen.task_id] += 1
+            seen.add(texts)
+            yield _pair(chosen, rejected)
+
+
+def _pair(chosen: _Side, rejected: _Side) -> Pair:
+    """One opening for both, where they differ in what is not said (`loss` null or false)."""
+    shared = chosen.record["conversations"][: len(chosen.opening)]
+    own = rejected.record["conversations"][len(chosen.opening) :]
+    other = rejected.record | {"conversations": shared + own}
+    return Pair(chosen.task_id, chosen.record, other, _gap(chosen, rejected))
+
+
+def _gap(chosen: _Side, rejected: _Side) -> float | None:
+    if chosen.earned is None or rejected.earned is None:
+        return None
+    return chosen.earned - rejected.earned
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def read_pairs(path: Path, settings: PairSettings, counts: Counter[str]) -> list[Pair]:
+    """The pairs of a file, in its order; of a task the first ones.
+
+    Raises:
+        ValueError: a line that names file, line and what is wrong there; or no pair is left.
+        OSError: the file cannot be read.
+    """
+    pairs = list(_kept(_candidates_of(path), settings, counts))
+    if not pairs:
+        raise ValueError(f"{path}: no pair left ({why_left_out(counts) or 'it is empty'})")
+    return pairs
+
+
+def to_agentgym(pair: Pair) -> dict[str, Any]:
+    """The object of a pair file from which `read_pairs` makes this pair again."""
+    length = len(_side(pair.chosen).opening)
+    content: dict[str, Any] = {"id": pair.chosen.get("item_id", pair.task_id)}
+    content["prompt"] = pair.chosen["conversations"][:length]
+    for name, record in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
+        # `loss` is written out: an action without it is learned.
+        content[name] = [{"loss": None, **turn} for turn in record["conversations"][length:]]
+        if "return" in record:
+            content[f"{name}_return"] = record["return"]
+    return content
+
+
+def from_agentgym(content: Any, name: str) -> Pair:
+    """The pair of an object of a pair file; `name` is its id if it has none.
+
+    Raises:
+        ValueError: it is none; says what is wrong.
+    """
+    return _pair(*_candidate(content, name))
+
+
+def _candidates_of(path: Path) -> Iterator[Candidate]:
+    for number, content in objects_of(path):
+        try:
+            yield _candidate(content, f"{path.name}:{number}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _candidate(content: Any, name: str) -> Candidate:
+    """Both sides of an object of a pair file; `name` is its id if it has none."""
+    if not isinstance(content, dict) or not all(side in content for side in SIDES):
+        shown = list(content) if isinstance(content, dict) else content
+        raise ValueError(f"{repr(shown)[:80]}: {EXPECTED}")
+    noted = [content.get("id", content.get("item_id"))]
+    noted += [content[side].get("item_id") for side in SIDES if isinstance(content[side], dict)]
+    noted = [each for each in noted if each is not None]
+    if len(set(map(str, noted))) > 1:
+        told = ", ".join(str(each)[:60] for each in noted)
+        raise ValueError(f"a pair of two tasks ({told}), expected two trajectories of one")
+    item_id, sides, part = noted[0] if noted else name, [], "prompt"
+    try:
+        prompt = None if content.get(part) is None else _prompt(content[part])
+        for part in SIDES:
+            sides.append(_side(_record(content, part, item_id, prompt)))
+    except ValueError as error:
+        raise ValueError(f"{part}: {error}") from None
+    chosen, rejected = sides
+    if chosen.opening != rejected.opening:
+        raise ValueError(
+            "chosen and rejected open with different prompts, expected the same messages up to the "
+            "first observation"
+        )
+    return chosen, rejected
+
+
+def _prompt(content: Any) -> list[dict[str, Any]]:
+    """What stands before both sides, the first observation last; nothing of it is learned."""
+    turns = _turns(content, "human")
+    if turns[-1].get("from") != "human":
+        told = repr(turns[-1].get("from"))[:60]
+        raise ValueError(f"ends with a turn from {told}, expected human, the first observation")
+    return [turn | {"loss": False} if turn.get("loss") else turn for turn in turns]
+
+
+def _record(
+    content: dict[str, Any], side: str, item_id: Any, prompt: list[dict[str, Any]] | None
+) -> Conversation:
+    """One side as a conversation: behind the prompt, or whole where there is none."""
+    given = content[side]
+    turns = _turns(given, "gpt")
+    for i, turn in enumerate(turns if prompt is not None else ()):
+        expected = "human" if i % 2 else "gpt"
+        if turn.get("from") != expected:
+            told = repr(turn.get("from"))[:60]
+            raise ValueError(f"turn {i} is from {told}, expected {expected}")
+    turns = [{"loss": True, **turn} if turn.get("from") == "gpt" else turn for turn in turns]
+    record = {"item_id": item_id, "conversations": [*(prompt or ()), *turns]}
+    of_side = given.get("return") if isinstance(given, dict) else None
+    earned = content.get(f"{side}_return", of_side)
+    return record if earned is None else record | {"return": earned}
+
+
+def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
+    """A text, messages or turns, by themselves or in a conversation, as turns."""
+    if isinstance(content, dict):
+        content = content.get("conversations", content.get("messages"))
+    if isinstance(content, str) and content:
+        return [{"from": speaker, "loss": speaker == "gpt", "value": content}]
+    if not content:
+        raise ValueError(f"it is empty, {EXPECTED}")
+    if not isinstance(content, list) or not all(isinstance(turn, dict) for turn in content):
+        raise ValueError(f"{repr(content)[:60]}: {EXPECTED}")
+    if any("role" in turn for turn in content):
+        return (as_agenttraj({"messages": content}, "") or {})["conversations"]
+    return content
+
+
+# ------------------------------------------------------------------------------------------ tensors
+
+
+def encode_pairs(
+    chat: ChatTemplate,
+    pairs: Sequence[Pair],
+    max_tokens: int,
+    pad_id: int,
+    counts: Counter[str],
+) -> tuple[Batch, list[Pair]]:
+    """Pairs -> tensors: rows 2i and 2i + 1 are chosen and rejected of pair i, group_ids are i.
+
+    Args:
+        max_tokens: of one side; pairs with a longer one are left out, counted as "too long".
+        pad_id: any id; masks come from lengths.
+    Returns:
+        The batch and the pairs that are in it.
+    Raises:
+        ValueError: no pair is left, or a side is no conversation.
+        RuntimeError: two sides do not begin with the same tokens.
+    """
+    handlers: list[RolloutHandler] = []
+    kept: list[Pair] = []
+    for pair in pairs:
+        sides = [from_agenttraj(chat, record) for record in (pair.chosen, pair.rejected)]
+        openings = [side.input_ids[: side.turns[0].action_span[0]] for side in sides]
+        if openings[0] != openings[1]:
+            raise RuntimeError(f"pair {pair.task_id}: its sides do not open with the same tokens")
+        if max(len(side.input_ids) for side in sides) > max_tokens:
+            counts["too long"] += 1
+            continue
+        for side in sides:
+            side.group_id = len(kept)
+        handlers += sides
+        kept.append(pair)
+    if not kept:
+        raise ValueError(f"no pair left ({why_left_out(counts) or 'none given'})")
+    return make_batch(handlers, pad_id), kept
+
+
+def why_left_out(counts: Counter[str]) -> str:
+    """What was left out, in words: '12 gap, 3 equal texts'."""
+    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if count)

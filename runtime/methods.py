@@ -1,0 +1,285 @@
+"""What sft.py, dpo.py and agentevol.py can be asked beside what all runs have; what contradicts.
+
+    SftConfig     imitate conversations
+    DpoConfig     prefer the better of two trajectories
+    EvolConfig    explore, keep what earned, imitate it from the beginning, again
+
+Read next: sft.py, dpo.py, agentevol.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+from config import Misuse, RunConfig, refusing
+from conversations import Conversation, read_conversations
+from preferences import PREFERENCES
+
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(PREFERENCES)]
+
+
+@dataclass(frozen=True)
+class MethodConfig(RunConfig):
+    """What methods that learn from whole trajectories share."""
+
+    keeps: ClassVar[frozenset[str]] = frozenset(
+        {"steps", "learning_rate", "learning_rate_decay_steps", "mini_batch_size", "warm_start"}
+    )
+
+    # How it learns
+    mini_batch_size: int = 16
+    """trajectories of a step, which is one optimizer step (trajectories; dpo: two of each pair)"""
+    learning_rate: float = 1e-4
+    """of the policy, AdamW"""
+    learning_rate_decay_steps: int = 0
+    """the rate falls on a line to 1/N of itself in N steps and stays there; 0: in the steps that
+    the run is begun with, of AgentEvol in those of each iteration (steps)"""
+
+
+Method = TypeVar("Method", bound=MethodConfig)
+
+
+@dataclass(frozen=True)
+class SftConfig(MethodConfig):
+    """Supervised fine-tuning: make what was shown likelier."""
+
+    method: ClassVar[str] = "sft"
+    program: ClassVar[str] = "sft.py"
+
+    # What is imitated
+    data: tuple[str, ...] = ()
+    """conversations: files of AgentTraj or messages, JSON or a line each, and runs; none: the
+    world's oracle demonstrates training tasks"""
+    min_return: float | None = None
+    """of a run in --data: only trajectories that earned so much; solved ones earn 1 in textcraft,
+    less in babyai (none: all)"""
+    num_demonstrations: int = 128
+    """demonstrations of the oracle, without --data (episodes)"""
+    hold_out: float = 0.0
+    """share of the conversations that is not learned but measured: its loss at each evaluation
+    (0..1)"""
+    # How it learns
+    steps: int = 0
+    """training steps in total, also on resume; 0: as many as --epochs take (steps)"""
+    epochs: int = 2
+    """passes over the conversations, where --steps does not say how far (epochs)"""
+    warm_start: str = "never"
+    """never: from --model as it is; auto: from its warm start; or a folder"""
+
+
+@dataclass(frozen=True)
+class DpoConfig(MethodConfig):
+    """Direct preference optimization: the better of two trajectories gains on the other."""
+
+    method: ClassVar[str] = "dpo"
+    program: ClassVar[str] = "dpo.py"
+
+    # The pairs; without any of these files the policy plays for them
+    pairs: tuple[str, ...] = ()
+    """pair files, {"id", "prompt", "chosen", "rejected"}, JSON or a line each"""
+    data: tuple[str, ...] = ()
+    """runs, or conversations with returns: better and worse tries at one task become pairs"""
+    expert: tuple[str, ...] = ()
+    """conversations to choose from, e.g. demonstrations; with --experience"""
+    experience: tuple[str, ...] = ()
+    """conversations to reject from: what the policy did at the tasks of --expert"""
+    iterations: int = 1
+    """times that the policy plays for new pairs, the steps in equal parts behind each"""
+    tasks_per_iteration: int = 32
+    """tasks that it plays for them (tasks)"""
+    group_size: int = 8
+    """trajectories per task (trajectories)"""
+    min_gap: float = 0.5
+    """least difference of returns within a pair (0..1)"""
+    min_return: float = 0.0
+    """least return of a chosen trajectory (0..1)"""
+    pairs_per_task: int = 4
+    """pairs of one task and opening, at most (pairs)"""
+    # The loss
+    beta: float = 0.1
+    """how much a margin counts: the smaller, the further from the reference"""
+    loss: Kind = "sigmoid"
+    """sigmoid: DPO; ipo; hinge: SLiC (losses.py)"""
+    label_smoothing: float = 0.0
+    """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
+    sft_coef: float = 0.0
+    """weight of imitating the chosen one, per token, against likelihoods that both fall"""
+    # How it learns
+    steps: int = 60
+    """training steps in total, also on resume (steps)"""
+    learning_rate: float = 5e-6
+    """of the policy, AdamW"""
+
+    @property
+    def plays_for_pairs(self) -> bool:
+        return not (self.pairs or self.data or self.expert or self.experience)
+
+    @property
+    def plays(self) -> bool:
+        return self.plays_for_pairs or super().plays
+
+
+@dataclass(frozen=True)
+class EvolConfig(MethodConfig):
+    """AgentEvol: explore, keep what earned something, imitate it from the beginning, again."""
+
+    method: ClassVar[str] = "agentevol"
+    program: ClassVar[str] = "agentevol.py"
+
+    # The evolving set
+    data: tuple[str, ...] = ()
+    """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the world's
+    oracle demonstrates training tasks"""
+    num_demonstrations: int = 128
+    """demonstrations of the oracle, without --data (episodes)"""
+    iterations: int = 4
+    """times that the policy explores, the steps in equal parts behind each"""
+    tasks_per_iteration: int = 64
+    """tasks that it explores (tasks)"""
+    group_size: int = 4
+    """trajectories per task (trajectories)"""
+    min_return: float = 0.0
+    """what a trajectory has to earn more than, to be kept (0..1)"""
+    keep_per_task: int = 2
+    """trajectories kept of one task and iteration, the best first (trajectories)"""
+    weighting: Literal["return", "one"] = "return"
+    """how much a kept trajectory counts: as much as it earned, or as a demonstration"""
+    ignore_returns: bool = False
+    """control: everything explored counts as if it had earned 1"""
+    learn_from: Literal["base", "last"] = "base"
+    """whose weights an iteration begins with: the run's start, or the iteration's before"""
+    # How it learns
+    steps: int = 96
+    """training steps in total, also on resume (steps)"""
+
+    @property
+    def plays(self) -> bool:
+        return True
+
+    @property
+    def steps_in_a_row(self) -> int:
+        return self.steps // self.iterations
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+FILES = ("data", "pairs", "expert", "experience")  # options that name files and runs
+
+
+def check_method(config: MethodConfig) -> None:
+    """Refuse what only these methods can be asked.
+
+    Raises:
+        Misuse: one line that says what to do.
+    """
+    with refusing():
+        if len(config.rounds) > 1:
+            raise ValueError(
+                f"--rounds {' '.join(map(str, config.rounds))}: {config.program} plays with one "
+                "horizon; give one number"
+            )
+        _check_numbers(config)
+        if isinstance(config, DpoConfig):
+            _check_dpo(config)
+    for name in FILES:
+        _check_files(config, name)
+
+
+def _check_numbers(config: MethodConfig) -> None:
+    iterations = getattr(config, "iterations", 1)
+    for name in ("epochs", "iterations", "tasks_per_iteration", "group_size", "num_demonstrations"):
+        if getattr(config, name, 1) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be at least 1")
+    for name in ("pairs_per_task", "keep_per_task"):
+        if getattr(config, name, 1) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be at least 1")
+    if not 0 <= getattr(config, "hold_out", 0.0) < 1:
+        raise ValueError(f"--hold-out {config.hold_out} must be a share, 0 to 1")  # type: ignore[attr-defined]
+    if config.steps % iterations:
+        raise ValueError(
+            f"--steps {config.steps} cannot be cut into --iterations {iterations} equal parts"
+        )
+
+
+def _check_dpo(config: DpoConfig) -> None:
+    if config.beta <= 0:
+        raise ValueError(
+            f"--beta {config.beta:g} must be above 0: with 0 no margin counts, nothing is learned"
+        )
+    if not 0 <= config.label_smoothing < 0.5:
+        raise ValueError(f"--label-smoothing {config.label_smoothing} must be below 0.5, from 0 on")
+    if config.label_smoothing and config.loss != "sigmoid":
+        raise ValueError("--label-smoothing is of --loss sigmoid alone; leave it out")
+    if config.mini_batch_size % 2:
+        raise ValueError(
+            f"--mini-batch-size {config.mini_batch_size} counts trajectories, two of each pair: "
+            "give an even number"
+        )
+    if bool(config.expert) != bool(config.experience):
+        raise ValueError(
+            "--expert and --experience belong together: chosen from one, rejected from the other"
+        )
+    sources = [bool(config.pairs), bool(config.data), bool(config.expert)]
+    if sum(sources) > 1:
+        raise ValueError(
+            "--pairs, --data and --expert with --experience each say where pairs come "
+            "from; give one"
+        )
+    if any(sources) and config.iterations > 1:
+        raise ValueError(
+            f"--iterations {config.iterations} plays for new pairs, but the files hold all there "
+            "are; leave one of the two out"
+        )
+    if not any(sources) and config.group_size < 2:
+        raise ValueError(f"--group-size {config.group_size} leaves no second trajectory to compare")
+
+
+def _check_files(config: MethodConfig, name: str) -> None:
+    """Refuse what is not there."""
+    for given in getattr(config, name, ()):
+        if not os.access(given, os.R_OK):
+            why = "may not be read" if Path(given).exists() else "is not there"
+            raise Misuse(f"{_flag(name)} {given} {why}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def with_whole_paths(config: Method) -> Method:
+    """The files and runs that it names by their whole path: a run may go on from elsewhere."""
+    names = {name: getattr(config, name) for name in FILES if getattr(config, name, ())}
+    whole = {
+        name: tuple(os.path.abspath(Path(each).expanduser()) for each in given)
+        for name, given in names.items()
+    }
+    return replace(config, **whole)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ what is read
+
+
+def conversations_of(
+    name: str, given: Sequence[str], min_return: float | None = None
+) -> Iterator[Conversation]:
+    """What files and runs of an option hold; a ValueError begins with the option's name."""
+    try:
+        yield from read_conversations([Path(each) for each in given], min_return)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        raise ValueError(f"{_flag(name)} {error.filename or ' '.join(given)} {problem}") from error
+    except ValueError as error:
+        raise ValueError(f"{_flag(name)} {error}") from error
+
+
+def counted(counts: Counter[str]) -> dict[str, int]:
+    """As a JSON object, in a fixed order."""
+    return dict(sorted(counts.items()))

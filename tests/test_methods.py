@@ -1,0 +1,709 @@
+"""sft.py, dpo.py and agentevol.py: each learns, is killed and goes on with the same, refuses in a
+line; and what their updates compute is independent of how they are cut."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from toy_env import Shown, flags, fresh_process_state, options, read_metrics, serve
+from two_ranks import make_batch, make_policy
+
+import agentevol
+import dpo
+import methodworker
+import sft
+import update
+from config import Misuse
+from conversations import as_agenttraj
+from evaluate import main as evaluate_main
+from losses import Objective
+from methodworker import Kept, openings_of, rows_of
+from preferences import preference_loss
+from reporting.metrics import METRICS
+from runtime import checkpoint, distributed
+from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
+from session import Session, TrainingError
+from update import Learner, imitate, score_policy
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {"sft": sft, "dpo": dpo, "agentevol": agentevol}
+# What each can be asked so that it runs in seconds.
+OWN = {
+    "sft": {"num_demonstrations": 8, "hold_out": 0.2, "mini_batch_size": 4, "learning_rate": 3e-3},
+    "dpo": {
+        "tasks_per_iteration": 8,
+        "group_size": 4,
+        "iterations": 2,
+        "min_gap": 0.05,
+        "mini_batch_size": 8,
+        "learning_rate": 1e-3,
+    },
+    "agentevol": {
+        "tasks_per_iteration": 4,
+        "group_size": 4,
+        "iterations": 2,
+        "min_return": 0.4,
+        "num_demonstrations": 4,
+        "mini_batch_size": 8,
+        "learning_rate": 3e-3,
+    },
+}
+
+
+def settings(method, tmp_path, url, **changes):
+    tmp_path.mkdir(exist_ok=True)
+    values = options(tmp_path, url, steps=4, deterministic=True, max_tokens_per_turn=4)
+    del values["tasks_per_step"], values["engine"]
+    if method == "sft":
+        del values["group_size"]
+    return values | OWN[method] | changes
+
+
+def run(method, values):
+    """The exit code of the program, in this process."""
+    with fresh_process_state():
+        try:
+            return PROGRAMS[method].command_line(flags(**values))
+        except SystemExit as stop:
+            return stop.code
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serve(Shown) as url:
+        yield url
+
+
+# --- Each learns (trap 2) -------------------------------------------------------------------------
+
+
+def held_out_returns(run_dir):
+    found = sorted((Path(run_dir) / "eval").glob("step_*.json"))
+    return [json.loads(path.read_text())["overall"]["return_mean"] for path in found]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "changes", "margin"),
+    [
+        # Random text earns 0.5; three seeds of each gained what stands behind it.
+        ("sft", {"steps": 20, "num_demonstrations": 16, "hold_out": 0.0}, 0.2),  # 0.35 to 0.45
+        ("dpo", {"steps": 30, "iterations": 3, "group_size": 8, "mini_batch_size": 16}, 0.08),
+        ("agentevol", {"steps": 30, "iterations": 2, "num_demonstrations": 16}, 0.08),
+    ],
+)
+def test_the_return_rises(method, changes, margin, tmp_path, url):
+    changes |= {"max_tokens_per_turn": 6, "eval_every": changes["steps"], "eval_samples": 4}
+    changes |= {"eval_start_samples": 4, "deterministic": False, "engine": "transformers"}
+    values = settings(method, tmp_path, url, **changes)
+    assert run(method, values) == 0
+    before, after = held_out_returns(values["run_dir"])
+    assert after - before > margin, (before, after)
+
+
+def test_what_rl_does_not_log_one_of_these_does(whole):
+    lines = [s for left in whole.values() for s in left["metrics"].splitlines()]
+    logged = {name for line in lines for name in json.loads(line)}
+    own = {n for n in METRICS if n.startswith("preference/")}
+    own |= {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+    assert own <= logged
+
+
+# --- A run that is killed goes on with the same ---------------------------------------------------
+
+
+class Killed(BaseException):
+    """Ends a run where it stands: nothing is saved for it."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, url):
+    """method -> what a run leaves to which nothing happens."""
+    found = {}
+    for method in PROGRAMS:
+        values = settings(method, tmp_path_factory.mktemp(method), url, eval_every=2)
+        assert run(method, values) == 0
+        found[method] = left_by(values["run_dir"])
+    return found
+
+
+def left_by(run_dir):
+    """What a run wrote and no clock has measured."""
+    path = Path(run_dir)
+    kept = [p for name in ("pairs", "evolving") for p in sorted((path / name).glob("*"))]
+    return {
+        "metrics": (path / "metrics.jsonl").read_bytes(),
+        "evaluations": [p.read_text() for p in sorted((path / "eval").glob("*.json"))],
+        "kept": {p.name: p.read_text() for p in kept},
+    }
+
+
+# (owner, name, which call of it is not reached)
+PLACES = {
+    "while it explores or reads": (methodworker.MethodWorker, "roll_out", 1),
+    "before an iteration's summary is written": (methodworker, "write_json", 1),
+    "in the second iteration's exploration": (methodworker.MethodWorker, "roll_out", 2),
+    "before the second summary": (methodworker, "write_json", 2),
+    "in the first update": (update, "optimize", 1),
+    "in the last update": (update, "optimize", 4),
+    "between logging and saving": (Session, "watch", 3),
+    "before a checkpoint gets its name": (checkpoint, "finish_folder", 2),
+    "in an evaluation": (Session, "evaluate", 2),
+}
+
+
+# With a checkpoint of every third step what is lost may lie before an iteration.
+KILLS = [
+    *((method, place, 3) for method in ("dpo", "agentevol") for place in PLACES),
+    *(("sft", place, 3) for place, (owner, *_) in PLACES.items() if owner in (update, Session)),
+    *((method, "in the last update", 1) for method in PROGRAMS),
+]
+AT_ONCE = [  # the others are `long`
+    ("dpo", "before the second summary", 3),
+    ("agentevol", "in the second iteration's exploration", 3),
+    ("sft", "in the last update", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "save_every"),
+    [pytest.param(*kill, marks=[] if kill in AT_ONCE else pytest.mark.long) for kill in KILLS],
+)
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(
+    method, place, save_every, whole, tmp_path, url, monkeypatch
+):
+    owner, name, number = PLACES[place]
+    original, calls = getattr(owner, name), Counter()
+
+    def die(*args, **kwargs):
+        calls[name] += 1
+        if calls[name] == number:
+            raise Killed
+        return original(*args, **kwargs)
+
+    values = settings(method, tmp_path, url, eval_every=2, save_every=save_every)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die)
+        if owner is update:  # where it was imported to
+            patch.setattr(dpo, name, die)
+        with pytest.raises(Killed):
+            run(method, values)
+    assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
+    left = left_by(values["run_dir"])
+    for part in ("metrics", "evaluations", "kept"):
+        assert left[part] == whole[method][part], part
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_a_process_that_is_killed_for_real_goes_on_to_the_same(method, tmp_path, url, whole):
+    values = settings(method, tmp_path, url, eval_every=2, save_every=3)
+    command = [sys.executable, "-c", START, method]
+    for words, lines in ((flags(**values), 2), (["--resume", "--run-dir", values["run_dir"]], 3)):
+        process = subprocess.Popen([*command, *words], cwd=ROOT)
+        log = Path(values["run_dir"]) / "metrics.jsonl"
+        while not log.exists() or len(log.read_bytes().splitlines()) < lines:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
+    left = left_by(values["run_dir"])
+    assert left["metrics"] == whole[method]["metrics"]
+    assert left["kept"] == whole[method]["kept"]
+
+
+START = """
+import sys
+sys.path[:0] = [".", "tests"]
+from toy_env import Shown, registered
+import torch
+torch.set_num_threads(1)
+program = __import__(sys.argv[1])
+with registered(Shown):
+    sys.exit(program.command_line(sys.argv[2:]))
+"""
+
+
+def test_what_a_later_policy_made_is_forgotten_and_what_is_lost_is_named(tmp_path):
+    kept = Kept(tmp_path, writes=True)
+    for iteration in (1, 2, 3):
+        assert kept.of(iteration, lambda: ([{"n": 1}], {"a": 2})) == ([{"n": 1}], {"a": 2})
+    kept.forget_after(2)
+    assert kept.of(2, lambda: pytest.fail("it is there")) == ([{"n": 1}], {"a": 2})
+    assert kept.of(3, lambda: ([], {})) == ([], {})
+    (tmp_path / "iteration_002.json").unlink()
+    with pytest.raises(TrainingError, match="iteration_002.json is gone"):
+        kept.require(2)
+
+
+def test_a_run_of_one_method_is_not_resumed_by_another(tmp_path, url, capsys):
+    values = settings("sft", tmp_path, url, steps=1)
+    assert run("sft", values) == 0
+    capsys.readouterr()
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 2
+    error = capsys.readouterr().err
+    assert "holds a run of sft, not of dpo.py" in error and len(error.splitlines()) == 1
+    assert run("sft", values) == 2
+    assert "add --resume" in capsys.readouterr().err
+
+
+def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
+    """What dpo.py has played is data for sft.py, and evaluate.py takes its best checkpoint."""
+    first = settings("dpo", tmp_path / "a", url, eval_every=4)
+    assert run("dpo", first) == 0
+    data = {"data": (first["run_dir"],), "min_return": 0.4, "hold_out": 0.0}
+    second = settings("sft", tmp_path / "b", url, steps=1, **data)
+    assert run("sft", second) == 0
+    earned = [row["return"] for row in played(first["run_dir"])]
+    enough = sum(r >= 0.4 for r in earned)
+    assert 0 < enough < len(earned)
+    assert json.loads((tmp_path / "b/run/data.json").read_text())["conversations"] == enough
+    third = settings("dpo", tmp_path / "c", url, data=(first["run_dir"],), iterations=1)
+    assert run("dpo", third) == 0
+    assert not list((tmp_path / "c/run/trajectories").glob("*"))  # it played nothing
+    with fresh_process_state():
+        words = ["--run", first["run_dir"], "--out", str(tmp_path / "eval"), "--deterministic"]
+        assert evaluate_main([*words, "--env-addr", url, "--samples", "1"]) == 0
+
+
+def played(run_dir):
+    files = sorted(Path(run_dir).glob("trajectories/step_*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+# --- SFT ------------------------------------------------------------------------------------------
+
+
+def test_every_conversation_is_seen_once_an_epoch_and_none_twice_in_a_step():
+    for count, per_turn in ((10, 4), (7, 3), (5, 5), (3, 8)):
+        turns = [rows_of(t, count, per_turn, "x") for t in range(1, 50)]
+        assert all(len(set(rows)) == len(rows) <= per_turn for rows in turns)
+        if per_turn >= count:
+            assert all(rows == list(range(count)) for rows in turns)
+            continue
+        seen = Counter(row for rows in turns for row in rows)
+        assert max(seen.values()) - min(seen.values()) <= 2 + len(turns) * per_turn // count // 2
+    assert rows_of(3, 10, 4, "x") != rows_of(3, 10, 4, "y")
+
+
+def test_steps_follow_from_epochs_and_the_rate_falls_over_them(tmp_path, url):
+    values = settings("sft", tmp_path, url, steps=0, epochs=3, num_demonstrations=5, hold_out=0.0)
+    assert run("sft", values) == 0
+    rows = read_metrics(values["run_dir"])
+    assert len(rows) == 3 * 2  # five conversations, four a step
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert saved["method"] == "sft" and saved["config"]["steps"] == 6
+    rates = [row["policy/learning_rate"] for row in rows]
+    assert rates == pytest.approx([3e-3 * (1 - n / 6) for n in range(6)])
+
+
+def test_what_is_held_out_is_measured_and_never_learned(tmp_path, url, capsys):
+    values = settings("sft", tmp_path, url, eval_every=2, hold_out=0.25, num_demonstrations=8)
+    assert run("sft", values) == 0
+    rows = read_metrics(values["run_dir"])
+    assert [row.get("eval/loss") is not None for row in rows] == [False, True, False, True]
+    assert "step 0: held-out loss 7.0" in capsys.readouterr().out  # nats of a random model
+    assert max(row["train/trajectories_used"] for row in rows) <= 6
+    learned, held_out = sft.parted(8, 0.25, seed=0)
+    assert len(held_out) == 2 and not set(learned) & set(held_out)
+    with pytest.raises(Misuse, match="--hold-out 0.9 leaves none of 1"):
+        sft.parted(1, 0.9, seed=0)
+
+
+def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(conversation(n)) + "\n" for n in range(4)))
+    values = settings("sft", tmp_path, url, data=(str(data),), steps=2, hold_out=0.0)
+    assert run("sft", values) == 0
+    data.write_text("".join(json.dumps(conversation(n)) + "\n" for n in range(5)))
+    capsys.readouterr()
+    assert run("sft", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 2
+    assert "is not what" in capsys.readouterr().err
+
+
+def conversation(n, text="abc", **more):
+    turns = [("human", f"craft {n}"), ("gpt", text), ("human", "get 1"), ("gpt", text)]
+    said = [{"from": who, "loss": who == "gpt", "value": value} for who, value in turns]
+    return {"item_id": f"letters_{n}", "conversations": said, **more}
+
+
+# --- Imitation with weights -----------------------------------------------------------------------
+
+
+def learner(rank=0):
+    accelerator = distributed.make_accelerator("no")
+    model = distributed.shard(accelerator, make_policy(rank).train())
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return Learner(accelerator, model, torch.optim.SGD(learning, lr=1.0))
+
+
+def weights_after(update_of, rank=0):
+    with fresh_process_state():
+        update.SHARING_PAYS, before = 0.0, update.SHARING_PAYS
+        try:
+            made = learner(rank)
+            metrics = update_of(made)
+        finally:
+            update.SHARING_PAYS = before
+        return metrics, {n: p.detach().clone() for n, p in made.model.named_parameters()}
+
+
+OBJECTIVE = Objective(mini_batch_size=64, max_grad_norm=1e9, share_prefix=False)
+CUTS = [
+    {"max_tokens_per_micro_batch": 10_000},
+    {"max_tokens_per_micro_batch": 14},
+    {"max_tokens_per_micro_batch": 40, "share_prefix": True},
+    {"max_tokens_per_micro_batch": 10_000, "share_prefix": True},
+]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("changes", CUTS)
+def test_weighted_imitation_is_the_slow_sum_whatever_the_cut(changes, rank):
+    batch = make_batch()
+    batch.weights = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.3, 0.0, 1.0, 0.7, 1.0, 0.1])
+    metrics, weights = weights_after(
+        lambda made: imitate(made, batch, replace(OBJECTIVE, **changes)), rank
+    )
+
+    def slowly(made):
+        total, tokens = torch.zeros(()), float(batch.loss_mask.sum())
+        for row in range(len(batch)):
+            one = batch.rows([row])
+            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
+            for t in range(int(one.lengths)):
+                if one.loss_mask[0, t]:
+                    total = total - batch.weights[row] * log_probs[0, t] / tokens
+        total.backward()
+        made.optimizer.step()
+        return float(total.detach())
+
+    loss, expected = weights_after(slowly, rank)
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert_equal(weights, expected)
+
+
+def assert_equal(weights, expected):
+    for name, weight in expected.items():
+        largest = weight.abs().max()
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=float(1e-5 * largest))
+
+
+# --- Preferences ----------------------------------------------------------------------------------
+
+
+def pair_batch():
+    """Four pairs of different lengths, the two of a pair with one opening of three tokens."""
+    batch = make_batch().rows([0, 1, 2, 3, 5, 6, 9, 10])
+    batch.group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    for row in range(0, 8, 2):
+        batch.input_ids[row + 1, :3] = batch.input_ids[row, :3]
+    batch.loss_mask[:, :4] = 0.0
+    batch.loss_mask[:, 4] = 1.0
+    generator = torch.Generator().manual_seed(5)
+    batch.ref_sums = -torch.rand(8, generator=generator) * 40
+    return batch
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("changes", CUTS)
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
+def test_a_step_of_preferences_is_the_slow_one_whatever_the_cut(kind, changes, rank):
+    batch, config = pair_batch(), DpoConfig(beta=0.2, loss=kind, sft_coef=0.3)
+    metrics, weights = weights_after(
+        lambda made: dpo.prefer(made, batch, replace(OBJECTIVE, **changes), config), rank
+    )
+
+    def slowly(made):
+        sums, tokens = [], []
+        for row in range(len(batch)):
+            one = batch.rows([row])
+            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
+            own = [log_probs[0, t] for t in range(int(one.lengths)) if one.loss_mask[0, t]]
+            sums.append(sum(own[1:], own[0]))
+            tokens.append(len(own))
+        losses = []
+        for i in range(0, len(batch), 2):
+            one = [x.reshape(1) for x in (sums[i], sums[i + 1])]
+            ref = [batch.ref_sums[i + k].reshape(1) for k in (0, 1)]
+            losses.append(preference_loss(*one, *ref, 0.2, 0.0, kind).loss)
+            losses[-1] = losses[-1] - 0.3 * sums[i] / tokens[i]
+        loss = sum(losses) / len(losses)
+        loss.backward()
+        made.optimizer.step()
+        chosen = [float(s.detach()) for s in sums[::2]]
+        return float(loss.detach()), sum(chosen) / len(chosen)
+
+    (loss, chosen), expected = weights_after(slowly, rank)
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["preference/chosen_log_prob"] == pytest.approx(chosen, rel=1e-5)
+    assert metrics["policy/optimizer_steps"] == 1
+    assert_equal(weights, expected)
+
+
+def test_micro_batches_never_part_a_pair():
+    batch = pair_batch()
+    for budget in (1, 20, 30, 64, 10_000):
+        for share in (False, True):
+            objective = Objective(max_tokens_per_micro_batch=budget, share_prefix=share)
+            cuts = dpo.pair_cuts(batch, list(range(8)), objective)
+            assert sorted(row for cut in cuts for row in cut) == list(range(8))
+            for cut in cuts:
+                assert all(b == a + 1 and a % 2 == 0 for a, b in zip(cut[::2], cut[1::2]))
+                longest = int(batch.lengths[cut].max())
+                assert len(cut) == 2 or len(cut) * longest <= budget
+                assert not share or len(cut) == 2
+
+
+def test_the_reference_is_the_policy_before_its_first_step(tmp_path, url):
+    """The first margin is 0, of each iteration; no pair is of two tasks or two openings."""
+    values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step takes all pairs
+    assert run("dpo", values) == 0
+    rows = read_metrics(values["run_dir"])
+    for row in (rows[0], rows[2]):
+        assert row["preference/margin"] == pytest.approx(0, abs=1e-4)
+        assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-4)
+        assert row["data/pairs"] > 0 and row["train/return_mean"] > 0
+    for row in (rows[1], rows[3]):
+        assert row["preference/margin"] > 0.001 and "data/pairs" not in row
+    lines = [json.loads(s) for s in (tmp_path / "run/pairs/iteration_001.jsonl").open()]
+    assert len(lines) == rows[0]["data/pairs"]
+    for line in lines:
+        assert line["chosen_return"] >= line["rejected_return"] + 0.05 - 1e-6
+        assert line["ref_chosen"] < 0 and line["ref_rejected"] < 0
+
+
+def test_pairs_that_a_run_has_kept_are_a_pair_file(tmp_path, url):
+    first = settings("dpo", tmp_path / "a", url, iterations=1, steps=1)
+    assert run("dpo", first) == 0
+    file = tmp_path / "a/run/pairs/iteration_001.jsonl"
+    second = settings("dpo", tmp_path / "b", url, iterations=1, steps=1, pairs=(str(file),))
+    assert run("dpo", second) == 0
+    again = tmp_path / "b/run/pairs/iteration_001.jsonl"
+    assert again.read_text() == file.read_text()  # references too: the same model
+
+
+def test_an_expert_is_preferred_to_what_the_policy_did(tmp_path, url, capsys):
+    files = {}
+    for name, text in (("expert", "abc"), ("experience", "xyz")):
+        files[name] = (str(tmp_path / f"{name}.jsonl"),)
+        Path(files[name][0]).write_text(
+            "".join(json.dumps(conversation(n, text)) + "\n" for n in range(3))
+        )
+    values = settings("dpo", tmp_path, url, iterations=1, steps=6, **files)
+    assert run("dpo", values) == 0
+    assert "3 pairs" in capsys.readouterr().out
+    rows = read_metrics(values["run_dir"])
+    assert (
+        rows[-1]["preference/accuracy"] == pytest.approx(1.0)
+        and rows[-1]["preference/margin"] > 0.05
+    )
+
+
+# --- AgentEvol ------------------------------------------------------------------------------------
+
+
+def explored(task, earned, text):
+    return conversation(task, text, **{"return": earned})
+
+
+def test_the_best_of_each_task_join_once_with_their_weights():
+    said = [
+        explored(0, 0.2, "aa"),
+        explored(0, 1.0, "ab"),
+        explored(0, 0.5, "ac"),
+        explored(0, 0.7, "ad"),
+        explored(1, 0.6, "ae"),
+        explored(1, 0.6, "ae"),  # the same again
+        explored(2, 0.0, "af"),
+    ]
+    chosen = agentevol.selected(said, EvolConfig(keep_per_task=2, min_return=0.1), "iteration 1")
+    found = [(r["item_id"], r["weight"], r["origin"]) for r in chosen]
+    assert sorted(found) == [
+        ("letters_0", 0.7, "iteration 1"),
+        ("letters_0", 1.0, "iteration 1"),
+        ("letters_1", 0.6, "iteration 1"),
+    ]
+    ones = agentevol.selected(said, EvolConfig(weighting="one", min_return=0.1), "x")
+    assert {r["weight"] for r in ones} == {1.0} and len(ones) == 3
+    control = agentevol.selected(said, EvolConfig(ignore_returns=True, keep_per_task=9), "x")
+    assert len(control) == 6 and {r["weight"] for r in control} == {1.0}
+    assert agentevol.selected(said, EvolConfig(min_return=1.0), "x") == []
+
+
+def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_path, url):
+    values = settings("agentevol", tmp_path, url)
+    assert run("agentevol", values) == 0
+    rows = read_metrics(values["run_dir"])
+    sets = [
+        [json.loads(s) for s in (tmp_path / f"run/evolving/iteration_00{n}.jsonl").open()]
+        for n in (1, 2)
+    ]
+    summaries = [
+        json.loads((tmp_path / f"run/evolving/iteration_00{n}.json").read_text()) for n in (1, 2)
+    ]
+    assert sets[1][: len(sets[0])] == sets[0]  # nothing leaves it
+    for place, (records, summary) in enumerate(zip(sets, summaries, strict=True)):
+        origins = Counter(r["origin"] for r in records)
+        assert summary["origins"] == origins and origins["demonstration"] == 4
+        assert rows[2 * place]["data/evolving"] == len(records)
+        assert all(as_agenttraj(r, "x") for r in records)  # AgentTraj, and more
+        for record in records:
+            if record["origin"] == "demonstration":
+                assert record["weight"] == 1.0
+            else:
+                assert record["weight"] == record["return"] > 0.4
+                assert all("ids" in t for t in record["conversations"] if t["from"] == "gpt")
+    # Both iterations begin with the same weights: their first loss is that of a random model.
+    assert rows[0]["policy/entropy"] == pytest.approx(rows[2]["policy/entropy"], abs=0.05)
+    assert rows[1]["policy/entropy"] < rows[0]["policy/entropy"]
+    rates = [row["policy/learning_rate"] for row in rows]
+    assert rates == pytest.approx([3e-3, 1.5e-3] * 2)  # and with a fresh schedule
+    last = settings("agentevol", tmp_path / "last", url, learn_from="last")
+    assert run("agentevol", last) == 0
+    on = read_metrics(last["run_dir"])
+    assert on[2]["policy/entropy"] < rows[2]["policy/entropy"] - 0.01
+
+
+def test_an_iteration_in_which_nothing_earned_leaves_the_demonstrations_and_says_so(
+    tmp_path, url, capsys
+):
+    values = settings("agentevol", tmp_path, url, min_return=1.0)
+    assert run("agentevol", values) == 0
+    said = capsys.readouterr().out
+    assert "iteration 1: nothing of 16 explored earned more than 1; the set stays" in said
+    assert [row.get("data/evolving") for row in read_metrics(values["run_dir"])] == [4, None] * 2
+
+
+# --- Misuse, one line each ------------------------------------------------------------------------
+
+
+BAD_FILES = {
+    "broken.json": "{oops",
+    "field.jsonl": '{"item_id": "a"}\n',
+    "role.jsonl": '{"messages": [{"role": "robot", "content": "a"}]}\n',
+    "empty.jsonl": '{"item_id": "a", "conversations": []}\n',
+    "nothing.jsonl": "",
+    "alternate.jsonl": json.dumps(
+        {
+            "item_id": "a",
+            "conversations": [
+                {"from": "human", "loss": None, "value": "a"},
+                {"from": "gpt", "loss": True, "value": "a"},
+                {"from": "gpt", "loss": True, "value": "a"},
+            ],
+        }
+    ),
+    "no_loss.jsonl": json.dumps(
+        {"item_id": "a", "conversations": [{"from": "human", "loss": None, "value": "a"}]}
+    ),
+    "two_tasks.jsonl": json.dumps(
+        {"chosen": conversation(1), "rejected": conversation(2, "xyz"), "prompt": None}
+    ),
+    "equal.jsonl": json.dumps(
+        {"chosen": conversation(1), "rejected": conversation(1), "prompt": None}
+    ),
+    "no_gap.jsonl": "".join(
+        json.dumps(conversation(1, text, **{"return": 0.5})) + "\n" for text in ("ab", "cd")
+    ),
+}
+REFUSED = [
+    ("sft", {"data": ("nosuch.json",)}, "--data nosuch.json is not there"),
+    ("sft", {"data": ("FILES/broken.json",)}, "broken.json, line 1 is no JSON"),
+    ("sft", {"data": ("FILES/field.jsonl",)}, "field.jsonl, line 1: ['item_id']: expected"),
+    ("sft", {"data": ("FILES/role.jsonl",)}, "line 1: message 0 has the role 'robot'"),
+    ("sft", {"data": ("FILES/empty.jsonl",)}, "line 1: conversation a is empty"),
+    ("sft", {"data": ("FILES/alternate.jsonl",)}, "turn 2 is from gpt, expected human"),
+    ("sft", {"data": ("FILES/no_loss.jsonl",)}, "has no gpt turn with loss"),
+    ("sft", {"data": ("FILES/nothing.jsonl",)}, "holds no conversation"),
+    ("sft", {"hold_out": 1.5}, "--hold-out 1.5 must be a share"),
+    ("sft", {"steps": 0, "epochs": 0}, "--epochs 0 must be at least 1"),
+    ("sft", {"max_trajectory_tokens": 9}, "leaves none of 6 conversations; raise it"),
+    ("sft", {"rounds": (2, 4)}, "sft.py plays with one horizon"),
+    ("dpo", {"beta": 0}, "--beta 0 must be above 0"),
+    ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
+    ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "is of --loss sigmoid alone"),
+    ("dpo", {"mini_batch_size": 5}, "--mini-batch-size 5 counts trajectories, two of each pair"),
+    ("dpo", {"steps": 5}, "--steps 5 cannot be cut into --iterations 2 equal parts"),
+    ("dpo", {"expert": ("FILES/equal.jsonl",)}, "--expert and --experience belong together"),
+    ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 2}, "--iterations 2 plays for new"),
+    ("dpo", {"pairs": ("FILES/two_tasks.jsonl",), "iterations": 1}, "a pair of two tasks"),
+    ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 1}, "no pair left (1 equal texts)"),
+    ("dpo", {"data": ("FILES/no_gap.jsonl",), "iterations": 1}, "no pair left (1 no partner)"),
+    ("dpo", {"group_size": 1}, "--group-size 1 leaves no second trajectory"),
+    ("agentevol", {"keep_per_task": 0}, "--keep-per-task 0 must be at least 1"),
+    ("agentevol", {"data": ("FILES/broken.json",)}, "broken.json, line 1 is no JSON"),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "words"), REFUSED)
+def test_misuse_is_one_line_and_leaves_nothing(method, changes, words, tmp_path, url, capsys):
+    files = tmp_path / "files"
+    files.mkdir()
+    for name, text in BAD_FILES.items():
+        (files / name).write_text(text)
+    changes = {
+        name: tuple(v.replace("FILES", str(files)) if isinstance(v, str) else v for v in value)
+        if isinstance(value, tuple)
+        else value
+        for name, value in changes.items()
+    }
+    values = settings(method, tmp_path, url, **changes)
+    assert run(method, values) == 2
+    error = capsys.readouterr().err
+    assert words in error, error
+    assert len(error.splitlines()) == 1 and error.startswith(f"{method}.py: ")
+    assert not Path(values["run_dir"]).exists()
+
+
+def test_no_pair_in_what_the_policy_played_ends_the_run_with_the_reason(tmp_path, url, capsys):
+    values = settings("dpo", tmp_path, url, min_gap=1.0)
+    assert run("dpo", values) == 1
+    error = capsys.readouterr().err
+    assert "iteration 1: no pair left (" in error and " gap" in error
+
+
+def test_options_are_checked_from_python_too():
+    with pytest.raises(Misuse, match="--beta -1 must be above 0"):
+        check_method(DpoConfig(beta=-1.0))
+    check_method(SftConfig())
+    check_method(EvolConfig())
+
+
+def test_probes_end_where_the_first_action_begins():
+    batch = pair_batch()
+    for ids, row in zip(openings_of(batch, 2), (0, 1), strict=True):
+        assert ids == batch.input_ids[row, :4].tolist()
+
+
+def test_log_probs_of_the_reference_are_those_that_scoring_gives():
+    batch = pair_batch()
+
+    class Worker:
+        device = "cpu"
+
+        def portions(self, rows):
+            return replace(OBJECTIVE, mini_batch_size=rows)
+
+    with fresh_process_state():
+        Worker.policy = learner()
+        sums = dpo.reference_of(Worker(), batch)
+        whole = score_policy(Worker.policy.model, batch, OBJECTIVE, "cpu")
+    assert sums == pytest.approx((whole * batch.loss_mask).sum(1).tolist(), rel=1e-5)
+
+
+def test_adapters_are_what_is_learned_with_lora(tmp_path, url):
+    for method in PROGRAMS:
+        values = settings(method, tmp_path / method, url, lora_rank=2, iterations=1, steps=2)
+        values.pop("iterations") if method == "sft" else None
+        assert run(method, values) == 0
+        folder = tmp_path / method / "run/checkpoints/step_000002"
+        assert (folder / "adapter/adapter_model.safetensors").exists()
