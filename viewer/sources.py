@@ -139,8 +139,9 @@ class RunSource(Source):
         return sorted(found, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
 
     def config(self) -> dict[str, Any]:
-        known = read_json(self.path / "config.json").get("config")
-        return known if isinstance(known, dict) else {}
+        about = read_json(self.path / "config.json")
+        known = about.get("config")
+        return {"algorithm": about.get("method")} | known if isinstance(known, dict) else {}
 
     def is_live(self) -> bool:
         """Whether it is likely to go on: it wrote a moment ago and is not at its end."""
@@ -150,7 +151,9 @@ class RunSource(Source):
         return time.time() - written < ALIVE_S and not (isinstance(steps, int) and done >= steps)
 
     def last_step(self) -> int:
-        return max((f.step or 0 for f in self.files() if f.kind == "train"), default=0)
+        """Of its files of trajectories, or, as not every method plays at each step, of its log."""
+        played = max((f.step or 0 for f in self.files() if f.kind == "train"), default=0)
+        return max([played, *(row["step"] for row in last_rows(self.path / "metrics.jsonl"))])
 
     def state(self) -> str:
         return "|".join([super().state(), *map(stamp, self._logs()), stamp(self.path / "eval")])
@@ -272,6 +275,17 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def last_rows(path: Path, num_bytes: int = 16_384) -> list[dict[str, Any]]:
+    """The steps at a log's end, read without the rest; none where there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            rows = map(parse, file.read().splitlines())
+            return [row for row in rows if row is not None and isinstance(row.get("step"), int)]
+    except OSError:
+        return []
 
 
 def mtime(path: Path) -> float:

@@ -9,14 +9,24 @@ import { count, number, percent, seconds } from "./format.js";
 const LEARNING = "Return and success";
 const SUBTASKS = "Held-out success by sub-task";
 const BEHAVIOUR = "How it behaves";
+const PREFERENCE = "What it prefers";
 const UPDATE = "Is the update healthy?";
 const TIME = "Where the time goes";
 export const OTHER = "All other metrics";
-export const SECTIONS = [LEARNING, SUBTASKS, BEHAVIOUR, UPDATE, TIME, OTHER];
+export const SECTIONS = [LEARNING, SUBTASKS, BEHAVIOUR, PREFERENCE, UPDATE, TIME, OTHER];
 
 const METRICS = {
-  [LEARNING]: ["train/return_mean", "train/success_rate"],
+  [LEARNING]: ["train/return_mean", "train/success_rate", "eval/loss", "data/evolving"],
   [BEHAVIOUR]: ["policy/entropy", "train/parse_error_rate", "train/repeated_token_rate"],
+  [PREFERENCE]: [
+    "preference/margin",
+    "preference/accuracy",
+    "preference/chosen_log_prob",
+    "preference/rejected_log_prob",
+    "preference/chosen_reward",
+    "preference/rejected_reward",
+    "data/pairs",
+  ],
   [UPDATE]: [
     "policy/approx_kl",
     "policy/kl",
@@ -29,7 +39,7 @@ const METRICS = {
     "train/groups_zero_variance",
   ],
 };
-const SHARES = ["train/success_rate", "train/parse_error_rate", "train/repeated_token_rate", "policy/clip_frac"];
+const SHARES = ["train/success_rate", "train/parse_error_rate", "train/repeated_token_rate", "policy/clip_frac", "preference/accuracy"];
 const WHOLE = [0, 1];
 const STOP_COLOURS = {
   success: "--solved",
@@ -158,6 +168,7 @@ export function panelsOf(runs) {
     turnsPanel(runs),
     ...metric(BEHAVIOUR),
     ...stackedPanels(BEHAVIOUR, "stop_reasons", "stop reasons", stops, runs, { format: percent, fixed: WHOLE }),
+    ...metric(PREFERENCE),
     ...metric(UPDATE),
     ...stackedPanels(TIME, "phases", "time by phase", times, runs, { format: seconds }),
   ].filter(Boolean);
