@@ -96,42 +96,47 @@ def train(config: DpoConfig) -> Run:
         kept = Kept(session.run.path / "pairs", session.run.writes)
         kept.forget_after(session.completed_step // length + 1)
         session.evaluate_start()
-        batch: Batch | None = None
+        batch, known = None, -1
         for step in session.steps_left():
             clock = Clock(vars(config))
             iteration, place = divmod(step - 1, length)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
-            if place == 0 or batch is None:
+            if known != iteration:
                 if place:
                     kept.require(iteration + 1)
                 with clock("time/rollout_s"):
                     batch, found = pairs_for(session, kept, iteration, step - place, given)
                 metrics |= found if place == 0 else {}
-            rows = rows_of(
-                place + 1,
-                len(batch) // 2,
-                config.mini_batch_size // 2,
-                f"dpo/{config.seed}/{iteration}",
-            )
-            part = batch.rows([row for pair in rows for row in (2 * pair, 2 * pair + 1)])
+                known = iteration
 
             # ----------------------------------------------------------------------------- 2 update
-            w.rest()
-            w.set_learning_rates(step)
-            with clock("time/update_s"):
-                metrics |= prefer(w.policy, part, w.portions(len(part)), config, seed=step)
-            clock.values["update/tokens_per_s"] = int(part.lengths.sum()) / max(
-                clock.values["time/update_s"], 1e-9
-            )
-            metrics |= {"data/policy_tokens": int(part.loss_mask.sum())}
-            metrics |= {"data/epoch": (place + 1) * len(part) / len(batch)}
+            if batch is None:
+                metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
+            else:
+                part = step_of(batch, place + 1, config, iteration)
+                w.rest()
+                w.set_learning_rates(step)
+                with clock("time/update_s"):
+                    metrics |= prefer(w.policy, part, w.portions(len(part)), config, seed=step)
+                clock.values["update/tokens_per_s"] = int(part.lengths.sum()) / max(
+                    clock.values["time/update_s"], 1e-9
+                )
+                metrics |= {"data/policy_tokens": int(part.loss_mask.sum())}
+                metrics |= {"data/epoch": (place + 1) * len(part) / len(batch)}
 
             # ----------------------------------------------------------------- 3 measure, log, save
-            metrics |= sync_if_measured(session, step, part, clock)
+            metrics |= sync_if_measured(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
     return session.run
+
+
+def step_of(batch: Batch, turn: int, config: DpoConfig, iteration: int) -> Batch:
+    """The pairs of an iteration's `turn`-th step."""
+    pairs, per_step = len(batch) // 2, config.mini_batch_size // 2
+    chosen = rows_of(turn, pairs, per_step, f"dpo/{config.seed}/{iteration}")
+    return batch.rows([row for pair in chosen for row in (2 * pair, 2 * pair + 1)])
 
 
 # ------------------------------------------------------------------------------------------ pairs
@@ -178,12 +183,13 @@ def pairs_for(
     iteration: int,
     step: int,
     given: Sequence[Pair] | None,
-) -> tuple[Batch, dict[str, Any]]:
+) -> tuple[Batch | None, dict[str, Any]]:
     """An iteration's pairs as a batch with the reference's log-probs, and metrics of how they came:
-    found in the run, or made by the policy as it is now, which is the reference.
+    found in the run, or made by the policy as it is now, which is the reference. None: what it
+    played earned alike, there is nothing to prefer.
 
     Raises:
-        TrainingError: no pair is left; says why.
+        TrainingError: there is no pair in the first iteration; says why.
     """
     w, config = session.worker, session.config
     assert isinstance(config, DpoConfig)
@@ -202,7 +208,10 @@ def pairs_for(
             limit = config.max_trajectory_tokens
             batch, found = encode_pairs(w.chat, found, limit, w.pad_id, counts)
         except ValueError as error:
-            raise TrainingError(f"iteration {iteration + 1}: {error}") from None
+            if not iteration:
+                raise TrainingError(f"iteration 1: {error}") from None
+            distributed.say(f"iteration {iteration + 1}: {error}; its steps change no weight")
+            return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
         sums = reference_of(w, batch)
         made.append(batch)
         left_out = why_left_out(counts)
@@ -218,6 +227,8 @@ def pairs_for(
         return lines, {"metrics": metrics, "left_out": counted(counts)}
 
     lines, summary = kept.of(iteration + 1, make)
+    if not lines:
+        return None, summary["metrics"]
     if made:
         batch = made[0]
     else:

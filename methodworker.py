@@ -176,12 +176,16 @@ def openings_of(batch: Batch, count: int) -> list[list[int]]:
     return [batch.input_ids[row, : first[row]].tolist() for row in range(rows)]
 
 
-def sync_if_measured(session: Session[Any], step: int, batch: Batch, clock: Any) -> dict[str, Any]:
+def sync_if_measured(
+    session: Session[Any], step: int, batch: Batch | None, clock: Any
+) -> dict[str, Any]:
     """The policy's weights to the sampler, checked there, where the step is evaluated next."""
     config, worker = session.config, session.worker
     if not config.plays or not is_due(step, config.eval_every, config.steps):
         return {}
     with clock("time/sync_s"):
+        if batch is None:  # nothing has changed since they were sent
+            return {}
         difference, num_bytes = worker.sync_probed(step, openings_of(batch, worker.num_probes))
     clock.values["sync/bytes"] = num_bytes
     return {"sync/log_prob_diff_mean": difference}

@@ -1,0 +1,19 @@
+"""`sft.py`, `dpo.py` or `agentevol.py` in the toy world, as a program of its own: tests start it,
+launch several of it, kill it.
+
+    python tests/start_method.py METHOD WORDS...
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+from toy_env import Shown, registered  # noqa: E402
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with registered(Shown):
+        sys.exit(import_module(sys.argv[1]).command_line(sys.argv[2:]))
