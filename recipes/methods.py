@@ -1,0 +1,174 @@
+"""SFT, DPO and AgentEvol beside the estimators of RL: from one start, at equal turns played.
+
+The laboratory's (laboratory.py): ten levels of BabyAI, held-out mazes, a model of 3M parameters
+that has imitated a careless teacher. Every method begins with it, plays with at most 4 turns, and
+may spend as many turns as `short` does in miniature.py, those of a teacher included:
+
+    sft          fresh episodes of the teacher, each seen once
+    dpo          pairs of what the policy has just played, twelve times
+    agentevol    512 episodes of the teacher; explores four times, learns from the start each time
+    cloning      its control: those 512 alone, as many optimizer steps as an iteration has
+    unweighted   another one: all that it explores counts as if it had earned 1
+
+and grpo, rloo, reinforce_plus_plus, ppo and stepwise from miniature.py's results.
+
+    python recipes/methods.py run --method sft --seed 0     runs or resumes: results/methods/
+    python recipes/methods.py report                        table and picture of what is there
+
+A run may be killed at any time; the same command goes on. What follows the known options is handed
+on to the method's program. Read next: miniature.py, evidence.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recipes import laboratory  # noqa: E402
+from recipes.common import RESULTS, Recipe, Result, read_json, run, steps_done, write_json  # noqa: E402
+from recipes.evidence import common_budget, compare, end  # noqa: E402
+from recipes.miniature import record  # noqa: E402
+from recipes.miniature_plan import BASE, ESTIMATORS, SEEDS, read_results  # noqa: E402
+from recipes.miniature_plan import FOLDER as MINIATURE  # noqa: E402
+from recipes.miniature_report import ALL, AT_ONCE, at_budget, curves, insert  # noqa: E402
+
+FOLDER = RESULTS / "methods"
+PAGE = ROOT / "RESULTS.md"
+TURNS = ("--rounds", "4", "--warm-start", "never", "--mini-batch-size", "64")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A program, its words beside those of miniature.json, and how many episodes it is shown."""
+
+    program: str
+    words: tuple[str, ...]
+    steps: int
+    shown: int = 0
+
+
+EVOLVE = (
+    *("--iterations", "4", "--tasks-per-iteration", "320", "--group-size", "8"),
+    *("--learning-rate", "1e-4", "--eval-every", "60"),
+)
+ARMS = {
+    "sft": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "48"), 144, 144 * 64),
+    "dpo": Arm(
+        "dpo.py",
+        ("--iterations", "12", "--tasks-per-iteration", "120", "--group-size", "8")
+        + ("--learning-rate", "3e-5", "--eval-every", "60"),
+        180,
+    ),
+    "agentevol": Arm("agentevol.py", EVOLVE, 240, 512),
+    "cloning": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "60"), 60, 512),
+    "unweighted": Arm("agentevol.py", (*EVOLVE, "--ignore-returns"), 240, 512),
+}
+OTHERS = (*ESTIMATORS, "stepwise")  # of miniature.py
+
+
+# -------------------------------------------------------------------------------------------- a run
+
+
+def arguments_of(arm: Arm, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
+    """The program's."""
+    words = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
+    words += [*TURNS, *arm.words, *extra, "--run-dir", str(run_dir)]
+    return words + (["--data", str(shown_file(run_dir))] if arm.shown else [])
+
+
+def shown_file(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}-shown.json")
+
+
+def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """One run, or the rest of it; its result."""
+    arm, name = ARMS[options.method], f"{options.method}-{options.seed}"
+    run_dir = options.runs / name
+    shown_turns = 0.0
+    if arm.shown:
+        shown_turns = show(shown_file(run_dir), arm.shown, options.seed)
+    if steps_done(run_dir) < arm.steps:
+        words = arguments_of(arm, options.seed, run_dir, extra)
+        if (run_dir / "config.json").exists():
+            words = ["--resume", "--run-dir", str(run_dir)]
+        run([sys.executable, arm.program, *words])
+    result = {"arm": options.method, "seed": options.seed} | record(run_dir, arm.steps)
+    count_shown(result, arm, shown_turns)
+    write_json(options.results / f"{name}.json", result)
+    print(f"wrote {options.results / name}.json", flush=True)
+
+
+def show(path: Path, count: int, seed: int) -> float:
+    """Write the teacher's episodes, if they are not there; turns of one, a mean over them."""
+    if not path.exists():
+        shown, table = laboratory.demonstrate(count, seed=10_000 + seed)
+        print(table, flush=True)
+        write_json(path, shown)
+    episodes: list[dict[str, Any]] = read_json(path)
+    return fmean(sum(turn["from"] == "gpt" for turn in e["conversations"]) for e in episodes)
+
+
+def count_shown(result: Result, arm: Arm, turns: float) -> None:
+    """Add to each row's turns those that the teacher has played by then: of sft.py's episodes the
+    ones that were learned, of agentevol.py's all, from the beginning; none is played twice."""
+    seen = 0.0
+    for row in result["curve"]:
+        seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
+        row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def runs_in(folder: Path, miniature: Path = MINIATURE) -> dict[str, list[Result]]:
+    """Arm -> its results by seed: these methods', and RL's of miniature.py."""
+    own, others = read_results(folder), read_results(miniature)
+    found = {name: [own[name, s] for s in SEEDS if (name, s) in own] for name in ARMS}
+    found |= {name: [others[name, s] for s in SEEDS if (name, s) in others] for name in OTHERS}
+    return {name: results for name, results in found.items() if results}
+
+
+def report(folder: Path, page: Path = PAGE, miniature: Path = MINIATURE) -> str:
+    """The table of what is there, into the page too, and the picture."""
+    runs = runs_in(folder, miniature)
+    if not any(name in ARMS for name in runs):
+        raise ValueError(f"{folder} is empty; run: python recipes/methods.py run --method sft")
+    text = "\n".join(table(runs))
+    drawn = [name for name in runs if name not in ("cloning", "unweighted")]
+    panels = (AT_ONCE, ALL)
+    curves(folder / "methods.png", runs, drawn, "turns", "turns played in training", panels)
+    insert(page, "methods", text)
+    return text
+
+
+def table(runs: dict[str, list[Result]]) -> list[str]:
+    """At the turns that all of the long arms have played; AgentEvol against its controls."""
+    long = [name for name in runs if name != "cloning"]  # which is short by design
+    every = [result for name in long for result in runs[name]]
+    budget = common_budget(every, "turns")
+    lines = [f"Held-out goals solved, %, after {budget:,.0f} turns, a teacher's included:", ""]
+    lines += at_budget(runs, long, every, budget, "turns")
+    if "agentevol" in runs:
+        for name in ("cloning", "unweighted", "sft"):
+            if name in runs:
+                told = compare(runs["agentevol"], runs[name], end, end)
+                lines += ["", f"agentevol minus {name}, at their ends, in 16 turns: {told} points."]
+    return lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--method", choices=ARMS, required=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return Recipe("methods", __doc__, FOLDER, add_options, play, report).main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""recipes/methods.py: its arms are command lines that the programs take, its turns count those of a
+teacher, its table puts the methods beside RL."""
+
+import pytest
+from test_miniature import result, write
+
+from recipes import methods
+from runtime.cli import training_options
+from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
+
+KINDS = {kind.program: kind for kind in (SftConfig, DpoConfig, EvolConfig)}
+
+
+@pytest.mark.parametrize("name", methods.ARMS)
+def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
+    arm, run_dir = methods.ARMS[name], tmp_path / f"{name}-1"
+    if arm.shown:
+        methods.show(methods.shown_file(run_dir), 20, seed=1)
+    words, kind = methods.arguments_of(arm, 1, run_dir), KINDS[arm.program]
+    config = training_options(words, arm.program, "", kind, check_method)
+    assert config.model.endswith("tiny-babyai") and config.warm_start == "never"
+    assert config.rounds == (4,) and config.evaluation_rounds == 16
+    assert (config.steps, config.seed, config.mini_batch_size) == (arm.steps, 1, 64)
+    assert config.steps % config.eval_every == 0  # the last evaluation is one of the curve's
+    assert config.ignore_returns == (name == "unweighted") if arm.program == "agentevol.py" else 1
+
+
+def test_methods_spend_about_as_many_turns_as_short_in_all():
+    turns = 198 * 180  # of `short`: turns a step, steps
+    for name in ("dpo", "agentevol"):
+        words = methods.ARMS[name].words
+        iterations, tasks, samples = (
+            int(words[words.index(f"--{option}") + 1])
+            for option in ("iterations", "tasks-per-iteration", "group-size")
+        )
+        assert iterations * tasks * samples * 3.1 == pytest.approx(turns, rel=0.15)
+
+
+def test_a_teachers_turns_are_counted_when_they_are_learned():
+    curve = [{"turns": 0.0, "train/trajectories_used": 64} for _ in range(3)]
+    sft = methods.Arm("sft.py", (), 3, shown=150)
+    methods.count_shown(made := {"curve": curve}, sft, turns=2.0)
+    assert [row["turns"] for row in made["curve"]] == [128.0, 256.0, 300.0]
+    curve = [{"turns": 10.0}, {"turns": 10.0, "train/trajectories_used": 9}]
+    methods.count_shown(made := {"curve": curve}, methods.ARMS["agentevol"], turns=2.0)
+    assert [row["turns"] for row in made["curve"]] == [1034.0, 1034.0]
+    methods.count_shown(made := {"curve": [{"turns": 7.0}]}, methods.ARMS["dpo"], turns=0.0)
+    assert made["curve"][0]["turns"] == 7.0
+
+
+def test_the_table_puts_them_beside_rl_at_the_turns_that_all_have_played(tmp_path):
+    own, others = tmp_path / "own", tmp_path / "others"
+    for folder in (own, others):
+        folder.mkdir()
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- miniature methods -->\n<!-- end methods -->\nb\n")
+    with pytest.raises(ValueError, match="is empty; run"):
+        methods.report(own, page, others)
+    write(own, *(result("agentevol", s, [0, 0], [2, 2], turns=(100, 200)) for s in (0, 1)))
+    write(own, result("cloning", 0, [0, 0], [0, 2], turns=(10, 20)))
+    write(others, *(result("rloo", s, [0, 0], [0, 9], turns=(150, 300)) for s in (0, 1, 2)))
+    said = methods.report(own, page, others)
+    assert "after 200 turns, a teacher's included" in said
+    assert "| agentevol | 2 | 100.0" in said and "| rloo | 3 | 0.0" in said
+    assert "| cloning |" not in said and "agentevol minus cloning, at their ends" in said
+    assert said in page.read_text() and (own / "methods.png").exists()
