@@ -386,6 +386,20 @@ def test_the_table_of_deep_search_is_that_of_the_committed_run() -> None:
         assert line in MEASURED
 
 
+def test_the_line_on_searchqas_server_is_that_of_the_committed_run() -> None:
+    found = json.loads((RESULTS / "environments-searchqa.json").read_text())
+    added, gained = (
+        found["memory"]["rss_mb_of_sessions"],
+        found["leak"]["rss_mb_growth_second_half"],
+    )
+    built, batched = found["retrieval"]["built"], found["retrieval"]["batched"]
+    assert sum(gained.values()) == 0.0
+    assert (
+        f"{found['ratio']} times the steps/s (goal 0.5); {added} MB (goal 20); none; "
+        f"{built:.0f} times faster (goal 3); {batched} times (goal 4: missed" in MEASURED
+    )
+
+
 @pytest.mark.parametrize(("name", "after"), [("rollout", ""), ("rollout-32", "to be decoded, ")])
 def test_the_rollout_figures_are_those_of_the_committed_run(name: str, after: str) -> None:
     summary = json.loads((RESULTS / f"{name}.json").read_text())["summary"]
