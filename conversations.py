@@ -261,6 +261,9 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
         is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)
         if not is_turn or str(turn.get("from")) not in ROLES:
             raise ValueError(f"{name}: turn {i} must be from human, gpt or system, with a value")
+        ids = turn.get("ids")
+        if ids is not None and not (isinstance(ids, list) and all(map(_is_id, ids))):
+            raise ValueError(f"{name}: turn {i}: ids must be a list of token ids, from 0 on")
         if not is_sound(turn["value"]):
             raise ValueError(f"{name}: turn {i} holds half of a surrogate pair, which is no text")
     actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
@@ -276,6 +279,10 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
         if turns[i]["from"] != expected:
             raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
     return turns[: first - 1], turns[first - 1 :]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_sound(text: str) -> bool:

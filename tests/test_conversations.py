@@ -215,6 +215,12 @@ def with_turns(*turns):
     }
 
 
+def with_ids(ids):
+    record = with_turns(("human", None, "a"), ("gpt", True, "b"))
+    record["conversations"][1]["ids"] = ids
+    return record
+
+
 GOOD = json.dumps(RECORDS[0])
 WRONG = {
     "broken JSON": ('{"item_id": ', "line 2 is no JSON"),
@@ -237,6 +243,10 @@ WRONG = {
     "a role that is a list": ('{"messages": [{"role": ["user"]}]}', "message 0 has the role"),
     "a speaker that is an object": (with_turns(({}, None, "a")), "turn 0 must be from"),
     "half a surrogate pair": (with_turns(("human", None, "\ud83d")), "half of a surrogate pair"),
+    **{
+        f"ids that are {what}": (with_ids(ids), "turn 1: ids must be a list of token ids")
+        for what, ids in (("words", ["a"]), ("negative", [-1]), ("a number", 7), ("true", [True]))
+    },
     "long keys": (json.dumps({"a\nb" * 1000: 1}), "expected {"),
     "nested without end": ('{"a": ' + "[" * 100_000, "line 2 is no JSON"),
 }
