@@ -194,6 +194,11 @@ class RunConfig(Portions):
         return self.mini_batch_size
 
     @property
+    def fixed(self) -> frozenset[str]:
+        """Options that a resumed run must not change, though others may."""
+        return frozenset()
+
+    @property
     def steps_in_a_row(self) -> int:
         """Steps until the learning rate begins anew: all, but for a method that begins again."""
         return self.steps

@@ -44,7 +44,9 @@ class RunFiles:
 
     def turns_played(self) -> dict[int, float]:
         """Step -> thousands of turns that training trajectories have had when it ended."""
-        episodes = self.options.get("tasks_per_step", 1) * self.options.get("group_size", 1)
+        o = self.options  # of a method that plays now and then, only those steps have turns
+        tasks = o.get("tasks_per_step") or o.get("tasks_per_iteration", 1)
+        episodes = tasks * o.get("group_size", 1)
         turns = [(row.get("train/turns_mean") or 0.0) * episodes / 1000 for row in self.metrics]
         return self._by_step(self.metrics, turns)
 

@@ -119,6 +119,10 @@ class DpoConfig(MethodConfig):
     """of the policy, AdamW"""
 
     @property
+    def fixed(self) -> frozenset[str]:
+        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
+
+    @property
     def plays_for_pairs(self) -> bool:
         return not (self.pairs or self.data or self.expert or self.experience)
 
@@ -159,6 +163,10 @@ class EvolConfig(MethodConfig):
     # How it learns
     steps: int = 96
     """training steps in total, also on resume (steps)"""
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
 
     @property
     def plays(self) -> bool:

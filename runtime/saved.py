@@ -144,7 +144,8 @@ def check_unchanged(given: RunConfig, saved: RunConfig) -> None:
     changed = [
         flag(f.name)
         for f in fields(given)
-        if f.name not in CHANGEABLE and getattr(given, f.name) != getattr(saved, f.name)
+        if (f.name not in CHANGEABLE or f.name in given.fixed)
+        and getattr(given, f.name) != getattr(saved, f.name)
     ]
     if changed:
         raise Misuse(

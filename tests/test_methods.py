@@ -275,6 +275,19 @@ def test_a_run_of_one_method_is_not_resumed_by_another(tmp_path, url, capsys):
     assert "add --resume" in capsys.readouterr().err
 
 
+def test_more_steps_are_refused_where_they_would_move_the_iterations(tmp_path, url, capsys):
+    values = settings("agentevol", tmp_path, url, steps=2)
+    assert run("agentevol", values) == 0
+    capsys.readouterr()
+    again = {"resume": True, "run_dir": values["run_dir"], "steps": 4}
+    assert run("agentevol", again) == 2
+    assert "leave out --steps" in capsys.readouterr().err
+    one = settings("dpo", tmp_path / "one", url, steps=2, iterations=1)
+    assert run("dpo", one) == 0
+    assert run("dpo", again | {"run_dir": one["run_dir"]}) == 0
+    assert len(read_metrics(one["run_dir"])) == 4
+
+
 def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
     """What dpo.py has played is data for sft.py, and evaluate.py takes its best checkpoint."""
     first = settings("dpo", tmp_path / "a", url, eval_every=4)
