@@ -26,6 +26,10 @@ counts, in `evolving/iteration_001.jsonl`.
 Against RL: no baseline and no negative example, so that a mistake is never made less likely, only
 crowded out; and an iteration's data is used for many steps, for imitation need not be on-policy.
 
+(AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
+here the first exploration is the start's, which wants a warm start, and iterations have as many
+steps.)
+
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
     python agentevol.py --resume --run-dir runs/NAME
@@ -39,7 +43,7 @@ import sys
 
 from runtime.cli import refuse_misuse, training_options
 from runtime.malloc import begin_with_tcmalloc
-from runtime.methods import EvolConfig, check_method, with_whole_paths
+from runtime.methods import EvolConfig, check_method, is_kept
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
@@ -49,14 +53,17 @@ if __name__ == "__main__":  # before the imports below take their seconds
     )
     begin_with_tcmalloc()
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import program
-from conversations import ROUNDING, Conversation
-from methodworker import Kept, MethodWorker, begun, rows_of, shown_by, sync_if_measured
+from config import Misuse
+from conversations import ROUNDING, Conversation, return_of
+from methodworker import Kept, MethodWorker, shown_by, sync_if_measured
+from order import portion
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.phases import phase
@@ -75,13 +82,9 @@ def train(config: EvolConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = with_whole_paths(program.checked(config, check_method))
+    config = program.checked(config, check_method)
     length = config.steps // config.iterations
-    config = begun(config, length)
-    given = [
-        record | {"origin": DEMONSTRATED, "weight": 1.0}
-        for record in shown_by(config, config.num_demonstrations)
-    ]
+    given = demonstrated(config)
     make_worker = partial(MethodWorker, given=given, what="demonstrations")
     with at_work(config, make_worker) as session:
         w = session.worker
@@ -101,16 +104,13 @@ def train(config: EvolConfig) -> Run:
                     evolving, found = evolve(session, kept, iteration, step - place)
                 if place == 0:
                     metrics |= found
-                    begin_again(w, config)
-                    session.progress.begin_anew()
+                    if iteration:  # the first begins with the start as it is
+                        begin_again(w, config)
+                        session.progress.begin_anew()
 
             # --------------------------------------------------------------------------- 2 imitate
-            rows = rows_of(
-                place + 1,
-                len(evolving),
-                config.mini_batch_size,
-                f"evolve/{config.seed}/{iteration}",
-            )
+            key = f"evolve/{config.seed}/{iteration}"
+            rows, epochs = portion(place + 1, len(evolving), config.mini_batch_size, key)
             batch = w.batch_of([evolving[row] for row in rows])
             w.rest()
             w.set_learning_rates(place + 1)
@@ -120,7 +120,7 @@ def train(config: EvolConfig) -> Run:
                 clock.values["time/update_s"], 1e-9
             )
             metrics |= {"data/policy_tokens": int(batch.loss_mask.sum())}
-            metrics |= {"data/epoch": (place + 1) * len(rows) / len(evolving)}
+            metrics |= {"data/epoch": epochs}
 
             # ----------------------------------------------------------------- 3 measure, log, save
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -130,6 +130,28 @@ def train(config: EvolConfig) -> Run:
 
 
 # ------------------------------------------------------------------------------ the evolving set
+
+
+def demonstrated(config: EvolConfig) -> list[Conversation]:
+    """What the set begins with: demonstrations, each counting 1, and of --data what has a return
+    by that, as what is explored. Collective.
+
+    Raises:
+        Misuse: nothing is left of it.
+    """
+    if is_kept(config):
+        return []  # the run has them already, in the set of its first iteration
+    found = []
+    for record in shown_by(config, config.num_demonstrations):
+        earned = return_of(record)
+        if earned is None or config.ignore_returns:
+            found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
+        elif earned > config.min_return + ROUNDING:
+            weight = earned if config.weighting == "return" else 1.0
+            found.append(record | {"origin": DEMONSTRATED, "weight": weight})
+    if not found:
+        raise Misuse(f"nothing in --data earned more than --min-return {config.min_return:g}")
+    return found
 
 
 def evolve(
@@ -146,6 +168,7 @@ def evolve(
     def make() -> tuple[list[Conversation], dict[str, Any]]:
         before = list(w.shown)
         if iteration:
+            kept.require(iteration)
             before, _ = kept.of(iteration, make_nothing)
         _, said, metrics, _ = w.explore(
             iteration + 1, step, config.tasks_per_iteration, config.group_size
@@ -181,24 +204,27 @@ def selected(said: Sequence[Conversation], config: EvolConfig, origin: str) -> l
     chosen: list[Conversation] = []
     per_task: Counter[str] = Counter()
     texts: set[tuple[str, ...]] = set()
-    for record in sorted(said, key=lambda record: -record["return"]):  # stable: as played
-        earned = 1.0 if config.ignore_returns else record["return"]
+    blind = config.ignore_returns
+    ordered = said if blind else sorted(said, key=lambda r: -r["return"])  # stable: as played
+    for record in ordered:
+        earned = math.inf if blind else record["return"]
         text = tuple(turn["value"] for turn in record["conversations"])
         full = per_task[record["item_id"]] >= config.keep_per_task
         if earned <= config.min_return + ROUNDING or full or text in texts:
             continue
         per_task[record["item_id"]] += 1
         texts.add(text)
-        weight = earned if config.weighting == "return" else 1.0
+        weight = 1.0 if blind or config.weighting == "one" else earned
         chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
 
 
 def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
     """An iteration's first weights: the run's start, or, with a fresh optimizer, the last ones."""
+    worker.rest()
     if config.learn_from == "base":
         with phase("back to the base policy"):
-            del worker.policy  # before the next one takes its place in memory
+            worker.forget_policy()
             worker.policy = worker.fresh_policy()
     else:
         worker.policy = worker.renewed(worker.policy)

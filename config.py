@@ -67,6 +67,8 @@ class RunConfig(Portions):
 
     method: ClassVar[str] = ""  # what a run is named by, and may be resumed as
     program: ClassVar[str] = ""
+    widens: ClassVar[bool] = False  # takes several --rounds
+    unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that no sentinel should see
     # What no preset may set: a method's own numbers.
     keeps: ClassVar[frozenset[str]] = frozenset()
 
@@ -214,6 +216,7 @@ class Config(RunConfig, Objective):
 
     method: ClassVar[str] = "rl"
     program: ClassVar[str] = "train.py"
+    widens: ClassVar[bool] = True
 
     # The algorithm
     algorithm: Algorithm = "grpo"
@@ -322,8 +325,14 @@ def with_preset(
     if preset not in presets:
         raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
     own = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
-    numbers = {n: v for n, v in presets[preset].items() if n in own}
+    numbers = with_one_horizon({n: v for n, v in presets[preset].items() if n in own}, kind)
     return replace(kind(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
+
+
+def with_one_horizon(found: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
+    """What a preset or another run says, for methods that play with one horizon: the longest."""
+    rounds = found.get("rounds")
+    return found | {"rounds": (max(rounds),)} if rounds and not kind.widens else found
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:

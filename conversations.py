@@ -169,7 +169,7 @@ def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Co
     if "trajectory_id" in content:
         return _of_trajectory(content, min_return)
     if min_return is not None and "return" not in content:
-        raise ValueError("--min-return asks for returns, which only a run's trajectories have")
+        raise ValueError("--min-return asks for a return, which this lacks; a run's lines have one")
     if isinstance(content.get("conversations"), list):
         record = content if "item_id" in content else {"item_id": name, **content}
     elif isinstance(content.get("messages"), list):

@@ -37,7 +37,7 @@ import sys
 
 from runtime.cli import refuse_misuse, training_options
 from runtime.malloc import begin_with_tcmalloc
-from runtime.methods import DpoConfig, check_method, conversations_of, counted, with_whole_paths
+from runtime.methods import DpoConfig, check_method, conversations_of, counted, is_kept
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
@@ -58,7 +58,8 @@ import program
 from batching import Batch
 from config import Misuse
 from losses import Objective
-from methodworker import Kept, MethodWorker, begun, rows_of, sync_if_measured
+from methodworker import Kept, MethodWorker, sync_if_measured
+from order import portion
 from pairs import (
     Pair,
     PairSettings,
@@ -87,9 +88,8 @@ def train(config: DpoConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = with_whole_paths(program.checked(config, check_method))
+    config = program.checked(config, check_method)
     length = config.steps // config.iterations
-    config = begun(config, config.steps)
     given = given_pairs(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
@@ -114,7 +114,7 @@ def train(config: DpoConfig) -> Run:
             if batch is None:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
             else:
-                part = step_of(batch, place + 1, config, iteration)
+                part, epochs = step_of(batch, place + 1, config, iteration)
                 w.rest()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
@@ -123,7 +123,7 @@ def train(config: DpoConfig) -> Run:
                     clock.values["time/update_s"], 1e-9
                 )
                 metrics |= {"data/policy_tokens": int(part.loss_mask.sum())}
-                metrics |= {"data/epoch": (place + 1) * len(part) / len(batch)}
+                metrics |= {"data/epoch": epochs}
 
             # ----------------------------------------------------------------- 3 measure, log, save
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -132,11 +132,11 @@ def train(config: DpoConfig) -> Run:
     return session.run
 
 
-def step_of(batch: Batch, turn: int, config: DpoConfig, iteration: int) -> Batch:
-    """The pairs of an iteration's `turn`-th step."""
+def step_of(batch: Batch, turn: int, config: DpoConfig, iteration: int) -> tuple[Batch, float]:
+    """The pairs of an iteration's `turn`-th step, and the epochs that are done with it."""
     pairs, per_step = len(batch) // 2, config.mini_batch_size // 2
-    chosen = rows_of(turn, pairs, per_step, f"dpo/{config.seed}/{iteration}")
-    return batch.rows([row for pair in chosen for row in (2 * pair, 2 * pair + 1)])
+    chosen, epochs = portion(turn, pairs, per_step, f"dpo/{config.seed}/{iteration}")
+    return batch.rows([row for pair in chosen for row in (2 * pair, 2 * pair + 1)]), epochs
 
 
 # ------------------------------------------------------------------------------------------ pairs
@@ -154,6 +154,8 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     """
     if config.plays_for_pairs:
         return None
+    if is_kept(config):
+        return []  # the run has them already, with the reference's log-probs
     counts: Counter[str] = Counter()
 
     def read() -> list[Pair]:
@@ -169,7 +171,7 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     distributed.join()
     try:
         found, left_out = distributed.first("reading pairs", lambda: (read(), why_left_out(counts)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise Misuse(str(error)) from error
     if not found:
         raise Misuse(f"no pair left ({left_out or 'nothing was given'})")
@@ -241,6 +243,7 @@ def pairs_for(
 
 def reference_of(worker: MethodWorker, batch: Batch) -> list[float]:
     """log π of each row under the policy as it is now: sums over policy tokens. Collective."""
+    worker.rest()
     sums: list[float] = []
     with phase("the reference's log-probs", len(batch), "trajectories") as tick:
         for start in range(0, len(batch), 2):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ from config import Misuse, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
 from demonstrations import demonstrations
 from losses import Objective, Portions
-from order import drawn
 from reporting.metrics import summarize_trajectories
 from rollout import RolloutLog, draw
 from runtime import distributed, rundir
 from runtime.files import write_json, write_text
 from runtime.interrupt import StopRequests
-from runtime.methods import Method, MethodConfig, conversations_of
+from runtime.methods import DpoConfig, MethodConfig, conversations_of
 from runtime.phases import phase
 from runtime.prompts import prompt_of, reprompted
 from session import Session, TrainingError, is_due
@@ -123,15 +121,12 @@ class MethodWorker(Worker):
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
         own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
+        if not isinstance(self.config, DpoConfig):
+            own["temperature"] = 1.0  # nothing was sampled from what imitation learns from
         return Objective(**own | {"mini_batch_size": num_rows})
 
-
-def begun(config: Method, steps: int) -> Method:
-    """The options with the learning rate's fall over `steps`, where they do not say over how many;
-    a resumed run has it in its config."""
-    if config.learning_rate_decay_steps:
-        return config
-    return replace(config, learning_rate_decay_steps=max(steps, 1))
+    def decay_steps(self) -> float:
+        return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
 def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
@@ -159,14 +154,6 @@ def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
     distributed.join()
     with refusing():
         return distributed.first("reading what is shown", read)
-
-
-def rows_of(turn: int, count: int, per_turn: int, key: str) -> list[int]:
-    """Which of `count` rows the `turn`-th step takes (order.py), none of them twice: all, where
-    there are no more than it takes."""
-    if per_turn >= count:
-        return list(range(count))
-    return list(dict.fromkeys(drawn(turn, count, per_turn, key)))  # an epoch may end within it
 
 
 def openings_of(batch: Batch, count: int) -> list[list[int]]:
@@ -237,5 +224,7 @@ class Kept:
         summary = self._path(iteration, "json")
         if not summary.exists():
             return None
-        lines = self._path(iteration, "jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines], json.loads(summary.read_text(encoding="utf-8"))
+        text = self._path(iteration, "jsonl").read_text(encoding="utf-8")
+        # NOTE: not splitlines, which also cuts at U+2028, and JSON leaves that as it is.
+        lines = [json.loads(line) for line in text.split("\n") if line]
+        return lines, json.loads(summary.read_text(encoding="utf-8"))

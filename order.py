@@ -29,3 +29,16 @@ def drawn(turn: int, count: int, per_turn: int, key: str) -> list[int]:
         epoch, place = divmod(position, count)
         indices.append(random.Random(f"{key}/{epoch}").sample(range(count), count)[place])
     return indices
+
+
+def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
+    """Indices that the `turn`-th step of an optimizer takes, and the epochs that are done with it.
+    Every epoch has as many steps; the last of each takes what is left.
+
+    >>> [portion(turn, 5, 2, "0")[0] for turn in (1, 2, 3)], portion(3, 5, 2, "0")[1]
+    ([[2, 3], [4, 1], [0]], 1.0)
+    """
+    epoch, place = divmod(turn - 1, -(-count // per_turn))
+    order = random.Random(f"{key}/{epoch}").sample(range(count), count)
+    taken = order[place * per_turn : (place + 1) * per_turn]
+    return taken, epoch + (place * per_turn + len(taken)) / count

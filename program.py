@@ -27,7 +27,7 @@ from runtime.cli import complain, say_remarks, training_options
 from runtime.clock import OutOfMemory
 from runtime.prompts import with_prompt
 from runtime.rundir import Run, python
-from runtime.saved import as_kept
+from runtime.saved import as_kept, check_unchanged, saved_config
 from runtime.sync import SyncError
 from session import TrainingError
 
@@ -54,6 +54,10 @@ def checked(config: Options, check_own: Callable[[Options], None] = lambda confi
     check(config)
     check_own(config)
     check_here(config)
+    if config.resume and config.fixed:
+        saved = saved_config(config.run_dir, type(config))
+        if any(getattr(config, name) != getattr(saved, name) for name in config.fixed):
+            check_unchanged(config, saved)
     return config if config.resume else as_kept(config)
 
 

@@ -241,7 +241,8 @@ class Session(Generic[WorkerType]):
 
     def watch(self, step: int, metrics: dict[str, Any]) -> str | None:
         """Say what the sentinels see in a step; why the run must stop, if it must."""
-        lines, collapse = self.progress.watch(step, metrics, self.config.on_collapse)
+        seen = {n: v for n, v in metrics.items() if n not in self.config.unwatched}
+        lines, collapse = self.progress.watch(step, seen, self.config.on_collapse)
         for line in lines:
             distributed.say(line)
         return collapse

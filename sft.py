@@ -27,7 +27,7 @@ import sys
 
 from runtime.cli import refuse_misuse, training_options
 from runtime.malloc import begin_with_tcmalloc
-from runtime.methods import SftConfig, check_method, with_whole_paths
+from runtime.methods import SftConfig, check_method
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
@@ -50,7 +50,8 @@ from typing import Any
 import program
 from config import Misuse
 from conversations import Conversation
-from methodworker import MethodWorker, begun, rows_of, shown_by, sync_if_measured
+from methodworker import MethodWorker, shown_by, sync_if_measured
+from order import portion
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
@@ -68,15 +69,16 @@ def train(config: SftConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = with_whole_paths(program.checked(config, check_method))
+    config = program.checked(config, check_method)
     records = shown_by(config, config.num_demonstrations)
-    learned, held_out = parted(len(records), config.hold_out, config.seed)
+    learned, _ = parted(len(records), config.hold_out, config.seed)
     steps = config.steps or config.epochs * math.ceil(len(learned) / config.mini_batch_size)
-    config = begun(replace(config, steps=steps), steps)
+    config = replace(config, steps=steps)
     require_same(records, config)
-    given, hidden = ([records[i] for i in part] for part in (learned, held_out))
-    with at_work(config, partial(MethodWorker, given=given)) as session:
-        w, shown = session.worker, session.worker.shown
+    with at_work(config, partial(MethodWorker, given=records)) as session:
+        w = session.worker
+        parts = parted(len(w.shown), config.hold_out, config.seed)
+        shown, hidden = ([w.shown[i] for i in part] for part in parts)
         session.run.write_json(DATA, digest_of(records))
         session.evaluate_start()
         if hidden and not session.completed_step:
@@ -84,7 +86,8 @@ def train(config: SftConfig) -> Run:
         for step in session.steps_left():
             clock = Clock(vars(config))
             # ---------------------------------------------------------------------- 1 conversations
-            rows = rows_of(step, len(shown), config.mini_batch_size, f"sft/{config.seed}")
+            key = f"sft/{config.seed}"
+            rows, epochs = portion(step, len(shown), config.mini_batch_size, key)
             batch = w.batch_of([shown[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
@@ -97,7 +100,7 @@ def train(config: SftConfig) -> Run:
                 clock.values["time/update_s"], 1e-9
             )
             metrics |= {"data/policy_tokens": tokens, "train/trajectories_used": len(batch)}
-            metrics |= {"data/epoch": step * len(rows) / len(shown)}
+            metrics |= {"data/epoch": epochs}
 
             # ---------------------------------------------------------------- 3 measure, log, save
             if hidden and is_due(step, config.eval_every or config.steps, config.steps):
@@ -128,6 +131,7 @@ def parted(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:
 
 def loss_on(worker: MethodWorker, records: Sequence[Conversation]) -> float:
     """The loss of what is not learned (nats a token of its actions). Collective."""
+    worker.rest()
     total, tokens, size = 0.0, 0.0, worker.config.mini_batch_size
     for start in range(0, len(records), size):
         batch = worker.batch_of(records[start : start + size])

@@ -18,6 +18,7 @@ What a run keeps on disk, and how it goes on from there, is in `session.py`: rea
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,6 +153,14 @@ class Worker:
         model = distributed.shard(self.accelerator, model.train())
         return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
 
+    def forget_policy(self) -> None:
+        """Free the policy before another takes its place: accelerate keeps what it has prepared,
+        and sharded models lie in cycles."""
+        models = self.accelerator._models
+        models[:] = [model for model in models if model is not self.policy.model]
+        del self.policy
+        gc.collect()
+
     def renewed(self, learner: Learner) -> Learner:
         """The same model with an optimizer that has seen nothing."""
         return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
@@ -253,12 +262,15 @@ class Worker:
     def set_learning_rates(self, step: int) -> None:
         """A function of the step alone, not of --steps: a run resumed to go further than it was
         first meant to equals one that was meant to from the start."""
-        c = self.config
-        decay_steps = c.learning_rate_decay_steps or math.inf
+        decay_steps = self.decay_steps()
         left = 1 - min(step - 1, decay_steps - 1) / decay_steps
         for name, (_, optimizer) in self.parts().items():
             for group in optimizer.param_groups:
                 group["lr"] = self.rates()[name] * left
+
+    def decay_steps(self) -> float:
+        """In how many steps the rate falls to almost nothing."""
+        return self.config.learning_rate_decay_steps or math.inf
 
     def rates(self) -> dict[str, float]:
         """The learning rates that `parts` begin with."""

@@ -8,7 +8,7 @@ may spend as many turns as `short` does in miniature.py, those of a teacher incl
     dpo          pairs of what the policy has just played, twelve times
     agentevol    512 episodes of the teacher; explores four times, learns from the start each time
     cloning      its control: those 512 alone, as many optimizer steps as an iteration has
-    unweighted   another one: all that it explores counts as if it had earned 1
+    unweighted   another one: of each task what it explored first joins, whatever that earned
 
 and grpo, rloo, reinforce_plus_plus, ppo and stepwise from miniature.py's results.
 

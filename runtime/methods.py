@@ -9,21 +9,27 @@ Read next: sft.py, dpo.py, agentevol.py.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from config import Misuse, RunConfig, refusing
+from config import Misuse, RunConfig, flag, refusing
 from conversations import Conversation, read_conversations
 from preferences import PREFERENCES
+from runtime.saved import LISTS_OF_FILES
 
 if TYPE_CHECKING:
     Kind = str
 else:
     Kind = Literal[tuple(PREFERENCES)]
+
+
+# Who imitates something definite ends with next to no entropy: that is success, not collapse.
+IMITATED = frozenset({"policy/entropy"})
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,8 @@ class MethodConfig(RunConfig):
     learning_rate: float = 1e-4
     """of the policy, AdamW"""
     learning_rate_decay_steps: int = 0
-    """the rate falls on a line to 1/N of itself in N steps and stays there; 0: in the steps that
-    the run is begun with, of AgentEvol in those of each iteration (steps)"""
-
-
-Method = TypeVar("Method", bound=MethodConfig)
+    """the rate falls on a line to 1/N of itself in N steps and stays there; 0: in all steps, of
+    AgentEvol in those of each iteration (steps)"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class SftConfig(MethodConfig):
     """Supervised fine-tuning: make what was shown likelier."""
 
     method: ClassVar[str] = "sft"
+    unwatched: ClassVar[frozenset[str]] = IMITATED
     program: ClassVar[str] = "sft.py"
 
     # What is imitated
@@ -102,12 +106,12 @@ class DpoConfig(MethodConfig):
     min_return: float = 0.0
     """least return of a chosen trajectory (0..1)"""
     pairs_per_task: int = 4
-    """pairs of one task and opening, at most (pairs)"""
+    """pairs of one task, at most, the largest gaps first (pairs)"""
     # The loss
     beta: float = 0.1
     """how much a margin counts: the smaller, the further from the reference"""
     loss: Kind = "sigmoid"
-    """sigmoid: DPO; ipo; hinge: SLiC (losses.py)"""
+    """sigmoid: DPO; ipo; hinge: SLiC (preferences.py)"""
     label_smoothing: float = 0.0
     """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
     sft_coef: float = 0.0
@@ -136,6 +140,8 @@ class EvolConfig(MethodConfig):
     """AgentEvol: explore, keep what earned something, imitate it from the beginning, again."""
 
     method: ClassVar[str] = "agentevol"
+    unwatched: ClassVar[frozenset[str]] = IMITATED
+    keeps: ClassVar[frozenset[str]] = MethodConfig.keeps | {"eval_every", "save_every"}
     program: ClassVar[str] = "agentevol.py"
 
     # The evolving set
@@ -151,18 +157,23 @@ class EvolConfig(MethodConfig):
     group_size: int = 4
     """trajectories per task (trajectories)"""
     min_return: float = 0.0
-    """what a trajectory has to earn more than, to be kept (0..1)"""
+    """what a trajectory has to earn more than, to be kept or taken from --data (0..1)"""
     keep_per_task: int = 2
     """trajectories kept of one task and iteration, the best first (trajectories)"""
     weighting: Literal["return", "one"] = "return"
-    """how much a kept trajectory counts: as much as it earned, or as a demonstration"""
+    """how much a kept trajectory counts: as much as it earned, or one, as a demonstration"""
     ignore_returns: bool = False
-    """control: everything explored counts as if it had earned 1"""
+    """control: whatever it earned, what is explored first joins, and counts 1"""
     learn_from: Literal["base", "last"] = "base"
     """whose weights an iteration begins with: the run's start, or the iteration's before"""
     # How it learns
     steps: int = 96
-    """training steps in total, also on resume (steps)"""
+    """training steps in total, in equal parts (steps)"""
+    eval_every: int = 24
+    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never;
+    those of an iteration, to see what each has learned (steps)"""
+    save_every: int = 24
+    """write a checkpoint every so many steps, and after the last (steps)"""
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -179,8 +190,6 @@ class EvolConfig(MethodConfig):
 
 # ------------------------------------------------------------------------------------------ checks
 
-FILES = ("data", "pairs", "expert", "experience")  # options that name files and runs
-
 
 def check_method(config: MethodConfig) -> None:
     """Refuse what only these methods can be asked.
@@ -189,6 +198,9 @@ def check_method(config: MethodConfig) -> None:
         Misuse: one line that says what to do.
     """
     with refusing():
+        if not config.rounds or min(config.rounds) < 1:
+            given = " ".join(map(str, config.rounds))
+            raise ValueError(f"--rounds {given} must be at least 1: the most turns of a trajectory")
         if len(config.rounds) > 1:
             raise ValueError(
                 f"--rounds {' '.join(map(str, config.rounds))}: {config.program} plays with one "
@@ -197,18 +209,24 @@ def check_method(config: MethodConfig) -> None:
         _check_numbers(config)
         if isinstance(config, DpoConfig):
             _check_dpo(config)
-    for name in FILES:
-        _check_files(config, name)
+    if not is_kept(config):
+        for name in LISTS_OF_FILES:
+            _check_files(config, name)
 
 
 def _check_numbers(config: MethodConfig) -> None:
     iterations = getattr(config, "iterations", 1)
     for name in ("epochs", "iterations", "tasks_per_iteration", "group_size", "num_demonstrations"):
         if getattr(config, name, 1) < 1:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be at least 1")
+            raise ValueError(f"{flag(name)} {getattr(config, name)} must be at least 1")
     for name in ("pairs_per_task", "keep_per_task"):
         if getattr(config, name, 1) < 1:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)} must be at least 1")
+            raise ValueError(f"{flag(name)} {getattr(config, name)} must be at least 1")
+    least = getattr(config, "min_return", None)
+    if least is not None and not (math.isfinite(least) and (least >= 0 or config.method == "sft")):
+        raise ValueError(f"--min-return {least:g} must be finite, and no return is below 0")
+    if not 0 <= getattr(config, "min_gap", 0.0) <= 1:
+        raise ValueError(f"--min-gap {config.min_gap:g} must be a difference of returns, 0 to 1")  # type: ignore[attr-defined]
     if not 0 <= getattr(config, "hold_out", 0.0) < 1:
         raise ValueError(f"--hold-out {config.hold_out} must be a share, 0 to 1")  # type: ignore[attr-defined]
     if config.steps % iterations:
@@ -218,9 +236,10 @@ def _check_numbers(config: MethodConfig) -> None:
 
 
 def _check_dpo(config: DpoConfig) -> None:
-    if config.beta <= 0:
+    if not 0 < config.beta < math.inf:
         raise ValueError(
-            f"--beta {config.beta:g} must be above 0: with 0 no margin counts, nothing is learned"
+            f"--beta {config.beta:g} must be above 0, and finite: with 0 no margin counts, nothing "
+            "is learned"
         )
     if not 0 <= config.label_smoothing < 0.5:
         raise ValueError(f"--label-smoothing {config.label_smoothing} must be below 0.5, from 0 on")
@@ -255,21 +274,7 @@ def _check_files(config: MethodConfig, name: str) -> None:
     for given in getattr(config, name, ()):
         if not os.access(given, os.R_OK):
             why = "may not be read" if Path(given).exists() else "is not there"
-            raise Misuse(f"{_flag(name)} {given} {why}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def with_whole_paths(config: Method) -> Method:
-    """The files and runs that it names by their whole path: a run may go on from elsewhere."""
-    names = {name: getattr(config, name) for name in FILES if getattr(config, name, ())}
-    whole = {
-        name: tuple(os.path.abspath(Path(each).expanduser()) for each in given)
-        for name, given in names.items()
-    }
-    return replace(config, **whole)  # type: ignore[arg-type]
+            raise Misuse(f"{flag(name)} {given} {why}")
 
 
 # ------------------------------------------------------------------------------------ what is read
@@ -283,11 +288,22 @@ def conversations_of(
         yield from read_conversations([Path(each) for each in given], min_return)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
-        raise ValueError(f"{_flag(name)} {error.filename or ' '.join(given)} {problem}") from error
+        raise ValueError(f"{flag(name)} {error.filename or ' '.join(given)} {problem}") from error
     except ValueError as error:
-        raise ValueError(f"{_flag(name)} {error}") from error
+        raise ValueError(f"{flag(name)} {error}") from error
 
 
 def counted(counts: Counter[str]) -> dict[str, int]:
     """As a JSON object, in a fixed order."""
     return dict(sorted(counts.items()))
+
+
+KEPT_IN = {"dpo": "pairs", "agentevol": "evolving"}  # folder of what an iteration has made
+
+
+def is_kept(config: MethodConfig) -> bool:
+    """Whether a resumed run holds what its files gave its first iteration: they are not read."""
+    folder = KEPT_IN.get(config.method)
+    if not config.resume or folder is None:
+        return False
+    return (Path(config.run_dir or "") / folder / "iteration_001.json").exists()

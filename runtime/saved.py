@@ -16,7 +16,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from config import SMALL_MODELS, Config, Misuse, Options, RunConfig, flag, refusing
+from config import (
+    SMALL_MODELS,
+    Config,
+    Misuse,
+    Options,
+    RunConfig,
+    flag,
+    refusing,
+    with_one_horizon,
+)
 from envs import id_lists, name_of_list
 from runtime.prompts import with_prompt
 
@@ -26,7 +35,8 @@ CHANGEABLE = {
     *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
-NAMES_FILES = ("tasks", "eval_tasks", "model", "warm_start", "prompt")
+LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # of methods that learn from them
+NAMES_FILES = ("tasks", "eval_tasks", "model", "warm_start", "prompt", *LISTS_OF_FILES)
 OF_ONE_RUN = {"config", "run_dir", "resume"}  # what another run does not take over
 
 
@@ -38,7 +48,7 @@ def as_kept(config: Options, names: Collection[str] = NAMES_FILES) -> Options:
     Raises:
         Misuse: there is no such id list or prompt.
     """
-    changes: dict[str, str] = {}
+    changes: dict[str, Any] = {}
     with refusing():
         for name in {"tasks", "eval_tasks"} & set(names):
             if (file := getattr(config, name)) is not None:
@@ -47,7 +57,10 @@ def as_kept(config: Options, names: Collection[str] = NAMES_FILES) -> Options:
         folder = getattr(config, name)
         if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).expanduser().is_dir():
             changes[name] = os.path.abspath(Path(folder).expanduser())
-    config = replace(config, **changes)  # type: ignore[arg-type]
+    for name in {*LISTS_OF_FILES} & set(names):
+        if given := getattr(config, name, ()):
+            changes[name] = tuple(os.path.abspath(Path(each).expanduser()) for each in given)
+    config = replace(config, **changes)
     return with_prompt(config) if "prompt" in names else config
 
 
@@ -107,6 +120,7 @@ def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
     if method != kind.method:
         own = RunConfig.__dataclass_fields__.keys() - kind.keeps
         found = {name: value for name, value in found.items() if name in own}
+        found = with_one_horizon(found, kind)
     values = _checked(found, f"--config {file}", kind)
     return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
 

@@ -146,7 +146,7 @@ def test_records_of_files_are_chosen_by_their_returns_where_they_have_one(tmp_pa
     assert [r["item_id"] for r in read(file, min_return=1.0)] == ["textcraft_0", "a.jsonl:3"]
     written(file, "\n".join(map(json.dumps, [*lines, RECORDS[4]])))
     assert len(read(file)) == 5
-    with pytest.raises(ValueError, match="line 5: --min-return asks for returns, which only a run"):
+    with pytest.raises(ValueError, match="line 5: --min-return asks for a return, which this lacks"):
         read(file, min_return=0.0)
 
 
@@ -286,7 +286,7 @@ def test_what_is_wrong_in_a_list_is_named_with_its_line(tmp_path, text, message)
 
 def test_what_cannot_be_asked_of_a_file_is_said(tmp_path):
     file = written(tmp_path / "a.jsonl", GOOD)
-    with pytest.raises(ValueError, match="only a run's trajectories have"):
+    with pytest.raises(ValueError, match="a run's lines have one"):
         read(file, min_return=1.0)
     with pytest.raises(ValueError, match="is it a run?"):
         read(tmp_path)

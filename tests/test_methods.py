@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,12 @@ from config import Misuse
 from conversations import as_agenttraj
 from evaluate import main as evaluate_main
 from losses import Objective
-from methodworker import Kept, openings_of, rows_of
+from methodworker import Kept, openings_of
+from order import portion
 from preferences import preference_loss
 from reporting.metrics import METRICS
 from runtime import checkpoint, distributed
+from runtime.cli import training_options
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 from session import Session, TrainingError
 from update import Learner, imitate, score_policy
@@ -65,7 +68,15 @@ def settings(method, tmp_path, url, **changes):
     del values["tasks_per_step"], values["engine"]
     if method == "sft":
         del values["group_size"]
-    return values | OWN[method] | changes
+    values |= OWN[method] | changes
+    if values.get("data") and "num_demonstrations" not in changes:
+        values.pop("num_demonstrations", None)
+    if {"data", "pairs", "expert"} & changes.keys() and method == "dpo":
+        for name in {"tasks_per_iteration", "group_size"} - changes.keys():
+            values.pop(name, None)
+    if not changes.get("steps", 1):
+        return values
+    return {name: v for name, v in values.items() if name != "epochs" or "epochs" in changes}
 
 
 def run(method, values):
@@ -315,16 +326,16 @@ def played(run_dir):
 # --- SFT ------------------------------------------------------------------------------------------
 
 
-def test_every_conversation_is_seen_once_an_epoch_and_none_twice_in_a_step():
-    for count, per_turn in ((10, 4), (7, 3), (5, 5), (3, 8)):
-        turns = [rows_of(t, count, per_turn, "x") for t in range(1, 50)]
-        assert all(len(set(rows)) == len(rows) <= per_turn for rows in turns)
-        if per_turn >= count:
-            assert all(rows == list(range(count)) for rows in turns)
-            continue
-        seen = Counter(row for rows in turns for row in rows)
-        assert max(seen.values()) - min(seen.values()) <= 2 + len(turns) * per_turn // count // 2
-    assert rows_of(3, 10, 4, "x") != rows_of(3, 10, 4, "y")
+def test_every_conversation_is_seen_once_an_epoch():
+    for count, per_turn in ((10, 4), (7, 3), (5, 5), (3, 8), (17, 16)):
+        steps = -(-count // per_turn)
+        for epoch in range(5):
+            taken = [portion(epoch * steps + n + 1, count, per_turn, "x") for n in range(steps)]
+            assert sorted(row for rows, _ in taken for row in rows) == list(range(count))
+            assert all(len(rows) <= per_turn for rows, _ in taken)
+            done = [epochs for _, epochs in taken]
+            assert done == sorted(done) and done[-1] == epoch + 1
+    assert portion(3, 10, 4, "x") != portion(3, 10, 4, "y")
 
 
 def test_steps_follow_from_epochs_and_the_rate_falls_over_them(tmp_path, url):
@@ -336,6 +347,8 @@ def test_steps_follow_from_epochs_and_the_rate_falls_over_them(tmp_path, url):
     assert saved["method"] == "sft" and saved["config"]["steps"] == 6
     rates = [row["policy/learning_rate"] for row in rows]
     assert rates == pytest.approx([3e-3 * (1 - n / 6) for n in range(6)])
+    assert [row["data/epoch"] for row in rows] == pytest.approx([0.8, 1, 1.8, 2, 2.8, 3])
+    assert [row["train/trajectories_used"] for row in rows] == [4, 1] * 3
 
 
 def test_what_is_held_out_is_measured_and_never_learned(tmp_path, url, capsys):
@@ -567,8 +580,10 @@ def test_the_best_of_each_task_join_once_with_their_weights():
     ]
     ones = agentevol.selected(said, EvolConfig(weighting="one", min_return=0.1), "x")
     assert {r["weight"] for r in ones} == {1.0} and len(ones) == 3
-    control = agentevol.selected(said, EvolConfig(ignore_returns=True, keep_per_task=9), "x")
-    assert len(control) == 6 and {r["weight"] for r in control} == {1.0}
+    blind = EvolConfig(ignore_returns=True, keep_per_task=2)
+    control = [(r["item_id"], r["return"]) for r in agentevol.selected(said, blind, "x")]
+    assert control == [("letters_0", 0.2), ("letters_0", 1.0), ("letters_1", 0.6), ("letters_2", 0)]
+    assert {r["weight"] for r in agentevol.selected(said, blind, "x")} == {1.0}
     assert agentevol.selected(said, EvolConfig(min_return=1.0), "x") == []
 
 
@@ -659,8 +674,21 @@ REFUSED = [
     ("sft", {"data": ("FILES/nothing.jsonl",)}, "holds no conversation"),
     ("sft", {"hold_out": 1.5}, "--hold-out 1.5 must be a share"),
     ("sft", {"steps": 0, "epochs": 0}, "--epochs 0 must be at least 1"),
-    ("sft", {"max_trajectory_tokens": 9}, "leaves none of 6 conversations; raise it"),
+    ("sft", {"max_trajectory_tokens": 9}, "leaves none of 8 conversations; raise it"),
     ("sft", {"rounds": (2, 4)}, "sft.py plays with one horizon"),
+    ("sft", {"rounds": (0,)}, "--rounds 0 must be at least 1"),
+    ("sft", {"min_return": float("nan"), "data": ("FILES/no_gap.jsonl",)}, "--min-return nan"),
+    ("sft", {"epochs": 3}, "--epochs has no effect here: --steps 4 says how far"),
+    (
+        "sft",
+        {"data": ("FILES/no_gap.jsonl",), "num_demonstrations": 3},
+        "--num-demonstrations has no effect here",
+    ),
+    ("dpo", {"beta": float("inf")}, "--beta inf must be above 0, and finite"),
+    ("dpo", {"min_gap": -0.5}, "--min-gap -0.5 must be a difference"),
+    ("dpo", {"pairs": ("FILES",), "iterations": 1}, "Is a directory"),
+    ("agentevol", {"min_return": -1.0}, "--min-return -1 must be finite, and no return is below 0"),
+    ("agentevol", {"ignore_returns": True}, "--min-return has no effect here"),
     ("dpo", {"beta": 0}, "--beta 0 must be above 0"),
     ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "is of --loss sigmoid alone"),
@@ -722,6 +750,88 @@ def test_a_later_iteration_without_a_pair_changes_no_weight_and_the_run_goes_on(
     assert len(times) == 2
 
 
+SMALL = ("--model", "tiny", "--max-trajectory-tokens", "1024")
+
+
+@pytest.mark.parametrize("kind", [SftConfig, DpoConfig, EvolConfig])
+def test_every_preset_and_every_runs_options_are_a_command_line(kind, tmp_path):
+    """The paper's horizons widen; a method with one takes the longest."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"config": {"rounds": [4, 8], "env": "textcraft"}}))
+    for words, rounds in (
+        (["--preset", "paper"], (30,)),
+        (["--preset", "laptop"], (6,)),
+        (["--preset", "none"], (6,)),
+        (["--config", str(config)], (8,)),
+    ):
+        found = training_options([*words, *SMALL], kind.program, "", kind, check_method)
+        assert found.rounds == rounds and found.learning_rate == kind.learning_rate
+
+
+def test_text_with_other_ends_of_lines_is_kept_whole(tmp_path):
+    kept, lines = Kept(tmp_path, writes=True), [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]
+    kept.of(1, lambda: (lines, {}))
+    assert kept.of(1, lambda: pytest.fail("it is there"))[0] == lines
+
+
+def test_the_policy_before_is_freed_when_an_iteration_begins_again(tmp_path, url, monkeypatch):
+    seen, forget = [], methodworker.MethodWorker.forget_policy
+
+    def watched(worker):
+        seen.append(weakref.ref(worker.policy.model))
+        forget(worker)
+        assert seen[-1]() is None, "something still holds it"
+
+    monkeypatch.setattr(methodworker.MethodWorker, "forget_policy", watched)
+    values = settings("agentevol", tmp_path, url, iterations=4)
+    assert run("agentevol", values) == 0
+    assert len(seen) == 3  # the first iteration begins with the start as it is
+
+
+def test_an_imitators_entropy_may_fall_to_nothing(tmp_path, url):
+    """The sentinels' floor is for policies that explore."""
+    for kind in (SftConfig, EvolConfig):
+        assert "policy/entropy" in kind.unwatched
+    data = tmp_path / "one.json"
+    data.write_text(json.dumps([conversation(0)] * 2))
+    changes = {"data": (str(data),), "steps": 60, "hold_out": 0.0, "learning_rate": 1e-2}
+    values = settings("sft", tmp_path, url, save_every=100, **changes)
+    assert run("sft", values) == 0
+    assert read_metrics(values["run_dir"])[-1]["policy/entropy"] < 0.07  # 1 % of the beginning's
+
+
+def test_a_run_is_gone_on_with_by_its_own_command_though_files_have_moved(
+    tmp_path, url, monkeypatch
+):
+    """Relative paths are the same files; dpo.py has in the run what its pairs' files gave."""
+    monkeypatch.chdir(tmp_path)
+    both = [
+        json.dumps(conversation(n, text, **{"return": r}))
+        for n in range(3)
+        for text, r in (("abc", 1.0), ("xyz", 0.0))
+    ]
+    Path("tried.jsonl").write_text("\n".join(both))
+    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), iterations=1, steps=2)
+    assert run("dpo", values) == 0
+    assert run("dpo", values | {"resume": True, "steps": 3}) == 0
+    Path("tried.jsonl").unlink()
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 0
+    assert len(read_metrics(values["run_dir"])) == 4
+
+
+def test_what_has_a_return_counts_by_it_among_the_demonstrations(tmp_path, url):
+    data = tmp_path / "data.jsonl"
+    records = [conversation(0), conversation(1, "ab", **{"return": 0.5})]
+    records += [conversation(2, "cd", **{"return": 0.1})]
+    data.write_text("\n".join(map(json.dumps, records)))
+    config = EvolConfig(data=(str(data),), min_return=0.2)
+    found = agentevol.demonstrated(config)
+    assert [(r["item_id"], r["weight"]) for r in found] == [("letters_0", 1.0), ("letters_1", 0.5)]
+    with pytest.raises(Misuse, match="nothing in --data earned more than --min-return 0.9"):
+        data.write_text(json.dumps(records[1]))
+        agentevol.demonstrated(replace(config, min_return=0.9))
+
+
 def test_no_pair_in_what_the_policy_played_ends_the_run_with_the_reason(tmp_path, url, capsys):
     values = settings("dpo", tmp_path, url, min_gap=1.0)
     assert run("dpo", values) == 1
@@ -747,6 +857,9 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives():
 
     class Worker:
         device = "cpu"
+
+        def rest(self):
+            pass
 
         def portions(self, rows):
             return replace(OBJECTIVE, mini_batch_size=rows)
