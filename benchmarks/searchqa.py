@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Results, arguments  # noqa: E402
-from envclient import connect, local_server  # noqa: E402
+from envclient import StepOutsideEpisode, connect, local_server  # noqa: E402
 from envs.searchqa.oracle import shows  # noqa: E402
 from envs.searchqa.questions import (  # noqa: E402
     FIRST_OWN,
@@ -89,10 +89,14 @@ def first_choice(question: str) -> str:
 
 
 def play(client: Any, index: int) -> tuple[bool, int]:
-    """Whether the oracle answered right, and in how many turns."""
+    """Whether the oracle answered right, and in how many turns; where no search of its plan shows
+    what it looks for it gives up."""
     client.reset(index)
     for turn in range(1, 20):
-        thought, action = client.oracle()
+        try:
+            thought, action = client.oracle()
+        except StepOutsideEpisode:
+            return False, turn
         result = client.step(f"{thought}\n{action}")
         if result.terminated or result.truncated:
             return result.info["success"], turn

@@ -146,7 +146,9 @@ def test_records_of_files_are_chosen_by_their_returns_where_they_have_one(tmp_pa
     assert [r["item_id"] for r in read(file, min_return=1.0)] == ["textcraft_0", "a.jsonl:3"]
     written(file, "\n".join(map(json.dumps, [*lines, RECORDS[4]])))
     assert len(read(file)) == 5
-    with pytest.raises(ValueError, match="line 5: --min-return asks for a return, which this lacks"):
+    with pytest.raises(
+        ValueError, match="line 5: --min-return asks for a return, which this lacks"
+    ):
         read(file, min_return=0.0)
 
 

@@ -377,8 +377,11 @@ def test_the_number_of_questions_is_that_of_the_file() -> None:
     assert f"{len(own_questions()):,} questions over the CIA World Factbook" in README
 
 
-def test_the_table_of_deep_search_is_that_of_the_committed_run() -> None:
-    for kind, row in json.loads((RESULTS / "searchqa-bm25.json").read_text())["kinds"].items():
+@pytest.mark.parametrize("method", ["bm25", "dense"])
+def test_the_tables_of_deep_search_are_those_of_the_committed_runs(method: str) -> None:
+    found = json.loads((RESULTS / f"searchqa-{method}.json").read_text())["kinds"]
+    assert found
+    for kind, row in found.items():
         shares = " | ".join(f"{row[name]:.2f}" for name in ("no_search", "raw", "oracles"))
         line = (
             f"| {kind} | {row['questions']} | {shares} | {row['oracle']:.3f} | {row['turns']:.2f} |"
