@@ -80,7 +80,7 @@ class RunConfig(Portions):
     """a run's config.json: its options are the defaults; those given here win"""
     # The world and its tasks
     env: str = "textcraft"
-    """environment to act in: textcraft, babyai, sciworld, or package.module:Class of your own"""
+    """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class"""
     tasks: str | None = None
     """id list of the training tasks: a JSON file, or the name of one of the world's; overrides
     --split"""
