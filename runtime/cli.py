@@ -132,6 +132,8 @@ def starting_from(
         if "preset" in given:
             raise Misuse("--config and --preset both say where to start from; give one")
         saved = options_from(file, kind) | {"config": file}
+        if "epochs" in given:  # they say how far, not the steps that other epochs took
+            saved.pop("steps", None)
     asked = saved | given
     env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():

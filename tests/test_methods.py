@@ -768,6 +768,15 @@ def test_every_preset_and_every_runs_options_are_a_command_line(kind, tmp_path):
         assert found.rounds == rounds and found.learning_rate == kind.learning_rate
 
 
+def test_epochs_that_are_given_win_over_another_runs_steps(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"method": "sft", "config": {"steps": 6, "epochs": 2}}))
+    words = ["--config", str(config), *SMALL]
+    for more, steps, epochs in (([], 6, 2), (["--epochs", "9"], 0, 9), (["--steps", "7"], 7, 2)):
+        found = training_options([*words, *more], "sft.py", "", SftConfig, check_method)
+        assert (found.steps, found.epochs) == (steps, epochs)
+
+
 def test_text_with_other_ends_of_lines_is_kept_whole(tmp_path):
     kept, lines = Kept(tmp_path, writes=True), [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]
     kept.of(1, lambda: (lines, {}))
