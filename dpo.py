@@ -245,13 +245,14 @@ def reference_of(worker: MethodWorker, batch: Batch) -> list[float]:
     """log π of each row under the policy as it is now: sums over policy tokens. Collective."""
     worker.rest()
     sums: list[float] = []
+    size = worker.config.mini_batch_size
     with phase("the reference's log-probs", len(batch), "trajectories") as tick:
-        for start in range(0, len(batch), 2):
-            part = batch.rows([start, start + 1])
+        for start in range(0, len(batch), size):
+            part = batch.rows(range(start, min(start + size, len(batch))))
             objective = worker.portions(len(part))
             log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
             sums += (log_probs * part.loss_mask).sum(1).tolist()
-            tick(2)
+            tick(len(part))
     return sums
 
 

@@ -153,7 +153,10 @@ def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
 
     distributed.join()
     with refusing():
-        return distributed.first("reading what is shown", read)
+        records = distributed.first("reading what is shown", read)
+    if not data and len(records) < count:
+        distributed.say(f"the oracle showed {len(records)} of {count}: no more that differ")
+    return records
 
 
 def openings_of(batch: Batch, count: int) -> list[list[int]]:

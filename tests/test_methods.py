@@ -866,6 +866,7 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives():
 
     class Worker:
         device = "cpu"
+        config = DpoConfig(mini_batch_size=6)  # eight rows: a part of six, and one of two
 
         def rest(self):
             pass
