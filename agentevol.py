@@ -41,17 +41,12 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import refuse_misuse, training_options
-from runtime.malloc import begin_with_tcmalloc
+from runtime.cli import begin
 from runtime.methods import EvolConfig, check_method, is_kept
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(
-        EvolConfig.program,
-        lambda: training_options(None, EvolConfig.program, SUMMARY, EvolConfig, check_method),
-    )
-    begin_with_tcmalloc()
+    begin(EvolConfig, SUMMARY, check_method)
 
 import math
 from collections import Counter
@@ -62,7 +57,7 @@ from typing import Any
 import program
 from config import Misuse
 from conversations import ROUNDING, Conversation, return_of
-from methodworker import Kept, MethodWorker, shown_by, sync_if_measured
+from methodworker import Kept, MethodWorker, count_learned, shown_by, sync_if_measured
 from order import portion
 from runtime import distributed
 from runtime.clock import Clock
@@ -83,7 +78,7 @@ def train(config: EvolConfig) -> Run:
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = program.checked(config, check_method)
-    length = config.steps // config.iterations
+    length = config.steps_per_iteration
     given = demonstrated(config)
     make_worker = partial(MethodWorker, given=given, what="demonstrations")
     with at_work(config, make_worker) as session:
@@ -98,10 +93,8 @@ def train(config: EvolConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
             if place == 0 or not evolving:
-                if place:
-                    kept.require(iteration + 1)
                 with clock("time/rollout_s"):
-                    evolving, found = evolve(session, kept, iteration, step - place)
+                    evolving, found = evolve(session, kept, step)
                 if place == 0:
                     metrics |= found
                     if iteration:  # the first begins with the start as it is
@@ -116,11 +109,7 @@ def train(config: EvolConfig) -> Run:
             w.set_learning_rates(place + 1)
             with clock("time/update_s"):
                 metrics |= imitate(w.policy, batch, w.portions(len(batch)), seed=step)
-            clock.values["update/tokens_per_s"] = int(batch.lengths.sum()) / max(
-                clock.values["time/update_s"], 1e-9
-            )
-            metrics |= {"data/policy_tokens": int(batch.loss_mask.sum())}
-            metrics |= {"data/epoch": epochs}
+            metrics |= count_learned(batch, epochs, clock)
 
             # ----------------------------------------------------------------- 3 measure, log, save
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -142,7 +131,7 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
     if is_kept(config):
         return []  # the run has them already, in the set of its first iteration
     found = []
-    for record in shown_by(config, config.num_demonstrations):
+    for record in shown_by(config):
         earned = return_of(record)
         if earned is None or config.ignore_returns:
             found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
@@ -155,22 +144,21 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
 
 
 def evolve(
-    session: Session[MethodWorker],
-    kept: Kept,
-    iteration: int,
-    step: int,
+    session: Session[MethodWorker], kept: Kept, step: int
 ) -> tuple[list[Conversation], dict[str, Any]]:
-    """An iteration's set, and metrics of how it came: found in the run, or what was there before
-    and what the policy, as it is now, has explored."""
+    """The set of a step's iteration, and metrics of how it came: found in the run, or what was
+    there before and what the policy, as it is now, has explored.
+
+    Raises:
+        TrainingError: the run has lost the set of an iteration that has begun.
+    """
     w, config = session.worker, session.config
     assert isinstance(config, EvolConfig)
+    iteration, place = divmod(step - 1, config.steps_per_iteration)
 
     def make() -> tuple[list[Conversation], dict[str, Any]]:
-        before = list(w.shown)
-        if iteration:
-            kept.require(iteration)
-            before, _ = kept.of(iteration, make_nothing)
-        _, said, metrics, _ = w.explore(
+        before = kept.of(iteration)[0] if iteration else list(w.shown)
+        said, metrics = w.explore(
             iteration + 1, step, config.tasks_per_iteration, config.group_size
         )
         new = selected(said, config, f"iteration {iteration + 1}")
@@ -190,12 +178,8 @@ def evolve(
         }
         return evolving, {"metrics": metrics, "origins": dict(origins)}
 
-    evolving, summary = kept.of(iteration + 1, make)
+    evolving, summary = kept.of(iteration + 1, None if place else make)
     return evolving, summary["metrics"]
-
-
-def make_nothing() -> tuple[list[Conversation], dict[str, Any]]:
-    raise RuntimeError("an iteration before this one has left nothing")  # Kept.require has looked
 
 
 def selected(said: Sequence[Conversation], config: EvolConfig, origin: str) -> list[Conversation]:

@@ -69,6 +69,7 @@ class RunConfig(Portions):
     program: ClassVar[str] = ""
     widens: ClassVar[bool] = False  # takes several --rounds
     unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that no sentinel should see
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()  # of what must otherwise be positive
     # What no preset may set: a method's own numbers.
     keeps: ClassVar[frozenset[str]] = frozenset()
 
@@ -194,6 +195,10 @@ class RunConfig(Portions):
     def trajectories_per_step(self) -> int:
         """Trajectories that a step learns from, at most."""
         return self.mini_batch_size
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """(option, why it changes nothing here), of a method's own."""
+        return iter(())
 
     @property
     def fixed(self) -> frozenset[str]:

@@ -35,17 +35,12 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import refuse_misuse, training_options
-from runtime.malloc import begin_with_tcmalloc
+from runtime.cli import begin
 from runtime.methods import DpoConfig, check_method, conversations_of, counted, is_kept
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(
-        DpoConfig.program,
-        lambda: training_options(None, DpoConfig.program, SUMMARY, DpoConfig, check_method),
-    )
-    begin_with_tcmalloc()
+    begin(DpoConfig, SUMMARY, check_method)
 
 from collections import Counter
 from collections.abc import Sequence
@@ -58,7 +53,7 @@ import program
 from batching import Batch
 from config import Misuse
 from losses import Objective
-from methodworker import Kept, MethodWorker, sync_if_measured
+from methodworker import Kept, MethodWorker, count_learned, sync_if_measured
 from order import portion
 from pairs import (
     Pair,
@@ -89,7 +84,7 @@ def train(config: DpoConfig) -> Run:
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = program.checked(config, check_method)
-    length = config.steps // config.iterations
+    length = config.steps_per_iteration
     given = given_pairs(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
@@ -103,10 +98,8 @@ def train(config: DpoConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
             if known != iteration:
-                if place:
-                    kept.require(iteration + 1)
                 with clock("time/rollout_s"):
-                    batch, found = pairs_for(session, kept, iteration, step - place, given)
+                    batch, found = pairs_for(session, kept, step, given)
                 metrics |= found if place == 0 else {}
                 known = iteration
 
@@ -119,11 +112,7 @@ def train(config: DpoConfig) -> Run:
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
                     metrics |= prefer(w.policy, part, w.portions(len(part)), config, seed=step)
-                clock.values["update/tokens_per_s"] = int(part.lengths.sum()) / max(
-                    clock.values["time/update_s"], 1e-9
-                )
-                metrics |= {"data/policy_tokens": int(part.loss_mask.sum())}
-                metrics |= {"data/epoch": epochs}
+                metrics |= count_learned(part, epochs, clock)
 
             # ----------------------------------------------------------------- 3 measure, log, save
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -182,7 +171,6 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
 def pairs_for(
     session: Session[MethodWorker],
     kept: Kept,
-    iteration: int,
     step: int,
     given: Sequence[Pair] | None,
 ) -> tuple[Batch | None, dict[str, Any]]:
@@ -191,10 +179,12 @@ def pairs_for(
     played earned alike, there is nothing to prefer.
 
     Raises:
-        TrainingError: there is no pair in the first iteration; says why.
+        TrainingError: there is no pair in the first iteration, and says why; or the run has lost
+            those of an iteration that has begun.
     """
     w, config = session.worker, session.config
     assert isinstance(config, DpoConfig)
+    iteration, place = divmod(step - 1, config.steps_per_iteration)
     made: list[Batch] = []
 
     def make() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -202,7 +192,7 @@ def pairs_for(
         metrics: dict[str, Any] = {}
         found = list(given) if given is not None else []
         if given is None:
-            _, said, metrics, _ = w.explore(
+            said, metrics = w.explore(
                 iteration + 1, step, config.tasks_per_iteration, config.group_size
             )
             found = pairs_of(said, settings_of(config), counts)
@@ -228,7 +218,7 @@ def pairs_for(
         metrics |= {"data/pairs": len(found)}
         return lines, {"metrics": metrics, "left_out": counted(counts)}
 
-    lines, summary = kept.of(iteration + 1, make)
+    lines, summary = kept.of(iteration + 1, None if place else make)
     if not lines:
         return None, summary["metrics"]
     if made:

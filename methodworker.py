@@ -26,17 +26,18 @@ from batching import Batch, make_batch
 from config import Misuse, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
 from demonstrations import demonstrations
+from envs import load_tasks
 from losses import Objective, Portions
 from reporting.metrics import summarize_trajectories
-from rollout import RolloutLog, draw
+from rollout import draw
 from runtime import distributed, rundir
+from runtime.clock import Clock
 from runtime.files import write_json, write_text
 from runtime.interrupt import StopRequests
-from runtime.methods import DpoConfig, MethodConfig, conversations_of
+from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.phases import phase
 from runtime.prompts import prompt_of, reprompted
 from session import Session, TrainingError, is_due
-from trajectory import RolloutHandler
 from worker import Worker
 
 Lines = list[dict[str, Any]]
@@ -108,15 +109,15 @@ class MethodWorker(Worker):
 
     def explore(
         self, turn: int, step: int, num_tasks: int, group_size: int
-    ) -> tuple[list[RolloutHandler], list[Conversation], dict[str, Any], RolloutLog]:
-        """The policy plays for the `turn`-th time: trajectories, those that say something as
-        conversations with their returns, and the metrics of all."""
+    ) -> tuple[list[Conversation], dict[str, Any]]:
+        """The policy plays for the `turn`-th time: what says something, as conversations with their
+        returns, and the metrics of all."""
         self.load_into_engine()
         requests = draw(turn, self.tasks, num_tasks, group_size, self.config.seed, step)
-        played, log = self.roll_out(requests, max(self.config.rounds))
+        played, _ = self.roll_out(requests, max(self.config.rounds))
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
-        return played, [r for r in said if r is not None], summarize_trajectories(played), log
+        return [r for r in said if r is not None], summarize_trajectories(played)
 
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
@@ -126,27 +127,27 @@ class MethodWorker(Worker):
         return Objective(**own | {"mini_batch_size": num_rows})
 
     def decay_steps(self) -> float:
+        """Without an option all of --steps: a run that is given more then falls more slowly."""
         return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
-def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
+def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) -> list[Conversation]:
     """The conversations of --data, or the oracle's. Collective.
 
+    Args:
+        min_return: leave out what in --data earned less; all there must then have a return.
     Raises:
         Misuse: a file that cannot be read or learned from; nothing in it; the oracle failed.
     """
-    data = getattr(config, "data", ())
+    data, count = config.data, config.num_demonstrations
 
     def read() -> list[Conversation]:
         if data:
-            least = getattr(config, "min_return", None) if config.method == "sft" else None
-            found = list(conversations_of("data", data, least))
+            found = list(conversations_of("data", data, min_return))
             if not found:
-                enough = "" if least is None else f" that earned {least:g}"
+                enough = "" if min_return is None else f" that earned {min_return:g}"
                 raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
             return found
-        from envs import load_tasks
-
         tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
         shown = demonstrations(config.env, tasks, count, config.seed, config.env_addr)
         return reprompted(shown, config.env, prompt_of(config))
@@ -159,6 +160,13 @@ def shown_by(config: MethodConfig, count: int) -> list[Conversation]:
     return records
 
 
+def count_learned(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
+    """Metrics of what an update has learned from; its speed goes to the clock."""
+    seconds = max(clock.values["time/update_s"], 1e-9)
+    clock.values["update/tokens_per_s"] = int(batch.lengths.sum()) / seconds
+    return {"data/policy_tokens": int(batch.loss_mask.sum()), "data/epoch": epochs}
+
+
 def openings_of(batch: Batch, count: int) -> list[list[int]]:
     """What the first rows say before their first action: ids to sample behind."""
     rows = min(count, len(batch))
@@ -167,7 +175,7 @@ def openings_of(batch: Batch, count: int) -> list[list[int]]:
 
 
 def sync_if_measured(
-    session: Session[Any], step: int, batch: Batch | None, clock: Any
+    session: Session[Any], step: int, batch: Batch | None, clock: Clock
 ) -> dict[str, Any]:
     """The policy's weights to the sampler, checked there, where the step is evaluated next."""
     config, worker = session.config, session.worker
@@ -189,14 +197,23 @@ class Kept:
         self.folder, self.writes = folder, writes
 
     def of(
-        self, iteration: int, make: Callable[[], tuple[Lines, dict[str, Any]]]
+        self, iteration: int, make: Callable[[], tuple[Lines, dict[str, Any]]] | None = None
     ) -> tuple[Lines, dict[str, Any]]:
-        """The iteration's lines and summary: found, or made and written. Collective."""
+        """The iteration's lines and summary: found, or made and written. Collective.
+
+        Raises:
+            TrainingError: they are not there, and there is no way to make them any more.
+        """
         found = distributed.first(
             "reading what an iteration has made", lambda: self._read(iteration)
         )
         if found is not None:
             return found
+        if make is None:
+            raise TrainingError(
+                f"{self._path(iteration, 'json')} is gone, which the iteration learns from: put a "
+                "copy back, or start a new run"
+            )
         lines, summary = make()
         if self.writes:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -204,14 +221,6 @@ class Kept:
             write_json(self._path(iteration, "json"), summary)
         distributed.meet()
         return lines, summary
-
-    def require(self, iteration: int) -> None:
-        """Raises TrainingError if an iteration that has begun has lost what it made."""
-        if distributed.first("resuming", lambda: self._read(iteration)) is None:
-            raise TrainingError(
-                f"{self._path(iteration, 'json')} is gone, which the iteration learns from: put a "
-                "copy back, or start a new run"
-            )
 
     def forget_after(self, iteration: int) -> None:
         """Drop what later iterations made, of a policy that a resumed run has not got any more."""

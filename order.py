@@ -5,8 +5,9 @@ lose its place.
     epoch, place   = divmod(position, count)
     index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
 
-All are taken once before any is taken again, each time in another order. There is no cursor and no
-generator that a checkpoint could restore wrong.
+All are taken once before any is taken again, each time in another order. `drawn` goes on into the
+next epoch within a turn, so that every step plays as many tasks; `portion` ends an epoch with a
+smaller one. There is no cursor and no generator that a checkpoint could restore wrong.
 
 Read next: train.py.
 """
@@ -24,11 +25,10 @@ def drawn(turn: int, count: int, per_turn: int, key: str) -> list[int]:
     >>> drawn(1, 2, 5, "0")  # more than there are: two epochs and a half
     [1, 0, 1, 0, 1]
     """
-    indices = []
-    for position in range((turn - 1) * per_turn, turn * per_turn):
-        epoch, place = divmod(position, count)
-        indices.append(random.Random(f"{key}/{epoch}").sample(range(count), count)[place])
-    return indices
+    positions = range((turn - 1) * per_turn, turn * per_turn)
+    epochs = {position // count for position in positions}
+    orders = {epoch: _order_of(epoch, count, key) for epoch in epochs}
+    return [orders[position // count][position % count] for position in positions]
 
 
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
@@ -39,6 +39,9 @@ def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], 
     ([[2, 3], [4, 1], [0]], 1.0)
     """
     epoch, place = divmod(turn - 1, -(-count // per_turn))
-    order = random.Random(f"{key}/{epoch}").sample(range(count), count)
-    taken = order[place * per_turn : (place + 1) * per_turn]
+    taken = _order_of(epoch, count, key)[place * per_turn : (place + 1) * per_turn]
     return taken, epoch + (place * per_turn + len(taken)) / count
+
+
+def _order_of(epoch: int, count: int, key: str) -> list[int]:
+    return random.Random(f"{key}/{epoch}").sample(range(count), count)

@@ -25,17 +25,12 @@ from __future__ import annotations
 
 import sys
 
-from runtime.cli import refuse_misuse, training_options
-from runtime.malloc import begin_with_tcmalloc
+from runtime.cli import begin
 from runtime.methods import SftConfig, check_method
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(
-        SftConfig.program,
-        lambda: training_options(None, SftConfig.program, SUMMARY, SftConfig, check_method),
-    )
-    begin_with_tcmalloc()
+    begin(SftConfig, SUMMARY, check_method)
 
 import hashlib
 import json
@@ -50,7 +45,7 @@ from typing import Any
 import program
 from config import Misuse
 from conversations import Conversation
-from methodworker import MethodWorker, shown_by, sync_if_measured
+from methodworker import MethodWorker, count_learned, shown_by, sync_if_measured
 from order import portion
 from runtime import distributed
 from runtime.clock import Clock
@@ -70,7 +65,7 @@ def train(config: SftConfig) -> Run:
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = program.checked(config, check_method)
-    records = shown_by(config, config.num_demonstrations)
+    records = shown_by(config, config.min_return)
     learned, _ = parted(len(records), config.hold_out, config.seed)
     steps = config.steps or config.epochs * math.ceil(len(learned) / config.mini_batch_size)
     config = replace(config, steps=steps)
@@ -95,12 +90,8 @@ def train(config: SftConfig) -> Run:
             w.set_learning_rates(step)
             with clock("time/update_s"):
                 metrics = imitate(w.policy, batch, w.portions(len(batch)), seed=step)
-            tokens = int(batch.loss_mask.sum())
-            clock.values["update/tokens_per_s"] = int(batch.lengths.sum()) / max(
-                clock.values["time/update_s"], 1e-9
-            )
-            metrics |= {"data/policy_tokens": tokens, "train/trajectories_used": len(batch)}
-            metrics |= {"data/epoch": epochs}
+            metrics |= count_learned(batch, epochs, clock)
+            metrics |= {"train/trajectories_used": len(batch)}
 
             # ---------------------------------------------------------------- 3 measure, log, save
             if hidden and is_due(step, config.eval_every or config.steps, config.steps):

@@ -43,13 +43,11 @@ from __future__ import annotations
 import sys
 
 from config import Config
-from runtime.cli import refuse_misuse, training_options
-from runtime.malloc import begin_with_tcmalloc
+from runtime.cli import begin
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(Config.program, lambda: training_options(None, Config.program, SUMMARY, Config))
-    begin_with_tcmalloc()
+    begin(Config, SUMMARY)
 
 import random
 from collections import Counter

@@ -66,8 +66,8 @@ def _check_ranges(config: RunConfig) -> None:
     """Each number by itself."""
     known = [field.name for field in fields(config)]
     for name in filter(known.__contains__, POSITIVE):
-        if name == "steps" and not config.steps and hasattr(config, "epochs"):
-            continue  # they say how many
+        if name in config.may_be_zero and not getattr(config, name):
+            continue
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must be above 0, and finite")
     coefficients = [name for name in known if name.endswith("_coef")]
@@ -174,19 +174,7 @@ def _without_effect(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield "engine", "leave it out, --deterministic samples with transformers"
     if c.tasks:
         yield "split", f"--tasks {c.tasks} says which tasks; give one of the two"
-    data = getattr(c, "data", ())
-    if data and hasattr(c, "num_demonstrations"):
-        yield "num_demonstrations", "leave it out, --data says what is shown"
-    if c.method == "sft" and not data:
-        yield "min_return", "it chooses among what --data holds: give that too"
-    if hasattr(c, "epochs") and c.steps:
-        yield "epochs", f"--steps {c.steps} says how far; give one of the two"
-    if getattr(c, "ignore_returns", False):
-        yield "weighting", "leave it out, --ignore-returns counts all alike"
-        yield "min_return", "leave it out, --ignore-returns looks at no return"
-    if not getattr(c, "plays_for_pairs", True):
-        for name in ("tasks_per_iteration", "group_size"):
-            yield name, "leave it out, the pairs are given and nothing is played for them"
+    yield from c.without_effect()
 
 
 def _without_effect_in_rl(c: Config) -> Iterator[tuple[str, str]]:

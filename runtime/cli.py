@@ -29,6 +29,7 @@ from config import (
 )
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
+from runtime.malloc import begin_with_tcmalloc
 from runtime.prompts import with_prompt
 from runtime.saved import as_kept, check_goes_on, check_unchanged, options_from, saved_config
 
@@ -138,6 +139,16 @@ def starting_from(
     env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():
         return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
+
+
+def begin(
+    kind: type[Options], summary: str, check_own: Callable[[Options], None] = lambda config: None
+) -> None:
+    """What a program that trains does before its imports take their seconds: misuse ends it, and
+    where the system has a better malloc it begins anew with that."""
+    prog = kind.program
+    refuse_misuse(prog, lambda: training_options(None, prog, summary, kind, check_own))
+    begin_with_tcmalloc()
 
 
 def refuse_misuse(prog: str, read: Callable[[], object]) -> None:

@@ -30,6 +30,7 @@ else:
 
 # Who imitates something definite ends with next to no entropy: that is success, not collapse.
 IMITATED = frozenset({"policy/entropy"})
+DATA_SHOWS = "leave it out, --data says what is shown"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class SftConfig(MethodConfig):
 
     method: ClassVar[str] = "sft"
     unwatched: ClassVar[frozenset[str]] = IMITATED
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"steps"})  # --epochs say how many
     program: ClassVar[str] = "sft.py"
 
     # What is imitated
@@ -78,9 +80,39 @@ class SftConfig(MethodConfig):
     warm_start: str = "never"
     """never: from --model as it is; auto: from its warm start; or a folder"""
 
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.data:
+            yield "num_demonstrations", DATA_SHOWS
+        else:
+            yield "min_return", "it chooses among what --data holds: give that too"
+        if self.steps:
+            yield "epochs", f"--steps {self.steps} says how far; give one of the two"
+
 
 @dataclass(frozen=True)
-class DpoConfig(MethodConfig):
+class IteratedConfig(MethodConfig):
+    """What methods share that play, learn from it for some steps, and play again."""
+
+    # When it plays
+
+    iterations: int = 1
+    """times that the policy plays, the steps in equal parts behind each"""
+    tasks_per_iteration: int = 32
+    """tasks that it plays then (tasks)"""
+    group_size: int = 8
+    """trajectories per task (trajectories)"""
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.steps // self.iterations
+
+
+@dataclass(frozen=True)
+class DpoConfig(IteratedConfig):
     """Direct preference optimization: the better of two trajectories gains on the other."""
 
     method: ClassVar[str] = "dpo"
@@ -95,12 +127,6 @@ class DpoConfig(MethodConfig):
     """conversations to choose from, e.g. demonstrations; with --experience"""
     experience: tuple[str, ...] = ()
     """conversations to reject from: what the policy did at the tasks of --expert"""
-    iterations: int = 1
-    """times that the policy plays for new pairs, the steps in equal parts behind each"""
-    tasks_per_iteration: int = 32
-    """tasks that it plays for them (tasks)"""
-    group_size: int = 8
-    """trajectories per task (trajectories)"""
     min_gap: float = 0.5
     """least difference of returns within a pair (0..1)"""
     min_return: float = 0.0
@@ -122,9 +148,10 @@ class DpoConfig(MethodConfig):
     learning_rate: float = 5e-6
     """of the policy, AdamW"""
 
-    @property
-    def fixed(self) -> frozenset[str]:
-        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if not self.plays_for_pairs:
+            for name in ("tasks_per_iteration", "group_size"):
+                yield name, "leave it out, the pairs are given and nothing is played for them"
 
     @property
     def plays_for_pairs(self) -> bool:
@@ -136,7 +163,7 @@ class DpoConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class EvolConfig(MethodConfig):
+class EvolConfig(IteratedConfig):
     """AgentEvol: explore, keep what earned something, imitate it from the beginning, again."""
 
     method: ClassVar[str] = "agentevol"
@@ -175,9 +202,12 @@ class EvolConfig(MethodConfig):
     save_every: int = 24
     """write a checkpoint every so many steps, and after the last (steps)"""
 
-    @property
-    def fixed(self) -> frozenset[str]:
-        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.data:
+            yield "num_demonstrations", DATA_SHOWS
+        if self.ignore_returns:
+            yield "weighting", "leave it out, --ignore-returns counts all alike"
+            yield "min_return", "leave it out, --ignore-returns looks at no return"
 
     @property
     def plays(self) -> bool:
@@ -185,7 +215,7 @@ class EvolConfig(MethodConfig):
 
     @property
     def steps_in_a_row(self) -> int:
-        return self.steps // self.iterations
+        return self.steps_per_iteration
 
 
 # ------------------------------------------------------------------------------------------ checks

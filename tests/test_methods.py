@@ -272,7 +272,7 @@ def test_what_a_later_policy_made_is_forgotten_and_what_is_lost_is_named(tmp_pat
     assert kept.of(3, lambda: ([], {})) == ([], {})
     (tmp_path / "iteration_002.json").unlink()
     with pytest.raises(TrainingError, match="iteration_002.json is gone"):
-        kept.require(2)
+        kept.of(2)
 
 
 def test_a_run_of_one_method_is_not_resumed_by_another(tmp_path, url, capsys):
