@@ -235,29 +235,10 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
         path = distributed.first("fetching the model", lambda: resolve_model(config.model))
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
-    tasks = load_tasks(config.env, config.split, config.tasks)
-    names = shown_subtasks(sorted({task.subtask for task in tasks}), config.subtasks)
-    shown = [task for task in tasks if task.subtask in names]
+    shown = load_tasks(config.env, config.split, config.tasks, config.subtasks)
     urls, prompt = config.env_addr, prompt_of(config)
     settings = starts.settings_for(config.model, config.env)
     return warm_start(config.model, config.env, shown, settings, accelerator, urls, prompt)
-
-
-def shown_subtasks(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Sub-tasks of the demonstrations: the chosen ones (none: all), and where they are levels, one
-    more. Demonstrations may be harder than RL's tasks: they teach grammar, not tasks.
-
-    >>> shown_subtasks(["depth 1", "depth 2", "depth 3"], ["depth 1"])
-    ['depth 1', 'depth 2']
-    >>> shown_subtasks(["GoTo", "Pickup", "SynthLoc"], ["GoTo"])
-    ['GoTo']
-    """
-    wanted = set(chosen or names)
-    for name in chosen:
-        word, _, level = name.rpartition(" ")
-        if level.isdigit():
-            wanted.add(f"{word} {int(level) + 1}")
-    return [name for name in names if name in wanted]
 
 
 def main(config: StartConfig) -> int:

@@ -3,7 +3,7 @@
 A curve that rises proves little by itself. Three arms start from the same warm-started weights and
 are measured on the same held-out goals, three seeds each:
 
-    rl         train.py with its defaults
+    rl         train.py with the defaults of the time: goals of depth 1, six turns, 60 steps
     sft        more imitation instead: as many optimizer steps on fresh demonstrations of the same
                training goals, 32 a step: what fits into the time of RL's rollout and update, and
                in all ten times what the warm start saw
@@ -36,7 +36,6 @@ Read next: imitation.py, learns_report.py; demonstrations.py.
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,12 +48,8 @@ sys.path.insert(0, str(ROOT))
 from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
-    Result,
-    item_shares,
     load_config,
     read_evaluations,
-    read_json,
-    read_lines,
     record,
     run,
     steps_done,
@@ -63,6 +58,7 @@ from recipes.common import (  # noqa: E402
 )
 from recipes.imitation import imitate, of_a_teacher  # noqa: E402
 from recipes.learns_report import ARMS, report  # noqa: E402
+from recipes.published import evaluate_test  # noqa: E402
 
 if TYPE_CHECKING:
     from config import Config
@@ -70,6 +66,10 @@ if TYPE_CHECKING:
     from worker import Worker
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
+# The default run when the study began; today's plays goals of two depths (worlds.py measures it).
+STUDY = ("--tasks", "family_train", "--eval-tasks", "family_test", "--subtasks", "depth 1")
+STUDY += ("--rounds", "6", "--steps", "60", "--learning-rate-decay-steps", "60")
+STUDY += ("--eval-samples", "4")
 
 
 # ------------------------------------------------------------------------------------------ an arm
@@ -83,7 +83,7 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
     """
     if arm not in ARMS:
         raise ValueError(f"--arm {arm} is unknown; choose one of: {' '.join(ARMS)}")
-    arguments = ["--env", "textcraft", "--seed", str(seed), "--eval-every", "15"]
+    arguments = ["--env", "textcraft", "--seed", str(seed), *STUDY, "--eval-every", "15"]
     arguments += ["--eval-start-samples", "4"]  # as many as after: the two are compared
     arguments += ["--save-every", "5", *extra, "--run-dir", str(run_dir)]
     return arguments + (["--shuffle-rewards"] if arm == "shuffled" else [])
@@ -118,56 +118,6 @@ def run_sft(
 
 
 # --------------------------------------------------------------------------------- what it came to
-
-
-def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> dict[str, Any]:
-    """evaluate.py on the published test split under 30 turns; kept in `folder`, played once."""
-    if not (folder / "eval.json").exists():
-        aside = folder.with_name(f".{folder.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        command = [sys.executable, "evaluate.py", "--env", "textcraft", "--split", "test"]
-        command += ["--model", model, "--max-rounds", "6", "30", "--samples", str(samples)]
-        command += ["--max-tokens-per-turn", "80", "--seed", str(seed), "--out", str(aside)]
-        run(command)
-        aside.rename(folder)
-    summary = read_json(folder / "eval.json")
-    rows = {"all": summary["overall"], **summary["subtasks"]}
-    return {
-        "max_rounds": 30,
-        "samples": samples,
-        "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
-        "items": item_shares(summary),
-        "crafted_ingredient": crafted_ingredient(read_lines(folder / "trajectories.jsonl")),
-    }
-
-
-def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Episodes per sub-task in which something was crafted before, or without, the goal."""
-    counts: dict[str, int] = {}
-    for line in trajectories:
-        before_goal = line["turns"][:-1] if line["success"] else line["turns"]
-        crafted = any(turn["observation_text"].startswith("Crafted") for turn in before_goal)
-        counts[line["subtask"]] = counts.get(line["subtask"], 0) + crafted
-    return counts
-
-
-def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result:
-    """The published test split before a run and after it; {} for no samples."""
-    from runtime.checkpoint import folder_of
-    from runtime.distributed import make_accelerator
-    from runtime.precision import choose
-    from warmstart import start_model
-
-    if not samples:
-        return {}
-    accelerator = make_accelerator(choose(config.precision).autocast)
-    start = start_model(config, accelerator)  # out of the cache: the run made it
-    last = str(folder_of(run_dir, config.steps))
-    before = run_dir.parent / f"test-start-{seed}"  # every arm's
-    return {
-        "before": evaluate_test_split(start, before, seed, samples),
-        "after": evaluate_test_split(last, run_dir / "test", seed, samples),
-    }
 
 
 def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:

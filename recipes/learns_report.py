@@ -9,20 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs import load_tasks
 from recipes.common import (
     Result,
     change,
     change_cells,
     difference,
     markdown,
-    mean_over_seeds,
     percent,
     pooled_at,
     pooled_curve,
     results_of,
     write_json,
 )
+from recipes.published import analyse_test, split_table
 from reporting.figures import plot_estimates
 
 ARMS = ("rl", "sft", "shuffled")
@@ -66,25 +65,6 @@ def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
     return {"arms": arms, "rl_minus": against}
 
 
-def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
-    """The published test split, per depth and over all: before, after, paired difference."""
-    if not results:
-        return {}
-    pooled = [
-        mean_over_seeds([result["test"][when]["items"] for result in results])
-        for when in ("before", "after")
-    ]
-    depth_of = {task.task_id: task.subtask for task in load_tasks("textcraft", "test")}
-    rows = {}
-    for name in [*sorted(set(depth_of.values())), "all"]:
-        before, after = (
-            {i: x for i, x in items.items() if name in ("all", depth_of[i])} for items in pooled
-        )
-        if before and after:
-            rows[name] = change(before, after)
-    return rows
-
-
 def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:
     """Arms and seeds of the plan without a result."""
     have = {(arm, result["seed"]) for arm, results in by_arm.items() for result in results}
@@ -100,12 +80,6 @@ def held_out_table(analysis: Mapping[str, Any]) -> list[str]:
             for arm, row in analysis["arms"].items()
         ),
     )
-
-
-def split_table(rows: Mapping[str, Any]) -> list[str]:
-    """Markdown: one row per depth of the published test split; RESULTS.md shows these lines too."""
-    titles = "sub-task | goals | before, % | after, % | difference, points"
-    return markdown(titles, ((name, *change_cells(each)) for name, each in rows.items()))
 
 
 def format_report(analysis: Mapping[str, Any], missing: Sequence[str]) -> str:

@@ -1,9 +1,11 @@
-"""Does the same command learn other worlds? The default run of `train.py --env ENV`, measured.
+"""Does `make train` learn, and in other worlds too? Their default runs, measured.
 
-TextCraft has a study of its own (learns.py). Here the default run of another environment, on its
-short tasks (envs/*/ids), is played to its end: held-out tasks before the first step and after the
-last, never the best one. The unit of every interval is the task: tasks are resampled, a task's
-value being its mean over samples and seeds, and differences are paired by task.
+The default run of `train.py --env ENV`, on the world's short tasks (envs/*/ids), is played to its
+end: held-out tasks before the first step and after the last, never the best one. The unit of every
+interval is the task: tasks are resampled, a task's value being its mean over samples and seeds, and
+differences are paired by task.
+
+TextCraft's is measured on AgentGym's published test split as well, before and after.
 
     python recipes/worlds.py run --env babyai --seed 0      runs or resumes: results/worlds/
     python recipes/worlds.py report                         tables and worlds.png of what is there
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from envs import load_tasks  # noqa: E402
+from recipes import published  # noqa: E402
 from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
@@ -58,6 +61,9 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, config.steps)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)
+    if options.env == published.ENV:
+        samples = options.test_samples
+        result |= {"test": published.evaluate_test(options.seed, run_dir, config, samples)}
     write_result(options.results / "worlds" / f"{name}.json", result)
 
 
@@ -113,11 +119,23 @@ def report(folder: Path) -> str:
     curves = [(env, COLORS[env], pooled_curve(results)) for env, results in by_env.items()]
     labels = ("training steps", "held-out tasks solved, %")
     plot_estimates(folder / "worlds.png", curves, "step", labels, "95 % intervals over tasks")
-    return "\n".join(table(by_env))
+    lines = table(by_env)
+    if tested := tested_runs(by_env):
+        lines += ["", "Published test split, at most 30 turns:", ""]
+        lines += published.split_table(published.analyse_test(tested))
+    return "\n".join(lines)
+
+
+def tested_runs(by_env: Mapping[str, Sequence[Result]]) -> list[Result]:
+    """Those that the published test split was played before and after."""
+    return [result for result in by_env.get(published.ENV, ()) if result.get("test")]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", choices=COLORS, required=True)
+    parser.add_argument(
+        "--test-samples", type=int, default=1, help="of TextCraft's published split; 0: skip it"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

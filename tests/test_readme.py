@@ -25,8 +25,9 @@ from envs.searchqa.questions import own_questions
 from recipes import miniature_plan, worlds
 from recipes.common import difference, mean_over_seeds
 from recipes.evidence import at, brackets, common_budget, compare, end, shares, start
-from recipes.learns_report import analyse, held_out_table, read_results, split_table
+from recipes.learns_report import analyse, held_out_table, read_results
 from recipes.miniature_report import passes
+from recipes.published import split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
 from runtime.methods import DpoConfig, EvolConfig, SftConfig

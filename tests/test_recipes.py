@@ -9,7 +9,7 @@ import toy_env
 
 from config import Config, complete
 from envs import load_tasks
-from recipes import common, learns, learns_report, worlds
+from recipes import common, learns, learns_report, published, worlds
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 
@@ -57,7 +57,7 @@ def test_an_episode_crafts_an_ingredient_if_it_crafts_before_or_without_the_goal
         episode(False, "Could not find oak planks"),
         episode(True, "Crafted 1 goal", subtask="depth 1"),
     ]
-    assert learns.crafted_ingredient(played) == {"depth 2": 2, "depth 1": 0}
+    assert published.crafted_ingredient(played) == {"depth 2": 2, "depth 1": 0}
 
 
 def test_options_of_train_py_reach_every_arm_alike(tmp_path):

@@ -97,9 +97,12 @@ class TextCraft:
     WIRE = Wire()
     IS_FAST = True
     LAPTOP: ClassVar = {
-        "tasks": "family_train",
-        "eval_tasks": "family_test",
-        "subtasks": ("depth 1",),
+        "tasks": "short_train",
+        "eval_tasks": "short_test",
+        "rounds": (8,),
+        "steps": 40,
+        "learning_rate_decay_steps": 40,
+        "eval_samples": 2,
     }
 
     say = staticmethod(say)

@@ -1,6 +1,6 @@
 """Which TextCraft goals are for training and which for testing: the id lists of ids/.
 
-Two splits, both written by `python -m envs.textcraft --write-ids`, the same on every machine.
+Two splits and an excerpt, all written by `python -m envs.textcraft --write-ids`, the same on every machine.
 
 textcraft_test, textcraft_train   The split that AgentGym-RL publishes. Its 100 test ids are four
     ranges of indices and are reproduced exactly. Its 374 training ids are all of 31-139 (depth 1),
@@ -20,6 +20,10 @@ textcraft_family_test, textcraft_family_train   In the split above nearly every 
     test lists; families of which textcraft_train has no goal are all for testing. Among many random
     assignments of the others, the one is kept whose two sides are most alike in difficulty,
     measured by the length of the oracle's plans at each depth.
+
+textcraft_short_test, textcraft_short_train   Those goals of the family lists that the oracle makes
+    in at most five turns: nearly all of depth 1, most of depth 2. What the default run plays on two
+    cores, with a small model, which is to succeed now and then.
 """
 
 import random
@@ -36,6 +40,7 @@ TRAIN_DEPTH_1, TRAIN_DEPTH_4 = range(31, 140), [537]
 TRAIN_DEPTH_2, NUM_TRAIN_DEPTH_2 = range(181, 420), 193  # 193 : 71 = 239 : 88
 TRAIN_DEPTH_3, NUM_TRAIN_DEPTH_3 = range(445, 533), 71
 MIN_FAMILY_TRAIN_DEPTH_1, MIN_FAMILY_TEST_DEPTH_1 = 68, 62  # of 140
+MAX_TURNS = 5  # of the oracle, on short goals
 NUM_TRIALS, TRAIN_SHARE = 20_000, 0.7  # share of the assignable families
 
 VARIANT_WORDS = set(
@@ -107,8 +112,10 @@ def family_split() -> tuple[list[int], list[int]]:
 
 
 def write_ids(folder: Path | None = None) -> dict[Path, int]:
-    """Writes the four lists; returns how many ids each file holds."""
+    """Writes the lists; returns how many ids each file holds."""
     train, test = published_split()
     family_train, family_test = family_split()
     lists = {"train": train, "test": test, "family_train": family_train, "family_test": family_test}
+    for name, goals in (("short_train", family_train), ("short_test", family_test)):
+        lists[name] = [index for index in goals if plan_length(index) <= MAX_TURNS]
     return write_id_lists("textcraft", lists, folder)

@@ -1,0 +1,105 @@
+"""AgentGym's published TextCraft test split before a run and after it: 100 goals of all depths, of
+which most were never trained on, with at most 30 turns, so that what a run forgets shows as well.
+
+    evaluate_test     both evaluations, played once and kept beside the run
+    analyse_test      by depth and over all: before, after, difference paired by goal; seeds pooled
+    split_table       its lines in RESULTS.md
+
+Read first: learns.py or worlds.py, which ask for it.
+"""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs import load_tasks
+from recipes.common import (
+    Result,
+    change,
+    change_cells,
+    item_shares,
+    markdown,
+    mean_over_seeds,
+    read_json,
+    read_lines,
+    run,
+)
+
+ENV = "textcraft"
+
+
+def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> dict[str, Any]:
+    """evaluate.py on the published test split under 30 turns; kept in `folder`, played once."""
+    if not (folder / "eval.json").exists():
+        aside = folder.with_name(f".{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        command = [sys.executable, "evaluate.py", "--env", ENV, "--split", "test"]
+        command += ["--model", model, "--max-rounds", "6", "30", "--samples", str(samples)]
+        command += ["--max-tokens-per-turn", "80", "--seed", str(seed), "--out", str(aside)]
+        run(command)
+        aside.rename(folder)
+    summary = read_json(folder / "eval.json")
+    rows = {"all": summary["overall"], **summary["subtasks"]}
+    return {
+        "max_rounds": 30,
+        "samples": samples,
+        "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
+        "items": item_shares(summary),
+        "crafted_ingredient": crafted_ingredient(read_lines(folder / "trajectories.jsonl")),
+    }
+
+
+def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Episodes per sub-task in which something was crafted before, or without, the goal."""
+    counts: dict[str, int] = {}
+    for line in trajectories:
+        before_goal = line["turns"][:-1] if line["success"] else line["turns"]
+        crafted = any(turn["observation_text"].startswith("Crafted") for turn in before_goal)
+        counts[line["subtask"]] = counts.get(line["subtask"], 0) + crafted
+    return counts
+
+
+def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result:
+    """The published test split before a run and after it; {} for no samples."""
+    from runtime.checkpoint import folder_of
+    from runtime.distributed import make_accelerator
+    from runtime.precision import choose
+    from warmstart import start_model
+
+    if not samples:
+        return {}
+    accelerator = make_accelerator(choose(config.precision).autocast)
+    start = start_model(config, accelerator)  # out of the cache: the run made it
+    last = str(folder_of(run_dir, config.steps))
+    before = run_dir.parent / f"test-start-{seed}"  # every arm's
+    return {
+        "before": evaluate_test_split(start, before, seed, samples),
+        "after": evaluate_test_split(last, run_dir / "test", seed, samples),
+    }
+
+
+def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
+    """The published test split, per depth and over all: before, after, paired difference."""
+    if not results:
+        return {}
+    pooled = [
+        mean_over_seeds([result["test"][when]["items"] for result in results])
+        for when in ("before", "after")
+    ]
+    depth_of = {task.task_id: task.subtask for task in load_tasks(ENV, "test")}
+    rows = {}
+    for name in [*sorted(set(depth_of.values())), "all"]:
+        before, after = (
+            {i: x for i, x in items.items() if name in ("all", depth_of[i])} for items in pooled
+        )
+        if before and after:
+            rows[name] = change(before, after)
+    return rows
+
+
+def split_table(rows: Mapping[str, Any]) -> list[str]:
+    """Markdown: one row per depth of the published test split; RESULTS.md shows these lines too."""
+    titles = "sub-task | goals | before, % | after, % | difference, points"
+    return markdown(titles, ((name, *change_cells(each)) for name, each in rows.items()))
