@@ -99,9 +99,10 @@ class TextCraft:
     LAPTOP: ClassVar = {
         "tasks": "short_train",
         "eval_tasks": "short_test",
-        "rounds": (8,),
-        "steps": 40,
-        "learning_rate_decay_steps": 40,
+        "rounds": (7,),
+        "steps": 50,
+        "learning_rate_decay_steps": 50,
+        "eval_every": 25,
         "eval_samples": 2,
     }
 

@@ -1,6 +1,7 @@
 """Which TextCraft goals are for training and which for testing: the id lists of ids/.
 
-Two splits and an excerpt, all written by `python -m envs.textcraft --write-ids`, the same on every machine.
+Two splits and an excerpt, written by `python -m envs.textcraft --write-ids`, the same on every
+machine.
 
 textcraft_test, textcraft_train   The split that AgentGym-RL publishes. Its 100 test ids are four
     ranges of indices and are reproduced exactly. Its 374 training ids are all of 31-139 (depth 1),
