@@ -215,7 +215,9 @@ def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", ["validation", "mine/train.json", "ids/train.txt"])
 def test_a_list_that_is_nowhere_is_refused_with_the_lists_that_exist(file):
-    with pytest.raises(ValueError, match=f"the id list {file}: .*family_test, family_train, test"):
+    with pytest.raises(
+        ValueError, match=f"the id list {file}: .*family_test, family_train, short_test"
+    ):
         load_tasks("textcraft", file=file)
 
 

@@ -22,8 +22,8 @@ def test_a_run_is_measured_as_it_measures_itself(tmp_path):
     config = a_run(tmp_path, prompt='[{"role": "system", "content": "Craft."}]')
     own = as_in_run(str(tmp_path), set())
     assert own.model.endswith("checkpoints/step_000004") and own.max_rounds == (5,)
-    assert (own.env, own.prompt, own.tasks) == ("textcraft", config.prompt, "family_test")
-    assert own.subtasks == ("depth 1",)
+    assert (own.env, own.prompt, own.tasks) == ("textcraft", config.prompt, "short_test")
+    assert own.subtasks == ()
     for name in ("max_tokens_per_turn", "max_trajectory_tokens", "temperature", "engine"):
         assert getattr(own, name) == getattr(config, name)
     (tmp_path / "checkpoints" / "best").symlink_to("step_000002")

@@ -30,7 +30,7 @@ def test_a_list_that_is_in_neither_place_is_refused_with_both(tmp_path, monkeypa
         load_tasks("textcraft", file="mine/train.json")
     assert str(error.value) == (
         f"cannot read the id list mine/train.json: no such file in {tmp_path}; "
-        "lists of textcraft: family_test, family_train, test, train"
+        "lists of textcraft: family_test, family_train, short_test, short_train, test, train"
     )
     with pytest.raises(ValueError, match="id list /mine/train.json: no such file; lists of text"):
         load_tasks("textcraft", file="/mine/train.json")

@@ -173,7 +173,7 @@ def test_a_list_of_the_world_is_kept_by_its_name_and_a_file_by_its_path(two_fold
 
 
 def test_a_file_with_the_name_of_the_worlds_list_is_not_read_in_its_place(two_folders, tmp_path):
-    keep(tmp_path / "run", complete(Config(model="tiny")))  # plays family_train
+    keep(tmp_path / "run", complete(Config(model="tiny", tasks="family_train")))
     with pytest.raises(Misuse, match="own list by --tasks family_train, and in this folder lies"):
         saved_config(str(tmp_path / "run"))
     (two_folders[0] / "family_train").unlink()

@@ -360,6 +360,14 @@ def test_the_published_split_is_reproduced():
     }
 
 
+def test_the_short_lists_are_what_the_oracle_makes_of_the_family_lists_in_five_turns():
+    for side in ("train", "test"):
+        goals = load_tasks("textcraft", f"family_{side}")
+        short = [task for task in goals if plan_length(task.task_index) <= 5]
+        assert load_tasks("textcraft", f"short_{side}") == short
+        assert 1.2 < len(goals) / len(short) < 1.8
+
+
 def test_the_family_split_shares_no_family_and_no_published_test_goal_with_training():
     goals = recipe_book().goals
     sides = [load_tasks("textcraft", f"family_{side}") for side in ("train", "test")]
@@ -418,7 +426,9 @@ def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, cont
 def test_misuse_of_load_tasks_names_the_choices(tmp_path):
     with pytest.raises(ValueError, match="choose one of: .*textcraft"):
         get_env("minecraft")
-    with pytest.raises(ValueError, match="family_test, family_train, test, train"):
+    with pytest.raises(
+        ValueError, match="family_test, family_train, short_test, short_train, test, train"
+    ):
         load_tasks("textcraft", "validation")
     with pytest.raises(ValueError, match="choose from: depth 1, depth 2, depth 3, depth 4"):
         load_tasks("textcraft", "test", subtasks=["depth 5"])
