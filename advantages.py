@@ -43,7 +43,7 @@ benchmarks/estimators.py times them. Read next: losses.py, which spends the adva
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtime.lazytorch import no_grad, torch
@@ -61,6 +61,7 @@ __all__ = [
     "rloo",
     "token_rewards_of",
     "whiten",
+    "whiten_each",
 ]
 
 
@@ -270,6 +271,24 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     [[-0.7071067690849304, 0.7071067690849304, 0.0]]
     """
     return _whiten(x.double(), loss_mask.bool()).float()
+
+
+def whiten_each(x: Tensor, loss_mask: Tensor, worlds: Sequence[str]) -> Tensor:
+    """`whiten` within the rows of each world: a world whose returns spread more than another's has
+    no more say. As AgentRL normalises the advantages of several tasks (arXiv 2510.04206).
+
+    Args:
+        worlds: B names, the world of each row.
+
+    >>> two = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
+    >>> [[round(v, 3) for v in row] for row in whiten_each(two, torch.ones(2, 2), "ab").tolist()]
+    [[-0.707, 0.707], [-0.707, 0.707]]
+    """
+    whitened = torch.zeros_like(x)
+    for world in dict.fromkeys(worlds):
+        rows = [row for row, name in enumerate(worlds) if name == world]
+        whitened[rows] = whiten(x[rows], loss_mask[rows])
+    return whitened
 
 
 def _whiten(x: Tensor, mask: Tensor) -> Tensor:

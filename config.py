@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from advantages import ESTIMATORS
-from envs import settings_of
+from envs import env_name, names_of, settings_of
 from losses import Objective, Portions
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ class RunConfig(Portions):
     """a run's config.json: its options are the defaults; those given here win"""
     # The world and its tasks
     env: str = "textcraft"
-    """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class"""
+    """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class; or
+    several of them (mixture.py)"""
+    env_weights: tuple[int, ...] = ()
+    """of several: how many tasks of each follow one another, e.g. 2 1 (none: one of each)"""
     tasks: str | None = None
     """id list of the training tasks: a JSON file, or the name of one of the world's; overrides
     --split"""
@@ -90,8 +93,8 @@ class RunConfig(Portions):
     subtasks: tuple[str, ...] = ()
     """train on these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (all if empty)"""
     env_addr: tuple[str, ...] = ()
-    """addresses of environment servers, http://host:port; none: one is started here; local: no
-    server, the world plays in this process"""
+    """addresses of environment servers, http://host:port, with several --env NAME=http://host:port;
+    none: one is started here; local: no server, the world plays in this process"""
     prompt: str | None = None
     """file with another prompt than the world's: JSON [{"role", "content"}, ...], or a text in
     place of its instruction"""
@@ -246,6 +249,8 @@ class Config(RunConfig, Objective):
     """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
     skip_zero_variance: bool = True
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
+    normalize_per_env: bool = False
+    """whiten advantages within each world, so that of several none sets the others' scale"""
     shuffle_rewards: bool = False
     """control: trajectories swap rewards at random within a step; nothing should be learned"""
 
@@ -325,13 +330,20 @@ def with_preset(
     Raises:
         ValueError: there is no such preset, or no such world.
     """
-    world = settings_of(env)
-    presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
-    if preset not in presets:
-        raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
     own = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
-    numbers = with_one_horizon({n: v for n, v in presets[preset].items() if n in own}, kind)
-    return replace(kind(preset=preset, env=env), **numbers)  # type: ignore[arg-type]
+    found = []
+    for name in names_of(env):
+        world = settings_of(name)
+        presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
+        if preset not in presets:
+            raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
+        found.append({n: v for n, v in presets[preset].items() if n in own})
+    numbers = found[0]
+    if len(found) > 1:
+        names = {name for each in found for name in each}
+        numbers = {n: max(each.get(n, getattr(kind, n)) for each in found) for n in names}
+        numbers["rounds"] = ()  # each world's own
+    return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
 
 
 def with_one_horizon(found: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
@@ -354,6 +366,10 @@ def complete(config: Options) -> Options:
     """Fill in what follows from other options: id lists, and what --deterministic implies."""
     if config.deterministic:
         config = replace(config, engine="transformers")
+    if len(names_of(config.env)) > 1:
+        return config  # each world has its own lists: mixture.py
+    own = f"{env_name(config.env)}="  # may stand before an address of one world too
+    config = replace(config, env_addr=tuple(a.removeprefix(own) for a in config.env_addr))
     if config.tasks is not None:
         config = replace(config, split=None)
     elif config.split is None:

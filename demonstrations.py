@@ -31,11 +31,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
-from envs import Task, env_name, get_env
+from envs import Task, env_name, get_env, load_tasks
+from mixture import in_each
 from runtime.files import build_folder, cache_dir
 from runtime.phases import phase
+from runtime.prompts import prompt_of, reprompted
 
 NUM_CLIENTS = 4  # episodes side by side
 
@@ -146,6 +149,29 @@ def demonstrations(
     if not file.exists():
         build_folder(file.parent, write)
     return list(read_conversations([file]))
+
+
+def shown_in_each(config: RunConfig, count: int, seed: int) -> list[Conversation]:
+    """`count` demonstrations of each world of a run, of the tasks that it trains on and under its
+    prompt: how the oracle plays does not depend on that.
+
+    Raises: as `demonstrations`.
+    """
+    return [
+        record
+        for own in in_each(config)
+        for record in reprompted(
+            demonstrations(
+                own.env,
+                load_tasks(own.env, own.split, own.tasks, own.subtasks),
+                count,
+                seed,
+                own.env_addr,
+            ),
+            own.env,
+            prompt_of(own),
+        )
+    ]
 
 
 def source_of(env: str) -> str:

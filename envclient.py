@@ -23,7 +23,7 @@ Read next: rollout.py, which plays many clients at once.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -367,6 +367,10 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             self.addresses.note_success(address)
             return client
 
+    def of(self, world: str) -> "EnvPool":
+        """The pool of a world: this one, as all tasks are of one."""
+        return self
+
     def close(self) -> None:
         """Close every client that is still open; whoever waits for one gets AllServersDown."""
         self.addresses.close()
@@ -383,3 +387,13 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             self._clients.discard(client)
             self._opening.discard(client)
         self.addresses.release(address, has_opened)
+
+
+class EnvPools:
+    """A pool for each of several worlds, by the name that tasks have of it."""
+
+    def __init__(self, pools: Mapping[str, EnvPool]) -> None:
+        self._pools = pools
+
+    def of(self, world: str) -> "EnvPool":
+        return self._pools[world]

@@ -69,9 +69,10 @@ if __name__ == "__main__":  # before the imports below take their seconds
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
+from order import RolloutRequest
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
-from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
+from rollout import RolloutLog, RolloutSettings, TooManyEnvFailures, collect
 from runtime.files import build_folder, make_folder, write_json, write_text
 from runtime.media import put_pictures_beside
 from runtime.phases import phase, playing
@@ -80,10 +81,12 @@ from runtime.rundir import TOKENIZER
 from trajectory import Trajectory
 
 
-def requests_for(tasks: Sequence[Task], samples: int, step: int, seed: int) -> list[RolloutRequest]:
+def requests_for(
+    tasks: Sequence[Task], samples: int, step: int, seed: int, horizons: Mapping[str, int]
+) -> list[RolloutRequest]:
     """Every task `samples` times; `seed` goes to the environment, the same for all samples."""
     return [
-        RolloutRequest(task=task, group_id=group, sample=sample, seed=seed, step=step)
+        RolloutRequest(task, group, sample, seed, step, horizons[task.env])
         for group, task in enumerate(tasks)
         for sample in range(samples)
     ]
@@ -113,21 +116,24 @@ def evaluate_policy(
     tasks: Sequence[Task],
     samples: int,
     settings: RolloutSettings,
+    horizons: Mapping[str, int],
     step: int = 0,
 ) -> tuple[dict[str, Any], list[TrajectoryType]]:
     """
-    Play `tasks` with `samples` each under `settings.max_rounds`; what a run in training calls.
+    Play `tasks` with `samples` each; what a run in training calls.
 
     Args:
         play: `rollout.collect` of some engine and environments; requests -> trajectories.
         settings: its seed is that of the environments, the sampling and the bootstrap.
+        horizons: most turns in each world that the tasks are of.
         step: the training step; names the trajectories and, with the seed, seeds the sampling.
     Returns: the summary and all trajectories, lost ones included.
     Raises: what `play` raises.
     """
-    trajectories = play(requests_for(tasks, samples, step, settings.seed), settings)
-    horizon, seed = [settings.max_rounds], settings.seed
-    return summarize(trajectories, samples, horizon, step=step, seed=seed), trajectories
+    seed = settings.seed
+    trajectories = play(requests_for(tasks, samples, step, seed, horizons), settings)
+    longest = [max(horizons.values())]
+    return summarize(trajectories, samples, longest, step=step, seed=seed), trajectories
 
 
 # ----------------------------------------------------------------------------------------------
@@ -276,7 +282,6 @@ def _measure(
     """Play, then write the three files of `out`; what has ended is written whatever happens."""
     asked = _asked(config, pool.env)
     settings = RolloutSettings(
-        max_rounds=asked["max_rounds"][-1],
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
         temperature=config.temperature,
@@ -286,7 +291,8 @@ def _measure(
         record_state=config.record_state,
     )
     tasks = first_of_each_subtask(tasks, config.limit)
-    requests = requests_for(tasks, config.samples, step=0, seed=config.seed)
+    horizons = {env_name(pool.env): asked["max_rounds"][-1]}
+    requests = requests_for(tasks, config.samples, 0, config.seed, horizons)
     what = f"{asked['model']} on {asked['env']}: {len(tasks)} tasks x {config.samples}"
     print(f"{what}, results in {out}", flush=True)
     ended: list[Trajectory] = []

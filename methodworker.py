@@ -25,18 +25,17 @@ import torch
 from batching import Batch, make_batch
 from config import Misuse, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
-from demonstrations import demonstrations
-from envs import load_tasks
+from demonstrations import shown_in_each
 from losses import Objective, Portions
+from mixture import horizons_of, in_each
+from order import draw
 from reporting.metrics import summarize_trajectories
-from rollout import draw
 from runtime import distributed, rundir
 from runtime.clock import Clock
 from runtime.files import write_json, write_text
 from runtime.interrupt import StopRequests
 from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.phases import phase
-from runtime.prompts import prompt_of, reprompted
 from session import Session, TrainingError, is_due
 from worker import Worker
 
@@ -113,8 +112,9 @@ class MethodWorker(Worker):
         """The policy plays for the `turn`-th time: what says something, as conversations with their
         returns, and the metrics of all."""
         self.load_into_engine()
-        requests = draw(turn, self.tasks, num_tasks, group_size, self.config.seed, step)
-        played, _ = self.roll_out(requests, max(self.config.rounds))
+        c, size = self.config, (num_tasks, group_size)
+        requests = draw(turn, self.tasks, *size, c.seed, step, horizons_of(c), c.env_weights)
+        played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
         return [r for r in said if r is not None], summarize_trajectories(played)
@@ -148,15 +148,14 @@ def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) ->
                 enough = "" if min_return is None else f" that earned {min_return:g}"
                 raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
             return found
-        tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
-        shown = demonstrations(config.env, tasks, count, config.seed, config.env_addr)
-        return reprompted(shown, config.env, prompt_of(config))
+        return shown_in_each(config, count, config.seed)
 
     distributed.join()
     with refusing():
         records = distributed.first("reading what is shown", read)
-    if not data and len(records) < count:
-        distributed.say(f"the oracle showed {len(records)} of {count}: no more that differ")
+    wanted = count * len(in_each(config))
+    if not data and len(records) < wanted:
+        distributed.say(f"the oracle showed {len(records)} of {wanted}: no more that differ")
     return records
 
 

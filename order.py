@@ -9,26 +9,54 @@ All are taken once before any is taken again, each time in another order. `drawn
 next epoch within a turn, so that every step plays as many tasks; `portion` ends an epoch with a
 smaller one. There is no cursor and no generator that a checkpoint could restore wrong.
 
-Read next: train.py.
+With several worlds positions are dealt out to them, and each counts its own:
+
+    weights 2, 1:    a a b a a b a ...        a world's n-th turn is its n-th position
+
+    draw    requests for trajectories, as the rollout takes them
+
+Read next: rollout.py.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envs import Task, tasks_by_world
 
 
-def drawn(turn: int, count: int, per_turn: int, key: str) -> list[int]:
-    """Indices, of `count` there are, that the `turn`-th draw takes.
+def drawn(
+    turn: int, counts: Sequence[int], per_turn: int, key: str, weights: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """(world, index in its list) of each task that the `turn`-th draw takes.
 
-    >>> drawn(1, 4, 2, "0") + drawn(2, 4, 2, "0")  # an epoch
+    Args:
+        counts: tasks that each world has.
+        weights: how many tasks of each world follow one another; none: one of each.
+
+    >>> [index for _, index in drawn(1, [4], 2, "0") + drawn(2, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]
-    >>> drawn(1, 2, 5, "0")  # more than there are: two epochs and a half
+    >>> [index for _, index in drawn(1, [2], 5, "0")]  # more than there are: two epochs and a half
     [1, 0, 1, 0, 1]
+    >>> drawn(1, [4, 2], 6, "0", [2, 1])
+    [(0, 2), (0, 1), (1, 1), (0, 3), (0, 0), (1, 0)]
     """
-    positions = range((turn - 1) * per_turn, turn * per_turn)
-    epochs = {position // count for position in positions}
-    orders = {epoch: _order_of(epoch, count, key) for epoch in epochs}
-    return [orders[position // count][position % count] for position in positions]
+    weights = weights or [1] * len(counts)
+    dealt = [world for world, weight in enumerate(weights) for _ in range(weight)]
+    orders: dict[tuple[int, int], list[int]] = {}
+    taken = []
+    for position in range((turn - 1) * per_turn, turn * per_turn):
+        round_, place = divmod(position, len(dealt))
+        world = dealt[place]
+        own = round_ * weights[world] + dealt[:place].count(world)
+        epoch, place = divmod(own, counts[world])
+        if (world, epoch) not in orders:
+            orders[world, epoch] = _order_of(epoch, counts[world], key)
+        taken.append((world, orders[world, epoch][place]))
+    return taken
 
 
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
@@ -45,3 +73,56 @@ def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], 
 
 def _order_of(epoch: int, count: int, key: str) -> list[int]:
     return random.Random(f"{key}/{epoch}").sample(range(count), count)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One trajectory to roll: which sample of which group, the environment's seed, and how many
+    turns it may take, which is a matter of the world and of the schedule."""
+
+    task: Task
+    group_id: int
+    sample: int
+    seed: int
+    step: int
+    max_rounds: int
+
+    def heading(self, env: str) -> dict[str, Any]:
+        """What a `Trajectory` of this request begins with."""
+        return {
+            "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
+            "step": self.step,
+            "env": env,
+            "task_id": self.task.task_id,
+            "subtask": self.task.subtask,
+            "group_id": self.group_id,
+            "seed": self.seed,
+            "max_rounds": self.max_rounds,
+        }
+
+
+def draw(
+    turn: int,
+    tasks: Sequence[Task],
+    num_tasks: int,
+    group_size: int,
+    seed: int,
+    step: int,
+    horizons: Mapping[str, int],
+    weights: Sequence[int] = (),
+) -> list[RolloutRequest]:
+    """What is played at the `turn`-th time (order.py), named by `step`; all samples of a task share
+    the environment's seed.
+
+    Args:
+        horizons: most turns in each world.
+        weights: of the worlds, in the order in which `tasks` names them.
+    """
+    by_world = list(tasks_by_world(tasks).values())
+    counts = [len(own) for own in by_world]
+    requests, first = [], (turn - 1) * num_tasks
+    for n, (world, index) in enumerate(drawn(turn, counts, num_tasks, str(seed), weights)):
+        task, env_seed = by_world[world][index], seed * 1_000_003 + first + n
+        rounds = horizons[task.env]
+        requests += [RolloutRequest(task, n, k, env_seed, step, rounds) for k in range(group_size)]
+    return requests

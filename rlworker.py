@@ -4,7 +4,7 @@ leaving it.
     worker     policy, sampler, environments
     critic     PPO's: what return it expects after each token
     reference  the policy that the run began with, frozen; with LoRA the policy without its adapters
-    scheduler  how many turns the agent may take at step t
+    schedulers how many turns the agent may take at step t, one for each world
     kl         the weight of the KL penalty in the reward, fixed or steered
 
 Banners 3 to 5 of train.py. Read first: worker.py. Read next: update.py.
@@ -17,8 +17,10 @@ from typing import Any
 
 from batching import Batch
 from config import Config, Misuse
+from envs import env_name
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import masked_mean
+from mixture import in_each
 from models import load_critic, load_policy
 from runtime import distributed, rundir
 from runtime.interrupt import StopRequests
@@ -53,9 +55,12 @@ class RLWorker(Worker):
                 "processes: each rolls out as many tasks as the others"
             )
         super().__init__(config, run, stack, stop)
-        self.scheduler = make_scheduler(
-            config.rounds_scheduler, config.rounds, config.steps_scaling_inter
-        )
+        self.schedulers = {
+            env_name(own.env): make_scheduler(
+                own.rounds_scheduler, own.rounds, own.steps_scaling_inter
+            )
+            for own in in_each(config)
+        }
         self.kl_controller = FixedKLController(config.kl_coef)
         if config.kl_target is not None:
             self.kl_controller = AdaptiveKLController(
@@ -74,6 +79,10 @@ class RLWorker(Worker):
         if self.has_reference and not c.lora_rank:
             frozen = load_policy(self.start, c.share_prefix).to(self.device).eval()
             self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
+
+    def rounds_at(self, step: int) -> dict[str, int]:
+        """World -> how many turns the agent may take there at this step."""
+        return {world: each.rounds_at(step) for world, each in self.schedulers.items()}
 
     def epoch_of(self, step: int) -> float:
         """Passes over the tasks, after a step."""

@@ -34,9 +34,8 @@ from typing import Any
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import EnvClient, EnvError, EnvPool, NotSupported, StepResult
-from envs import Task
-from order import drawn
+from envclient import EnvClient, EnvError, EnvPool, EnvPools, NotSupported, StepResult
+from order import RolloutRequest
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
@@ -46,34 +45,9 @@ IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to 
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
-    """One trajectory to roll: which sample of which group, and the environment's seed."""
-
-    task: Task
-    group_id: int
-    sample: int
-    seed: int
-    step: int
-
-    def heading(self, env: str, max_rounds: int) -> dict[str, Any]:
-        """What a `Trajectory` of this request begins with."""
-        return {
-            "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
-            "step": self.step,
-            "env": env,
-            "task_id": self.task.task_id,
-            "subtask": self.task.subtask,
-            "group_id": self.group_id,
-            "seed": self.seed,
-            "max_rounds": max_rounds,
-        }
-
-
-@dataclass(frozen=True)
 class RolloutSettings:
-    """Budgets and limits of a rollout; the horizon `max_rounds` comes from the schedule."""
+    """Budgets and limits of a rollout; the horizon stands in each request."""
 
-    max_rounds: int
     max_tokens_per_turn: int
     max_trajectory_tokens: int  # the prompt included
     temperature: float = 1.0
@@ -109,21 +83,9 @@ def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) ->
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def draw(
-    turn: int, tasks: Sequence[Task], num_tasks: int, group_size: int, seed: int, step: int
-) -> list[RolloutRequest]:
-    """What is played at the `turn`-th time (order.py), named by `step`; all samples of a task share
-    the environment's seed."""
-    requests, first = [], (turn - 1) * num_tasks
-    for n, index in enumerate(drawn(turn, len(tasks), num_tasks, str(seed))):
-        env_seed = seed * 1_000_003 + first + n
-        requests += [RolloutRequest(tasks[index], n, k, env_seed, step) for k in range(group_size)]
-    return requests
-
-
 def collect(
     engine: Engine,
-    pool: EnvPool,
+    pool: EnvPool | EnvPools,
     chat: ChatTemplate,
     requests: Sequence[RolloutRequest],
     settings: RolloutSettings,
@@ -290,13 +252,14 @@ class _Episode:
 
     def __init__(
         self,
-        pool: EnvPool,
+        pools: EnvPool | EnvPools,
         chat: ChatTemplate,
         request: RolloutRequest,
         settings: RolloutSettings,
         stopping: threading.Event,
     ) -> None:
-        self.pool, self.chat, self.request, self.settings = pool, chat, request, settings
+        self.pool = pools.of(request.task.env)
+        self.chat, self.request, self.settings = chat, request, settings
         self.stopping = stopping
         self.client: EnvClient | None = None
         self.crash: BaseException | None = None
@@ -305,7 +268,7 @@ class _Episode:
         self.handler = self._new_handler()
 
     def _new_handler(self) -> RolloutHandler:
-        heading = self.request.heading(self.pool.env, self.settings.max_rounds)
+        heading = self.request.heading(self.pool.env)
         return RolloutHandler(**heading, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:

@@ -17,11 +17,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from config import RunConfig
+from envs import env_name
 from reporting.logs import LogError, read_log, require_steps
-from reporting.metrics import MetricsLogger
+from reporting.metrics import MetricsLogger, by_world
 from reporting.progress import Progress
 from reporting.timeleft import TimeLeft
 from reporting.trackers import TrackerError, Trackers
@@ -185,23 +187,31 @@ class Session(Generic[WorkerType]):
         summary, trajectories = self.worker.evaluate(step)
         self.run.write_json(f"eval/step_{step:06d}.json", summary)
         self.run.write_trajectories(f"eval_{step:06d}", trajectories)
-        row = summary["overall"]
-        avg = row["avg"]
-        if avg["value"] is None:
+        rows: dict[str, Any] = summary["worlds"]
+        lacking = {task.env for task in self.worker.eval_tasks} - {env_name(n) for n in rows}
+        if lacking:
+            of = f" of {' and '.join(sorted(lacking))}" if rows else ""
             raise TrainingError(
-                f"step {step}: every held-out trajectory was lost: {summary['lost']['last_error']}"
+                f"step {step}: every held-out trajectory{of} was lost: "
+                f"{summary['lost']['last_error']}"
             )
-        distributed.say(
-            f"step {step}: held-out success {avg['value']:.1%} "
-            f"[{avg['low']:.1%}, {avg['high']:.1%}], "
-            f"{row['items']} tasks x {summary['samples']} samples"
-        )
-        self.progress.note_evaluation(step, avg["value"])
-        return {
-            "eval/avg": avg["value"],
-            "eval/pass": row["pass"]["value"],
-            "eval/return_mean": row["return_mean"],
+        for world, row in rows.items():
+            avg, where = row["avg"], f" in {env_name(world)}" if len(rows) > 1 else ""
+            distributed.say(
+                f"step {step}: held-out success{where} {avg['value']:.1%} "
+                f"[{avg['low']:.1%}, {avg['high']:.1%}], "
+                f"{row['items']} tasks x {summary['samples']} samples"
+            )
+        of_each = {
+            "eval/avg": {env_name(n): row["avg"]["value"] for n, row in rows.items()},
+            "eval/pass": {env_name(n): row["pass"]["value"] for n, row in rows.items()},
+            "eval/return_mean": {env_name(n): row["return_mean"] for n, row in rows.items()},
         }
+        metrics: dict[str, float] = {}
+        for name, values in of_each.items():
+            metrics |= by_world(name, values, fmean)
+        self.progress.note_evaluation(step, metrics["eval/avg"])
+        return metrics
 
     # The end of a step
 

@@ -51,18 +51,18 @@ if __name__ == "__main__":  # before the imports below take their seconds
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 import program
-from advantages import ESTIMATORS, estimate
+from advantages import ESTIMATORS, estimate, whiten_each
 from batching import make_batch
 from envs import Task
-from reporting.metrics import summarize_trajectories
+from order import RolloutRequest, draw
+from reporting.metrics import by_world, summarize_trajectories
 from rlworker import RLWorker
-from rollout import RolloutRequest, draw
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
@@ -86,16 +86,17 @@ def train(config: Config) -> Run:
         for step in session.steps_left():
             clock = Clock(vars(config))
             # ---------------------------------------------------------------------------- 1 horizon
-            max_rounds = w.scheduler.rounds_at(step)
+            horizons = w.rounds_at(step)
 
             # --------------------------------------------------------------------------- 2 roll out
-            requests = requests_of(step, w.tasks, config)
+            requests = requests_of(step, w.tasks, config, horizons)
             with clock("time/rollout_s"):
-                trajectories, log = w.roll_out(requests, max_rounds)
+                trajectories, log = w.roll_out(requests)
             if config.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=config.seed + step)
             usable, signal = usable_trajectories(trajectories, config)
-            metrics = {"horizon/max_rounds": max_rounds, "data/epoch": w.epoch_of(step)}
+            metrics = by_world("horizon/max_rounds", horizons, max)
+            metrics["data/epoch"] = w.epoch_of(step)
 
             if usable:
                 # ---------------------------------------------------------------------- 3 log-probs
@@ -109,6 +110,10 @@ def train(config: Config) -> Run:
                     # The estimator takes the ones that its parameters name.
                     given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
                     batch.advantages, batch.returns = estimate(config.algorithm, given)
+                    if config.normalize_per_env:
+                        worlds = [t.env for t in usable]
+                        whitened = whiten_each(batch.advantages, batch.loss_mask, worlds)
+                        batch.advantages = whitened
 
                 # ------------------------------------------------------------------------- 5 update
                 with clock("time/update_s"):
@@ -140,10 +145,13 @@ def train(config: Config) -> Run:
 # ---------------------------------------------------------------------------- pure pieces of a step
 
 
-def requests_of(step: int, tasks: Sequence[Task], config: Config) -> list[RolloutRequest]:
+def requests_of(
+    step: int, tasks: Sequence[Task], config: Config, horizons: Mapping[str, int]
+) -> list[RolloutRequest]:
     """The step's trajectories to roll: `rollout.draw`, a pure function of the step."""
     c = config
-    return draw(step, tasks, c.tasks_per_step, c.group_size, c.seed, step)
+    size = c.tasks_per_step, c.group_size
+    return draw(step, tasks, *size, c.seed, step, horizons, c.env_weights)
 
 
 def usable_trajectories(

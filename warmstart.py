@@ -48,9 +48,9 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Misuse, RunConfig, refusing
 from conversations import Conversation, from_agenttraj, was_encoded_again
-from demonstrations import demonstrations
+from demonstrations import demonstrations, shown_in_each
 from envclient import EnvError
-from envs import Task, env_name, load_tasks
+from envs import env_name, load_tasks
 from losses import Objective
 from models import load_policy, load_tokenizer
 from runtime import distributed, precision, starts
@@ -58,7 +58,6 @@ from runtime.default_models import resolve_model
 from runtime.files import build_folder, cache_dir, write_json
 from runtime.lora import add_lora, load_adapter, save_adapter
 from runtime.phases import phase
-from runtime.prompts import Messages, prompt_of, reprompted
 from runtime.recompute import keep_for_backward, what_to_keep
 from runtime.sync import export_policy
 from update import Learner, suited
@@ -183,23 +182,16 @@ def build(folder: Path, train: Callable[[Path | None], None]) -> None:
 def warm_start(
     model: str,
     env: str,
-    tasks: list[Task],
+    demonstrate: Callable[[], list[Conversation]],
     settings: SftSettings,
     accelerator: Any,
-    urls: Sequence[str] = (),
-    prompt: Messages | None = None,
 ) -> str:
-    """Path of `model` warmed up on oracle demonstrations of `tasks`; trained once, or come with the
-    project, then cached.
-
-    `urls` are servers of the environment; none: one is started here. `prompt` stands before the
-    demonstrations in place of the world's. Collective.
-    """
+    """Path of `model` warmed up on what `demonstrate` shows of `env`; trained once, or come with
+    the project, then cached. Collective."""
 
     def play() -> tuple[list[Conversation], bool]:
         with refusing():
-            records = demonstrations(env, tasks, settings.num_demonstrations, settings.seed, urls)
-        records = reprompted(records, env, prompt)
+            records = demonstrate()
         return records, folder_of(records).exists()
 
     def folder_of(records: list[Conversation]) -> Path:
@@ -235,10 +227,9 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
         path = distributed.first("fetching the model", lambda: resolve_model(config.model))
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
-    shown = load_tasks(config.env, config.split, config.tasks, config.subtasks)
-    urls, prompt = config.env_addr, prompt_of(config)
     settings = starts.settings_for(config.model, config.env)
-    return warm_start(config.model, config.env, shown, settings, accelerator, urls, prompt)
+    show = partial(shown_in_each, config, settings.num_demonstrations, settings.seed)
+    return warm_start(config.model, config.env, show, settings, accelerator)
 
 
 def main(config: StartConfig) -> int:

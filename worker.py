@@ -30,22 +30,16 @@ import torch
 from chat import ChatTemplate
 from config import Misuse, RunConfig, refusing
 from engines import Engine, EngineError
-from envclient import EnvPool, local_server
-from envs import load_tasks
+from envclient import EnvPool, EnvPools, local_server
+from envs import env_name, tasks_by_world
 from evaluate import evaluate_policy
 from kl import FixedKLController
+from mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from models import describe, load_policy, load_tokenizer, num_parameters, num_trained
+from order import RolloutRequest
 from reporting.plan import plan
-from rollout import (
-    RolloutLog,
-    RolloutRequest,
-    RolloutSettings,
-    check_failures,
-    collect,
-    sampling_seed,
-)
+from rollout import RolloutLog, RolloutSettings, check_failures, collect, sampling_seed
 from runtime import checkpoint, distributed, malloc, precision, rundir, sync
-from runtime.checks import held_out_tasks
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import add_lora, save_adapter
@@ -69,7 +63,7 @@ class Worker:
 
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
     kl_controller: FixedKLController | None = None  # of a method that has one
-    pool: EnvPool
+    pool: EnvPools
     engine: Engine
 
     def __init__(
@@ -82,7 +76,7 @@ class Worker:
         self.config, self.run, self.stop = config, run, stop
         ranks = distributed.world_size()
         with refusing():
-            self.tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
+            self.tasks = tasks_of(config)
             self.eval_tasks = held_out_tasks(config)
         for line in plan(config, run.path, len(self.tasks), len(self.eval_tasks)):
             distributed.say(line)
@@ -106,10 +100,8 @@ class Worker:
         distributed.say(f"model: {config.model} ({describe(self.start)}) from {self.start}")
         self.pad_id = self.tokenizer.pad_token_id or 0
         if config.plays:
-            urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
-            with refusing():
-                pool = EnvPool(config.env, urls, prompt=prompt_of(config))
-                self.pool = stack.enter_context(pool)
+            pools = {env_name(own.env): open_pool(own, stack) for own in in_each(config)}
+            self.pool = EnvPools(pools)
             self.check_budget()
         with phase("loading the models"):
             self.load_models()
@@ -191,23 +183,23 @@ class Worker:
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def check_budget(self) -> None:
-        """Refuse a token budget that the first prompt alone fills."""
-        c, task = self.config, self.tasks[0]
-        with self.pool.client() as client:
-            observation = client.reset(task.task_index)
-            needed = len(self.chat.opening(client.prompt, observation)) + c.max_tokens_per_turn
-        if needed > c.max_trajectory_tokens:
-            raise Misuse(
-                f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the opening of "
-                f"{task.task_id} and one turn need {needed} tokens"
-            )
+        """Refuse a token budget that a world's first prompt alone fills."""
+        c = self.config
+        for world, (task, *_) in tasks_by_world(self.tasks).items():
+            with self.pool.of(world).client() as client:
+                observation = client.reset(task.task_index)
+                needed = len(self.chat.opening(client.prompt, observation)) + c.max_tokens_per_turn
+            if needed > c.max_trajectory_tokens:
+                raise Misuse(
+                    f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the opening "
+                    f"of {task.task_id} and one turn need {needed} tokens"
+                )
 
     # Playing
 
-    def settings(self, max_rounds: int) -> RolloutSettings:
+    def settings(self) -> RolloutSettings:
         c = self.config
         return RolloutSettings(
-            max_rounds=max_rounds,
             max_tokens_per_turn=c.max_tokens_per_turn,
             max_trajectory_tokens=c.max_trajectory_tokens,
             temperature=c.temperature,
@@ -216,12 +208,10 @@ class Worker:
             record_state=c.record_state,
         )
 
-    def roll_out(
-        self, requests: list[RolloutRequest], max_rounds: int
-    ) -> tuple[list[RolloutHandler], RolloutLog]:
+    def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
         """All requests, with a progress bar; on an engine error what has finished is kept."""
         step, log = requests[0].step, RolloutLog()
-        settings = replace(self.settings(max_rounds), weight_version=step - 1)
+        settings = replace(self.settings(), weight_version=step - 1)
         try:
             return self.play(requests, settings, "rollout", log), log
         except (EngineError, distributed.RankError):
@@ -251,7 +241,7 @@ class Worker:
         seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
         log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
         log.generated_tokens = sum(generated)
-        place = {r.heading("", 0)["trajectory_id"]: n for n, r in enumerate(requests)}
+        place = {r.heading("")["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: place[handler.trajectory_id])
         check_failures(handlers, settings.max_env_failures)
@@ -317,8 +307,9 @@ class Worker:
         ) -> list[RolloutHandler]:
             return self.play(requests, settings, "held-out evaluation", RolloutLog())
 
-        settings = self.settings(c.evaluation_rounds)
-        return evaluate_policy(play, self.eval_tasks, c.samples_at(step), settings, step)
+        horizons = evaluation_horizons(c)
+        tasks, samples = self.eval_tasks, c.samples_at(step)
+        return evaluate_policy(play, tasks, samples, self.settings(), horizons, step)
 
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files. Collective."""
@@ -332,6 +323,13 @@ class Worker:
     def parts(self) -> dict[str, tuple[Any, Any]]:
         """What is trained: name -> (model, optimizer)."""
         return {"policy": (self.policy.model, self.policy.optimizer)}
+
+
+def open_pool(config: RunConfig, stack: contextlib.ExitStack) -> EnvPool:
+    """The servers of one world: those that are given, or one that is started here."""
+    urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
+    with refusing():
+        return stack.enter_context(EnvPool(config.env, urls, prompt=prompt_of(config)))
 
 
 def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:

@@ -49,7 +49,8 @@ from envclient import EnvPool, local_server  # noqa: E402
 from envs import Task, Wire  # noqa: E402
 from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
-from rollout import RolloutLog, RolloutRequest, RolloutSettings, _Episode, collect  # noqa: E402
+from order import RolloutRequest  # noqa: E402
+from rollout import RolloutLog, RolloutSettings, _Episode, collect  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
 from runtime.vllm_engine import VLLMEngine  # noqa: E402
 
@@ -193,7 +194,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     chat.stop_token_ids = ()
     engine = make_engine(path, options.max_num_seqs)
     settings = RolloutSettings(
-        max_rounds=NUM_TURNS,
         max_tokens_per_turn=TOKENS_PER_TURN,
         max_trajectory_tokens=2048,
         env_workers=max(64, n),
@@ -205,7 +205,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def compare(pool: EnvPool, repeat: int, index: int) -> dict[str, dict[str, float]]:
         task = Task(f"delay_{index}", index, Delay.subtask(index))
         seeds = range(1000 * repeat, 1000 * repeat + n)
-        requests = [RolloutRequest(task, 0, k, seed, repeat) for k, seed in enumerate(seeds)]
+        numbered = enumerate(seeds)
+        requests = [RolloutRequest(task, 0, k, s, repeat, NUM_TURNS) for k, s in numbered]
         playing = (engine, pool, chat, requests, settings)
         loops = {
             "engine": functools.partial(play_engine, engine, [opening] * n, between),

@@ -97,8 +97,8 @@ def run_ours(config: Config) -> None:
         for step in session.steps_left():
             wait_for_turn()
             began = time.perf_counter()
-            requests = requests_of(step, w.tasks, config)
-            trajectories, log = w.roll_out(requests, max(config.rounds))
+            requests = requests_of(step, w.tasks, config, w.rounds_at(step))
+            trajectories, log = w.roll_out(requests)
             rolled = time.perf_counter()
             usable, signal = usable_trajectories(trajectories, config)
             if usable:

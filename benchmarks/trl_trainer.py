@@ -35,8 +35,7 @@ def multi_turn_rollout(
     from trajectory import RolloutHandler
 
     clients = [pool.client() for _ in requests]
-    horizon = max(config.rounds)
-    handlers = [RolloutHandler(**r.heading(config.env, horizon)) for r in requests]
+    handlers = [RolloutHandler(**r.heading(config.env)) for r in requests]
     with ThreadPoolExecutor(64) as threads:
 
         def reset(i: int) -> None:
@@ -202,12 +201,14 @@ def run_trl(
     from chat import ChatTemplate
     from envclient import EnvPool, local_server
     from envs import load_tasks
+    from mixture import horizons_of
     from models import load_tokenizer
     from train import requests_of
 
     tokenizer = load_tokenizer(start)
     tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
-    plan = {step: requests_of(step, tasks, config) for step in range(1, config.steps + 1)}
+    horizons, steps = horizons_of(config), range(1, config.steps + 1)
+    plan = {step: requests_of(step, tasks, config, horizons) for step in steps}
     figures: dict[str, float] = {}
 
     def returned(episode_return: list[float], **_: Any) -> list[float]:

@@ -156,11 +156,22 @@ def get_env(name: str) -> Any:
     return env_class
 
 
+def names_of(env: str) -> list[str]:
+    """The worlds of a run, of which one or several are named.
+
+    >>> names_of("textcraft"), names_of("textcraft+babyai")
+    (['textcraft'], ['textcraft', 'babyai'])
+    """
+    return env.split("+")
+
+
 def env_name(env: str) -> str:
     """What task ids, file names and tables call `env`: its key in ENVS; of a world outside, its
     class's NAME, or the class's own name in lower case."""
     if env in ENVS:
         return env
+    if "+" in env:
+        return "+".join(map(env_name, names_of(env)))
     env_class = get_env(env)
     return getattr(env_class, "NAME", env_class.__name__.lower())
 
@@ -234,6 +245,14 @@ def load_tasks(
             f"no task left: {path or name} holds {len(tasks)}, none of {list(subtasks)}"
         )
     return chosen
+
+
+def tasks_by_world(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """World -> its tasks, in the order of their first ones."""
+    found: dict[str, list[Task]] = {}
+    for task in tasks:
+        found.setdefault(task.env, []).append(task)
+    return found
 
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:

@@ -143,11 +143,11 @@ def of_its_own(worker: "Worker") -> "LessonAt":
     from train import requests_of
 
     def lesson_at(step: int, clock: "Clock") -> "Lesson":
-        requests = requests_of(step, worker.tasks, worker.config)
+        requests = requests_of(step, worker.tasks, worker.config, worker.rounds_at(step))
         with clock("time/sync_s"):
             worker.load_into_engine()
         with clock("time/rollout_s"):
-            played, log = worker.roll_out(requests, worker.scheduler.rounds_at(step))
+            played, log = worker.roll_out(requests)
         worker.run.write_trajectories(f"step_{step:06d}", played)
         solved = [t for t in played if t.is_valid and t.success]
         metrics = summarize_trajectories(played) | {"train/trajectories_used": len(solved)}

@@ -67,7 +67,14 @@ if TYPE_CHECKING:
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
 # The default run when the study began; today's plays goals of two depths (worlds.py measures it).
-STUDY = ("--tasks", "family_train", "--eval-tasks", "family_test", "--subtasks", "depth 1")
+STUDY: tuple[str, ...] = (
+    "--tasks",
+    "family_train",
+    "--eval-tasks",
+    "family_test",
+    "--subtasks",
+    "depth 1",
+)
 STUDY += ("--rounds", "6", "--steps", "60", "--learning-rate-decay-steps", "60")
 STUDY += ("--eval-samples", "4")
 

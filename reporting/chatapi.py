@@ -45,15 +45,8 @@ import openai
 
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
-from rollout import (
-    NUM_TRIES,
-    RolloutRequest,
-    RolloutSettings,
-    check_failures,
-    sampling_seed,
-    state_of,
-    take_result,
-)
+from order import RolloutRequest
+from rollout import NUM_TRIES, RolloutSettings, check_failures, sampling_seed, state_of, take_result
 from runtime.exchange import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
 from trajectory import Trajectory, Turn
 
@@ -316,7 +309,7 @@ def collect_api(
         TooManyEnvFailures: more than `settings.max_env_failures` of all trajectories are lost.
         Episodes under way are dropped in both cases.
     """
-    trajectories = [Trajectory(**r.heading(pool.env, settings.max_rounds)) for r in requests]
+    trajectories = [Trajectory(**r.heading(pool.env)) for r in requests]
     waiting: queue.SimpleQueue[tuple[RolloutRequest, Trajectory]] = queue.SimpleQueue()
     ended: queue.SimpleQueue[Trajectory | BaseException] = queue.SimpleQueue()
     for pair in zip(requests, trajectories, strict=True):

@@ -23,6 +23,7 @@ from typing import Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
 from envs import load_tasks, settings_of
+from mixture import in_each
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
@@ -208,15 +209,23 @@ def model_of(config: EvalConfig) -> str:
     return config.api_model or config.model or (PAPER["model"] if has_gpu() else SMALL_MODELS[0])
 
 
-def as_in_run(folder: str, given: set[str]) -> EvalConfig:
+def as_in_run(folder: str, given: set[str], env: str | None = None) -> EvalConfig:
     """The options under which a run measures itself.
 
-    Args: given: options that the command line names; those they exclude are not taken over.
-    Raises: ValueError: no run lies there, or it has no checkpoint.
+    Args:
+        given: options that the command line names; those they exclude are not taken over.
+        env: of a run in several worlds, the one to play.
+    Raises: ValueError: no run lies there, it has no checkpoint, or one of its worlds must be named.
     """
     if not (Path(folder) / "config.json").exists():
         raise ValueError(f"--run {folder} holds no run; give the folder that train.py has made")
     c = complete(saved_config(folder, RunConfig))
+    if len(worlds := in_each(c)) > 1:
+        found = [own for own in worlds if own.env == env]
+        if not found:
+            listed = " or ".join(own.env for own in worlds)
+            raise ValueError(f"--run {folder} plays several worlds: name one, --env {listed}")
+        c, given = found[0], given - {"env"}
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in given:
         raise ValueError(f"--run {folder} has no checkpoint yet; name a --model")
@@ -240,7 +249,8 @@ def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     given = named(EvalConfig, words)
-    start = as_in_run(given["run"][0], set(given)) if given.get("run") else None
+    (env, *_) = [*given.get("env", []), None]
+    start = as_in_run(given["run"][0], set(given), env) if given.get("run") else None
     config = parse_command_line(EvalConfig, words, prog, start)
     config.check()
     if config.compare:

@@ -36,10 +36,11 @@ import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from envs import ENVS, env_name
 from reporting import table
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
@@ -66,7 +67,7 @@ METRICS: dict[str, str] = {
         f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
-    "horizon/max_rounds": "turns the scheduler allowed at this step (turns)",
+    "horizon/max_rounds": "turns the scheduler allowed at this step, of worlds the most (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
     "policy/loss": "clipped policy loss with its KL and entropy terms, per policy token (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
@@ -99,7 +100,8 @@ METRICS: dict[str, str] = {
     "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
     "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
     "data/signal_share": "those over the policy tokens of all comparable trajectories (0..1)",
-    # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json.
+    # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json. Of several
+    # worlds the mean over them.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
@@ -128,9 +130,30 @@ TIMINGS: dict[str, str] = {
     "memory/sync_bytes": "the same during the weight sync (bytes)",
 }
 
+# With several worlds of each one too: name/WORLD.
+PER_WORLD = (
+    *("train/return_mean", "train/success_rate", "train/turns_mean", "horizon/max_rounds"),
+    *("eval/avg", "eval/pass", "eval/return_mean"),
+)
+METRICS |= {f"{name}/{world}": f"{METRICS[name]}, {world}" for name in PER_WORLD for world in ENVS}
+
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 
 NGRAM = 4  # tokens in a row that count as said again
+
+
+def by_world(
+    name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
+) -> dict[str, Any]:
+    """A number of each world, as metrics: pooled over them, and of several worlds each one's.
+
+    >>> by_world("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
+    {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
+    >>> by_world("eval/avg", {"textcraft": 0.25}, max)
+    {'eval/avg': 0.25}
+    """
+    each = {f"{name}/{world}": value for world, value in values.items()} if len(values) > 1 else {}
+    return {name: pool(values.values())} | each
 
 
 def summarize_trajectories(
@@ -154,10 +177,7 @@ def summarize_trajectories(
         for turn in trajectory.turns
     ]
     stops = Counter(trajectory.stop_reason for trajectory in trajectories)
-    return {
-        "train/return_mean": _mean([t.total_return for t in valid]),
-        "train/success_rate": _mean([float(t.success) for t in valid]),
-        "train/turns_mean": _mean([len(t.turns) for t in valid]),
+    return outcomes(valid) | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
@@ -172,6 +192,22 @@ def summarize_trajectories(
             for reason in STOP_REASONS
         },
     }
+
+
+def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
+    """Returns, successes and turns; of several worlds over all of them, and in each."""
+    by_env: dict[str, list[RolloutHandler]] = defaultdict(list)
+    for trajectory in valid:
+        by_env[trajectory.env].append(trajectory)
+    parts: dict[str, Sequence[RolloutHandler]] = {"": valid}
+    if len(by_env) > 1:
+        parts |= {f"/{env_name(env)}": own for env, own in by_env.items()}
+    found: dict[str, float | int | None] = {}
+    for world, own in parts.items():
+        found[f"train/return_mean{world}"] = _mean([t.total_return for t in own])
+        found[f"train/success_rate{world}"] = _mean([float(t.success) for t in own])
+        found[f"train/turns_mean{world}"] = _mean([len(t.turns) for t in own])
+    return found
 
 
 def repeated_tokens(token_ids: Sequence[int]) -> tuple[int, int]:
@@ -335,8 +371,13 @@ class MetricsLogger:
             os.fsync(file.fileno())  # before the step's checkpoint, which must not outlive it
 
 
+def is_of_a_world(name: str, allowed: dict[str, str] = METRICS) -> bool:
+    """Whether it is a number of one world, of those in envs/ or of another: `name/WORLD`."""
+    return name.rpartition("/")[0] in PER_WORLD and allowed is METRICS
+
+
 def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:
-    for key in values:
+    for key in filter(lambda key: not is_of_a_world(key, allowed), values):
         if key in GLOSSARY and key not in allowed:
             raise ValueError(f"{key!r} is not for {name}: times go to timings(), the rest to log()")
         if key not in GLOSSARY:

@@ -5,9 +5,11 @@ Read next: reporting/timeleft.py, which says from the first step on how long it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from config import Config, RunConfig
+from mixture import evaluation_horizons, in_each
 
 
 def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> list[str]:
@@ -27,11 +29,12 @@ def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> li
         f"run: {c.steps} steps of {c.name}, each of {batch}; files in {path}",
         f"model: {c.model}, {how} learn, {c.engine} samples",
     ]
-    tasks = f"tasks: {num_tasks} of {c.env} to train on"
+    worlds = in_each(c)
+    tasks = f"tasks: {num_tasks} of {' and '.join(own.env for own in worlds)} to train on"
     if num_held_out and c.eval_every:
         tasks += (
             f"; {num_held_out} held out, {c.eval_samples} samples of each every {c.eval_every} "
-            f"steps, {c.samples_at(0)} now, at most {c.evaluation_rounds} turns"
+            f"steps, {c.samples_at(0)} now, at most {of_each(evaluation_horizons(c))} turns"
         )
     else:
         tasks += "; nothing is held out, so that no checkpoint is known as the best"
@@ -40,5 +43,19 @@ def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> li
 
 def horizons(config: Config) -> str:
     """`at most 10 turns`, or `at most 10, then 20, then 30 turns (100 steps each)`."""
-    turns = f"at most {', then '.join(map(str, config.rounds))} turns"
-    return f"{turns} ({config.steps_scaling_inter} steps each)" if len(config.rounds) > 1 else turns
+    worlds = in_each(config)
+    turns = of_each({own.env: ", then ".join(map(str, own.rounds)) for own in worlds})
+    widens = max(len(own.rounds) for own in worlds) > 1
+    more = f" ({config.steps_scaling_inter} steps each)" if widens else ""
+    return f"at most {turns} turns{more}"
+
+
+def of_each(values: Mapping[str, object]) -> str:
+    """A value, or of several worlds each one's.
+
+    >>> of_each({"textcraft": 7}), of_each({"textcraft": 7, "babyai": 5})
+    ('7', '7 (textcraft) and 5 (babyai)')
+    """
+    if len(values) == 1:
+        return str(*values.values())
+    return " and ".join(f"{value} ({world})" for world, value in values.items())

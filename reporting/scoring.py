@@ -203,20 +203,26 @@ def summarize(
         step: training step, 0 for an evaluation of its own.
         seed: of the bootstrap.
     Returns:
-        `overall` and `subtasks` {name: row}, a row being {items, trajectories, avg, pass,
-        return_mean, turns_mean} with avg, pass = {value, low, high, items}; `pass_curve` over k'
-        and `rounds_curve` over turns; `items` {task_id: counts}; `stop_reasons`; `lost`.
+        `overall`, `worlds` {name: row} and `subtasks` {name: row}, a row being {items,
+        trajectories, avg, pass, return_mean, turns_mean} with avg, pass = {value, low, high,
+        items}; `pass_curve` over k' and `rounds_curve` over turns; `items` {task_id: counts};
+        `stop_reasons`; `lost`.
     """
     items = _items(trajectories)
     by_subtask: dict[str, list[Item]] = defaultdict(list)
     for item in items.values():
         by_subtask[item.subtask].append(item)
+    world_of = {t.task_id: t.env for t in trajectories}
+    by_world: dict[str, list[Item]] = defaultdict(list)
+    for task_id, item in items.items():
+        by_world[world_of[task_id]].append(item)
     lost = [t for t in trajectories if t.stop_reason is None or t.stop_reason in LOST]
     return {
         "step": step,
         "samples": samples,
         "max_rounds": sorted(max_rounds),
         "overall": _row(list(items.values()), samples, seed),
+        "worlds": {name: _row(own, samples, seed) for name, own in by_world.items()},
         "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
         "pass_curve": [
             {"k": k} | _pass_estimate(list(items.values()), k, seed) for k in range(1, samples + 1)

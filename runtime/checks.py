@@ -20,7 +20,8 @@ from pathlib import Path
 
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
-from envs import Task, load_tasks, settings_of
+from envs import settings_of
+from mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.localworld import LOCAL, check_local
@@ -44,15 +45,21 @@ def check(config: RunConfig) -> None:
         Misuse: one line, naming the flag, what it got and what to do.
     """
     with refusing():
-        if isinstance(config, Config):
-            make_scheduler(config.rounds_scheduler, config.rounds, config.steps_scaling_inter)
+        check_mixture(config)
+        worlds = in_each(config)
+        for own in worlds:
+            if isinstance(own, Config):
+                make_scheduler(own.rounds_scheduler, own.rounds, own.steps_scaling_inter)
         _check_ranges(config)
         _check_trackers(config)
-        for name in ("env_addr", "engine_url", "engine_devices"):
-            check_addresses(name, getattr(config, name), config.env)
+        for name in ("engine_url", "engine_devices"):
+            check_addresses(name, getattr(config, name))
+        for own in worlds:
+            check_addresses("env_addr", own.env_addr, own.env)
         _check_together(config)
-        if isinstance(config, Config):
-            _check_rl(config)
+        for own in worlds:
+            if isinstance(own, Config):
+                _check_rl(own)
 
 
 def _check_trackers(config: RunConfig) -> None:
@@ -230,7 +237,7 @@ def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
 def _remarks_on_rl(c: Config, given: Collection[str]) -> list[str]:
     lines = []
     changes_at = c.steps_scaling_inter * (len(c.rounds) - 1)
-    if c.rounds_scheduler != "fixed" and c.steps <= changes_at:
+    if c.rounds and c.rounds_scheduler != "fixed" and c.steps <= changes_at:
         lines.append(
             f"--rounds {' '.join(map(str, c.rounds))} reaches {c.rounds[-1]} turns after step "
             f"{changes_at}, this run ends with step {c.steps}; see --steps-scaling-inter"
@@ -255,14 +262,15 @@ def check_here(config: RunConfig) -> None:
         Misuse: one line, naming the flag, what it got and what to do.
     """
     with refusing():
-        package = settings_of(config.env).package
-        here = config.env_addr in ((), (LOCAL,))
-        if package and here and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"--env {config.env} needs the package {package}: run `make setup "
-                f"ENV={config.env}`, or give --env-addr"
-            )
-        load_tasks(config.env, config.split, config.tasks, config.subtasks)
+        for own in in_each(config):
+            package = settings_of(own.env).package
+            here = own.env_addr in ((), (LOCAL,))
+            if package and here and importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"--env {own.env} needs the package {package}: run `make setup "
+                    f"ENV={own.env}`, or give --env-addr"
+                )
+        tasks_of(config)
         held_out_tasks(config)
     check_run_dir(config)
     check_model(config.model)
@@ -274,14 +282,6 @@ def check_here(config: RunConfig) -> None:
         check_model(config.warm_start, "--warm-start")
     check_length(config.model, config.max_trajectory_tokens + 1)
     check_room(config)
-
-
-def held_out_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of --eval-tasks, or the test split, restricted to the chosen sub-tasks."""
-    if not config.eval_every:
-        return []
-    split = None if config.eval_tasks else "test"
-    return load_tasks(config.env, split, config.eval_tasks, config.evaluation_subtasks)
 
 
 def check_run_dir(config: RunConfig) -> None:

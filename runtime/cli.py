@@ -95,7 +95,7 @@ def training_options(
         Misuse: one line that says what to do.
         SystemExit: what tyro ends with, see `parse_command_line`.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = joined(sys.argv[1:] if argv is None else argv)
     given = usage.named(kind, words)
     config = parse_command_line(kind, words, prog, starting_from(words, kind), description)
     if config.resume:  # what is not given again is what the run was started with
@@ -114,10 +114,23 @@ def training_options(
     return config if config.resume else as_kept(config)
 
 
+def joined(argv: Sequence[str]) -> list[str]:
+    """The words with several worlds as one.
+
+    >>> joined(["--env", "textcraft", "babyai", "--resume"])
+    ['--env', 'textcraft+babyai', '--resume']
+    """
+    words = list[str]()
+    for name, values in usage.words_of(argv):
+        several = name == "--env" and len(values) > 1
+        words += ([name] if name else []) + (["+".join(values)] if several else values)
+    return words
+
+
 def say_remarks(config: RunConfig, argv: Sequence[str] | None) -> None:
     """Print what is allowed and perhaps not meant; of several processes the first does."""
     if int(os.environ.get("RANK", 0)) == 0:
-        words = sys.argv[1:] if argv is None else argv
+        words = joined(sys.argv[1:] if argv is None else argv)
         for line in remarks(config, usage.named(type(config), words)):
             print(f"note: {line}", flush=True)
 

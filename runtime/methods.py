@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from config import Misuse, RunConfig, flag, refusing
 from conversations import Conversation, read_conversations
+from mixture import in_each
 from preferences import PREFERENCES
 from runtime.saved import LISTS_OF_FILES
 
@@ -228,9 +229,12 @@ def check_method(config: MethodConfig) -> None:
         Misuse: one line that says what to do.
     """
     with refusing():
-        if not config.rounds or min(config.rounds) < 1:
-            given = " ".join(map(str, config.rounds))
-            raise ValueError(f"--rounds {given} must be at least 1: the most turns of a trajectory")
+        for own in in_each(config):
+            if not own.rounds or min(own.rounds) < 1:
+                given = " ".join(map(str, own.rounds))
+                raise ValueError(
+                    f"--rounds {given} must be at least 1: the most turns of a trajectory"
+                )
         if len(config.rounds) > 1:
             raise ValueError(
                 f"--rounds {' '.join(map(str, config.rounds))}: {config.program} plays with one "

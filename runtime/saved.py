@@ -96,7 +96,7 @@ def saved_config(
     config = kind(**values)
     for name in {"tasks", "eval_tasks"} & values.keys():  # files were kept by their whole path
         kept = getattr(config, name)
-        if kept in id_lists(config.env) and Path(kept).exists():
+        if kept and kept in id_lists(config.env) and Path(kept).exists():
             raise Misuse(
                 f"{path} means {config.env}'s own list by {flag(name)} {kept}, and in this folder "
                 "lies a file of that name, which would be read: resume from another folder"

@@ -38,7 +38,8 @@ from chat import ChatTemplate
 from envclient import EnvPool
 from envs import ParseError, Task, get_env
 from envs.seal import Turns
-from rollout import RolloutLog, RolloutRequest, collect
+from order import RolloutRequest
+from rollout import RolloutLog, collect
 from runtime import envhttp
 from runtime.processes import child
 
@@ -313,7 +314,7 @@ def measure(
     server is killed `num_restarts` times."""
     rng, num_tasks = random.Random(seed), get_env(env).num_tasks()
     requests = [
-        RolloutRequest(Task(f"{env}_{index}", index, "any"), n, sample=0, seed=n % 7, step=1)
+        RolloutRequest(Task(f"{env}_{index}", index, "any"), n, 0, n % 7, 1, max_rounds)
         for n, index in enumerate(rng.randrange(num_tasks) for _ in range(num_episodes))
     ]
     scripts = [script(env, r.task.task_index, r.seed, max_rounds) for r in requests]
@@ -344,7 +345,6 @@ def measure(
         options = {"timeout_s": TIMEOUT_S, "dead_wait_s": 60.0, "back_off_s": 0.05}
         pool = stack.enter_context(EnvPool(env, [proxy.url], max_back_off_s=0.5, **options))
         settings = settings_of(
-            max_rounds=max_rounds,
             max_tokens_per_turn=1000,
             max_trajectory_tokens=200_000,
             env_workers=workers,

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from engines import Generation, SamplingSettings
 from envclient import SessionLost, StepResult
 from envs import Task
-from rollout import RolloutRequest, RolloutSettings
+from order import RolloutRequest
+from rollout import RolloutSettings
 from runtime.default_models import CHATML
 from trajectory import RolloutHandler
 
@@ -203,6 +204,9 @@ class FakePool:
         self.open: set[FakeClient] = set()
         self.num_opened = 0
 
+    def of(self, world: str) -> "FakePool":
+        return self
+
     def client(self) -> FakeClient:
         client = FakeClient(self)
         self.on_open()
@@ -212,10 +216,12 @@ class FakePool:
         return client
 
 
-def requests_of(num_tasks: int, num_samples: int = 1, step: int = 1) -> list[RolloutRequest]:
+def requests_of(
+    num_tasks: int, num_samples: int = 1, step: int = 1, max_rounds: int = 3
+) -> list[RolloutRequest]:
     """Tasks 0, 1, ...; each is a group of `num_samples`."""
     return [
-        RolloutRequest(Task(f"fake_{i}", i, "easy"), group_id=i, sample=k, seed=i, step=step)
+        RolloutRequest(Task(f"fake_{i}", i, "easy"), i, k, seed=i, step=step, max_rounds=max_rounds)
         for i in range(num_tasks)
         for k in range(num_samples)
     ]
@@ -223,5 +229,5 @@ def requests_of(num_tasks: int, num_samples: int = 1, step: int = 1) -> list[Rol
 
 def settings_of(**options: object) -> RolloutSettings:
     """Roomy settings; every loss is an error unless said otherwise."""
-    defaults = {"max_rounds": 3, "max_tokens_per_turn": 16, "max_trajectory_tokens": 400}
+    defaults = {"max_tokens_per_turn": 16, "max_trajectory_tokens": 400}
     return RolloutSettings(**{**defaults, "max_env_failures": 1.0, **options})

@@ -12,8 +12,9 @@ import pytest
 from envclient import EnvConnectionError, EnvServerError, NotSupported, StepResult
 from envs import Task
 from envs.textcraft.env import TextCraft
+from order import RolloutRequest
 from reporting.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
-from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
+from rollout import RolloutSettings, TooManyEnvFailures
 
 GARBAGE = "<html>bad gateway</html>"
 
@@ -377,12 +378,13 @@ def oracle_answer(body):
 TASKS = [Task(f"textcraft_{i}", i, TextCraft.subtask(i)) for i in (0, 5, 40)]
 
 
-def requests_of(tasks, samples=1):
-    return [RolloutRequest(t, g, k, 0, 0) for g, t in enumerate(tasks) for k in range(samples)]
+def requests_of(tasks, samples=1, max_rounds=20):
+    numbered = [(g, t, k) for g, t in enumerate(tasks) for k in range(samples)]
+    return [RolloutRequest(t, g, k, 0, 0, max_rounds) for g, t, k in numbered]
 
 
 def settings_of(**options):
-    defaults = {"max_rounds": 20, "max_tokens_per_turn": 64, "max_trajectory_tokens": 4096}
+    defaults = {"max_tokens_per_turn": 64, "max_trajectory_tokens": 4096}
     return RolloutSettings(**{**defaults, "env_workers": 4, "max_env_failures": 1.0, **options})
 
 
@@ -419,8 +421,8 @@ def test_the_turn_limit_stops_and_no_unanswered_observation_is_kept(serve):
     (t,) = collect_api(
         api_of(serve(says("Action: inventory"))),
         LocalPool(),
-        requests_of(TASKS[:1]),
-        settings_of(max_rounds=3),
+        requests_of(TASKS[:1], max_rounds=3),
+        settings_of(),
     )
     assert (t.stop_reason, t.truncated, t.success, len(t.turns)) == ("max_rounds", True, False, 3)
     assert t.messages[-1]["role"] == "assistant"
@@ -445,8 +447,8 @@ def test_an_episode_that_is_cut_keeps_what_the_environment_calls_success(serve, 
     (t,) = collect_api(
         api_of(serve(says("x"))),
         EndsWith(result),
-        requests_of(TASKS[:1]),
-        settings_of(max_rounds=1),
+        requests_of(TASKS[:1], max_rounds=1),
+        settings_of(),
     )
     assert (t.stop_reason, t.success, t.truncated, t.terminated) == (cut_by, success, True, False)
 
@@ -470,7 +472,7 @@ def test_states_are_recorded_where_the_server_has_them(serve):
 
 def test_answers_without_text_are_unparsable_actions_with_reward_0(serve):
     (t,) = collect_api(
-        api_of(serve(says(None))), LocalPool(), requests_of(TASKS[:1]), settings_of(max_rounds=2)
+        api_of(serve(says(None))), LocalPool(), requests_of(TASKS[:1], 1, 2), settings_of()
     )
     assert t.is_valid and t.stop_reason == "max_rounds"
     assert all(turn.parse_error and turn.action_text == "" for turn in t.turns)
@@ -485,7 +487,7 @@ def test_a_full_context_ends_the_episode_with_length(serve):
 
 def test_the_samples_of_a_task_are_asked_for_with_different_seeds(serve):
     server = serve(says("Action: inventory"))
-    collect_api(api_of(server), LocalPool(), requests_of(TASKS[:2], 3), settings_of(max_rounds=1))
+    collect_api(api_of(server), LocalPool(), requests_of(TASKS[:2], 3, 1), settings_of())
     assert len({body["seed"] for _, _, body in server.requests}) == 6
 
 

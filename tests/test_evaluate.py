@@ -116,8 +116,11 @@ class ScriptedEngine:
         self.waiting = []
 
 
+TURNS = {"textcraft": 12}
+
+
 def settings_of(**options):
-    defaults = {"max_rounds": 12, "max_tokens_per_turn": 256, "max_trajectory_tokens": 8000}
+    defaults = {"max_tokens_per_turn": 256, "max_trajectory_tokens": 8000}
     return RolloutSettings(**{**defaults, **options})
 
 
@@ -138,7 +141,7 @@ def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, cha
     chosen = [t for t in TASKS if t.subtask != "depth 4"][::6]
     with EnvPool("textcraft", [env_url]) as pool:
         play = player(ScriptedEngine(chat, is_good), pool, chat)
-        summary, trajectories = evaluate_policy(play, chosen, 4, settings_of(seed=1), step=20)
+        summary, trajectories = evaluate_policy(play, chosen, 4, settings_of(seed=1), TURNS, 20)
     count = {d: sum(t.subtask == d for t in chosen) for d in ("depth 1", "depth 2", "depth 3")}
     rows = summary["subtasks"]
     assert {name: row["items"] for name, row in rows.items()} == count
@@ -159,7 +162,7 @@ def test_every_task_is_played_also_when_their_number_fits_no_batch(env_url, chat
     """Trap 17: an empty or a dropped last batch."""
     with EnvPool("textcraft", [env_url]) as pool:
         play = player(ScriptedEngine(chat, lambda *_: True), pool, chat)
-        summary, _ = evaluate_policy(play, TASKS[:7], 1, settings_of())
+        summary, _ = evaluate_policy(play, TASKS[:7], 1, settings_of(), TURNS)
     assert list(summary["items"]) == [task.task_id for task in TASKS[:7]]
 
 
@@ -169,10 +172,11 @@ def test_cutting_a_long_run_gives_what_the_short_run_gives(env_url, chat):
     engine = ScriptedEngine(chat, lambda task_index, sample: (task_index + sample) % 3 > 0)
     with EnvPool("textcraft", [env_url]) as pool:
         play = player(engine, pool, chat)
-        long, played = evaluate_policy(play, tasks, 2, settings_of(max_rounds=9))
+        long, played = evaluate_policy(play, tasks, 2, settings_of(), {"textcraft": 9})
         curve = summarize(played, 2, [2, 3, 5])["rounds_curve"]
         for row in curve:
-            short, _ = evaluate_policy(play, tasks, 2, settings_of(max_rounds=row["max_rounds"]))
+            horizons = {"textcraft": row["max_rounds"]}
+            short, _ = evaluate_policy(play, tasks, 2, settings_of(), horizons)
             assert {k: row[k] for k in short["overall"]} == short["overall"]
     assert curve[0]["avg"]["value"] < long["overall"]["avg"]["value"]
 
@@ -182,6 +186,9 @@ class BrokenFor:
 
     def __init__(self, pool, task_indices):
         self.pool, self.env, self.task_indices = pool, pool.env, task_indices
+
+    def of(self, world):
+        return self
 
     def client(self):
         client = self.pool.client()
@@ -201,20 +208,20 @@ def test_tasks_that_the_server_lost_are_listed_and_in_no_number(env_url, chat):
     engine = ScriptedEngine(chat, lambda *_: True)
     with EnvPool("textcraft", [env_url]) as pool:
         play = player(engine, BrokenFor(pool, {tasks[2].task_index}), chat)
-        summary, trajectories = evaluate_policy(play, tasks, 2, settings_of())
+        summary, trajectories = evaluate_policy(play, tasks, 2, settings_of(), TURNS)
         assert summary["lost"]["items_without_sample"] == [tasks[2].task_id]
         assert summary["lost"]["trajectories"] == 2
         assert summary["overall"]["items"] == 5
         assert summary["overall"]["avg"]["value"] == 1.0
         assert summarize_trajectories(trajectories)["train/env_failures"] == 2
         with pytest.raises(TooManyEnvFailures, match="2 of 12"):
-            evaluate_policy(play, tasks, 2, settings_of(max_env_failures=0.1))
+            evaluate_policy(play, tasks, 2, settings_of(max_env_failures=0.1), TURNS)
 
 
 def test_a_training_run_plots_the_summary_as_it_is(env_url, chat, tmp_path):
     with EnvPool("textcraft", [env_url]) as pool:
         play = player(ScriptedEngine(chat, lambda *_: True), pool, chat)
-        summary, trajectories = evaluate_policy(play, TASKS[:2], 1, settings_of(), step=1)
+        summary, trajectories = evaluate_policy(play, TASKS[:2], 1, settings_of(), TURNS, 1)
     with MetricsLogger(tmp_path) as logger:
         logger.log(1, summarize_trajectories(trajectories))
     (tmp_path / "eval").mkdir()

@@ -36,11 +36,11 @@ def play(env, address):
         text = random.Random(f"{request_id}/{len(prompt_ids)}").choice(texts)
         return chat.action(text.encode("utf-8", "replace").decode())
 
-    settings = settings_of(
-        max_rounds=5, max_tokens_per_turn=80, max_trajectory_tokens=20_000, record_state=True
-    )
+    settings = settings_of(max_tokens_per_turn=80, max_trajectory_tokens=20_000, record_state=True)
     with EnvPool(env, [address]) as pool:
-        handlers = collect(ScriptedEngine(answer), pool, chat, requests_of(4, 3), settings)
+        handlers = collect(
+            ScriptedEngine(answer), pool, chat, requests_of(4, 3, max_rounds=5), settings
+        )
     kept = []
     for handler in handlers:
         line = handler.to_line()

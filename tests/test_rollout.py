@@ -38,10 +38,10 @@ from envs import Task
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
 from models import load_tokenizer
+from order import RolloutRequest
 from rollout import (
     THREAD_NAME,
     RolloutLog,
-    RolloutRequest,
     TooManyEnvFailures,
     check_failures,
     collect,
@@ -289,7 +289,7 @@ def test_a_trajectory_that_is_cut_keeps_that_the_task_was_solved(chat, truncated
 def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, success):
     pool = FakePool(playing(observe("dark"), last))
     engine = ScriptedEngine(saying("wait<e>", "wait<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_rounds=2))
+    (handler,) = collect(engine, pool, chat, requests_of(1, max_rounds=2), settings_of())
     assert handler.stop_reason == stop_reason and len(handler.turns) == 2
     assert (handler.terminated, handler.truncated) == (terminated, not terminated)
     assert handler.success is success and handler.is_valid
@@ -615,9 +615,9 @@ def server_process(port=0):
         process.stdout.close()
 
 
-def textcraft_request(task_index, group_id=0):
+def textcraft_request(task_index, group_id=0, max_rounds=8):
     task = Task(f"textcraft_{task_index}", task_index, "depth 1")
-    return RolloutRequest(task, group_id, sample=0, seed=0, step=1)
+    return RolloutRequest(task, group_id, sample=0, seed=0, step=1, max_rounds=max_rounds)
 
 
 def byte_policy(chat, *texts):
@@ -645,8 +645,8 @@ def test_what_the_policy_did_wrong_costs_its_turn_and_the_episode_goes_on():
         server_in_a_thread(max_body_bytes=1000) as url,
         EnvPool("textcraft", [url]) as pool,
     ):
-        settings = settings_of(max_rounds=4, **ROOMY)
-        (handler,) = collect(engine, pool, chat, [textcraft_request(31)], settings)
+        settings = settings_of(**ROOMY)
+        (handler,) = collect(engine, pool, chat, [textcraft_request(31, max_rounds=4)], settings)
     assert handler.stop_reason == "success" and handler.total_return == 1.0
     assert [turn.reward for turn in handler.turns] == [0.0, 0.0, 0.0, 1.0]
     assert "1000 bytes" in handler.turns[0].observation_text
@@ -671,7 +671,9 @@ def test_an_episode_whose_server_is_killed_in_mid_step_is_played_again_on_anothe
         with EnvPool("textcraft", [url, spare], timeout_s=20) as pool:
             settings = settings_of(**ROOMY)
             engine = ScriptedEngine(answer)
-            (handler,) = collect(engine, pool, chat, [textcraft_request(31)], settings)
+            (handler,) = collect(
+                engine, pool, chat, [textcraft_request(31, max_rounds=4)], settings
+            )
     assert killed and handler.stop_reason == "success" and handler.error is None
     assert [len(ids) for _, ids, _ in engine.asked[:2]] == [
         len(ids) for _, ids, _ in engine.asked[2:]
@@ -705,7 +707,7 @@ def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
         stack.callback(first.close)
         pool = stack.enter_context(EnvPool("textcraft", [url], timeout_s=20))
         requests = [textcraft_request(index, group_id=n) for n, index in enumerate(indices)]
-        settings = settings_of(max_rounds=8, env_workers=16, **ROOMY)
+        settings = settings_of(env_workers=16, **ROOMY)
         handlers = collect(ScriptedEngine(answer), pool, chat, requests, settings)
     kept = [h for h in handlers if h.is_valid]
     assert len(kept) == len(handlers)  # an episode starts over once

@@ -41,6 +41,7 @@ class Episode:
     stop_reason: str | None = None
     subtask: str = "depth 1"
     error: str | None = None
+    env: str = "textcraft"
 
     def __post_init__(self):
         self.stop_reason = self.stop_reason or ("success" if self.success else "failure")

@@ -17,7 +17,8 @@ from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
-from rollout import RolloutRequest, RolloutSettings, collect
+from order import RolloutRequest
+from rollout import RolloutSettings, collect
 from runtime import distributed, starts
 from runtime.default_models import resolve_model
 from runtime.lora import add_lora
@@ -101,8 +102,8 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
 
     pool = Pool(play, on_reset=lambda index: world.reset(index, seed=0))
     engine = ScriptedEngine(lambda name, prompt: chat.action(next(script)))
-    request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1)
-    settings = RolloutSettings(50, max_tokens_per_turn=200, max_trajectory_tokens=4000)
+    request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1, max_rounds=50)
+    settings = RolloutSettings(max_tokens_per_turn=200, max_trajectory_tokens=4000)
     (sampled,) = collect(engine, pool, chat, [request], settings)
     handler = warmstart.from_agenttraj(chat, record)
     assert sampled.success
@@ -292,7 +293,16 @@ def trained(monkeypatch, tmp_path):
 
 def warm(model, tasks, **changes):
     settings = replace(SETTINGS, **changes)
-    return warmstart.warm_start(model, "textcraft", tasks, settings, accelerator=None)
+    return warm_on(model, tasks, settings, accelerator=None)
+
+
+def warm_on(model, tasks, settings, accelerator):
+    count, seed = settings.num_demonstrations, settings.seed
+
+    def show():
+        return warmstart.demonstrations("textcraft", tasks, count, seed)
+
+    return warmstart.warm_start(model, "textcraft", show, settings, accelerator)
 
 
 def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(trained):
@@ -344,7 +354,7 @@ def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monke
     with fresh_process_state():
         settings = starts.settings_for("tiny", "textcraft")
         accelerator = distributed.make_accelerator("no")
-        folder = warmstart.warm_start("tiny", "textcraft", TASKS[:4], settings, accelerator)
+        folder = warm_on("tiny", TASKS[:4], settings, accelerator)
     assert "comes with the project" in capsys.readouterr().out
     unpacked, trained, base = (
         load_policy(path).lm.state_dict() for path in (folder, str(shipping), resolve_model("tiny"))
@@ -360,7 +370,7 @@ def test_other_data_settings_or_models_are_trained_on(shipping, trained):
     assert settings.lora_rank == 2
     assert starts.settings_for("tiny", "babyai") == warmstart.SftSettings()
     for tasks, chosen in ((TASKS[4:8], settings), (TASKS[:4], replace(settings, seed=1))):
-        warmstart.warm_start("tiny", "textcraft", tasks, chosen, accelerator=None)
+        warm_on("tiny", tasks, chosen, accelerator=None)
     assert len(trained) == 2
 
 
