@@ -9,7 +9,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from envs import env_name
 from reporting.logs import read_log
+
+RETURN = "train/return_mean"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ class RunFiles:
     def held_out(self, name: str) -> list[tuple[int, dict[str, Any]]]:
         """(step, estimate) of the evaluations: avg or pass."""
         return [(e["step"], e["overall"][name]) for e in self.evaluations]
+
+    def worlds(self) -> list[str]:
+        """The worlds of a run that plays several, in the order of their names; else none."""
+        begins = f"{RETURN}/"
+        names = {name for row in self.metrics for name in row if name.startswith(begins)}
+        return sorted(name.removeprefix(begins) for name in names)
+
+    def held_out_in(self, world: str) -> list[tuple[int, dict[str, Any]]]:
+        """(step, estimate of avg) of the evaluations in one of several worlds."""
+        return [
+            (e["step"], row["avg"])
+            for e in self.evaluations
+            for env, row in e.get("worlds", {}).items()
+            if world in (env, env_name(env))
+        ]
 
     def turns_played(self) -> dict[int, float]:
         """Step -> thousands of turns that training trajectories have had when it ended."""

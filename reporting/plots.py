@@ -25,7 +25,18 @@ from typing import Any, NoReturn
 
 from config import Misuse
 from reporting.curves import RunFiles, read_run
-from reporting.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, band, curve, figure
+from reporting.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    SKY,
+    band,
+    curve,
+    figure,
+)
 from reporting.logs import LogError
 from reporting.overlay import AXES, overlay
 
@@ -95,6 +106,9 @@ def _curves(title: str, *series: tuple[str, str]) -> Panel:
 def _main(axis: Any, run: RunFiles) -> None:
     """How well it does, on the tasks it trains on and on those it never saw."""
     axis.set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
+    if run.worlds():
+        _each_world(axis, run)
+        return
     returns, successes = run.series("train/return_mean"), run.series("train/success_rate")
     curve(axis, returns, BLUE, "training: return")
     if successes != returns:  # where the only reward is 1 for success, they are one curve
@@ -121,6 +135,16 @@ def _main(axis: Any, run: RunFiles) -> None:
         )
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="best", fontsize=9)
+
+
+def _each_world(axis: Any, run: RunFiles) -> None:
+    """The same of each of several worlds: its return in training, dashed, and what is solved of its
+    held-out tasks."""
+    for world, color in zip(run.worlds(), PALETTE, strict=False):
+        points = run.series(f"train/return_mean/{world}")
+        curve(axis, points, color, f"{world}, training: return", ls="--", raw=False)
+        band(axis, run.held_out_in(world), color, f"{world}, held-out tasks: avg, 95 % interval")
+    axis.legend(loc="best", fontsize=9)
 
 
 def _horizon(run: RunFiles) -> list[tuple[int, float]]:

@@ -18,6 +18,7 @@ from config import complete, options
 from demonstrations import shown_in_each
 from mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 from order import draw, drawn
+from reporting.curves import read_run
 from reporting.evalconfig import as_in_run
 from reporting.plan import plan
 from runtime.cli import training_options
@@ -253,6 +254,9 @@ def test_a_run_plays_measures_and_logs_every_world(worlds, tmp_path, capsys):
         assert row["eval/avg"] == pytest.approx(fmean(means))
     summary = json.loads((folder / "eval" / "step_000002.json").read_text())
     assert [row["items"] for row in summary["worlds"].values()] == [3, 3]
+    drawn = read_run(folder)
+    assert drawn.worlds() == ["far", "near"]
+    assert [step for step, _ in drawn.held_out_in("far")] == [0, 2]
     for name in NAMES:  # as they were trained on: each world's mean is 0
         own = [line for line in lines if line["env"] == name and line["used_in_loss"]]
         assert own and fmean(a for line in own for a in says(line)) == pytest.approx(0, abs=1e-3)
