@@ -129,8 +129,8 @@ def run_ours(config: Config) -> None:
 class Side:
     """One of the two processes: started once, then one step each time it is asked."""
 
-    def __init__(self, name: str, words: list[str], start: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *words]
+    def __init__(self, name: str, words: list[str], start: str, program: Path) -> None:
+        command = [sys.executable, str(program.resolve()), *words]
         self.name = name
         self.process = subprocess.Popen(
             [*command, "--side", name, "--start", start],
@@ -166,7 +166,7 @@ class Side:
         self.process.kill()
 
 
-def trl_version() -> str:
+def trl_version(program: str = "trl_step.py") -> str:
     """The installed TRL.
 
     Raises:
@@ -177,9 +177,9 @@ def trl_version() -> str:
         version = importlib.metadata.version("trl")
         importlib.metadata.version("datasets")
     except importlib.metadata.PackageNotFoundError as error:
-        raise SystemExit(f"trl_step.py needs {error.name}, which is not installed; {how}") from None
+        raise SystemExit(f"{program} needs {error.name}, which is not installed; {how}") from None
     if not version.startswith(f"{TRL_VERSION}."):
-        raise SystemExit(f"trl_step.py is written for TRL {TRL_VERSION}, found {version}; {how}")
+        raise SystemExit(f"{program} is written for TRL {TRL_VERSION}, found {version}; {how}")
     return version
 
 
@@ -224,7 +224,7 @@ def compare(options: argparse.Namespace, words: list[str], start: str) -> list[d
     try:
         for name in ("ours", "trl"):
             print(f"starting {name} ...", flush=True)
-            sides.append(Side(name, words, start))
+            sides.append(Side(name, words, start, Path(__file__)))
         for n in range(options.repeats + 1):
             row = {}
             for side in sides:

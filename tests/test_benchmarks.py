@@ -12,7 +12,7 @@ import pytest
 import torch
 from toy_env import fresh_process_state
 
-from benchmarks import common, groups, prefix, rollout, server, update, weight_sync
+from benchmarks import common, groups, prefix, rollout, server, trl_dpo, update, weight_sync
 from losses import Objective
 from runtime.prefix import opening_length
 
@@ -143,18 +143,32 @@ def test_the_benchmark_world_is_slow_at_the_same_steps_for_the_same_seed(monkeyp
     assert 4 <= slept(1).count(2.0) <= 40  # 5 % of 400 are 20
 
 
-def test_the_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it():
+@pytest.mark.parametrize("name", ["trl_step.py", "trl_dpo.py"])
+def test_a_trl_benchmark_without_trl_is_one_line_that_says_how_to_install_it(name):
     code = (
         "import importlib.metadata as m, runpy, sys\n"
         "def version(name): raise m.PackageNotFoundError(name)\n"
         "m.version = version\n"
-        "sys.argv = ['trl_step.py']\n"
-        "runpy.run_path('benchmarks/trl_step.py', run_name='__main__')\n"
+        f"sys.argv = ['{name}']\n"
+        f"runpy.run_path('benchmarks/{name}', run_name='__main__')\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1
     assert len(ended.stderr.strip().splitlines()) == 1
     assert "pip install 'trl==1.16.*' datasets" in ended.stderr
+    assert ended.stderr.startswith(f"{name} needs trl")
+
+
+def test_trl_gets_the_pairs_token_for_token():
+    batch = groups.construct(5, (7, 9), 3, vocabulary=50)
+    batch.ref_sums = -batch.loss_mask.sum(1)
+    columns = trl_dpo.columns_of(batch)
+    assert {len(values) for values in columns.values()} == {3}
+    for pair in range(3):
+        for side, row in (("chosen", 2 * pair), ("rejected", 2 * pair + 1)):
+            ids = columns["prompt_ids"][pair] + columns[f"{side}_ids"][pair]
+            assert ids == batch.input_ids[row, : batch.lengths[row]].tolist()
+            assert columns[f"ref_{side}_logps"][pair] == float(batch.ref_sums[row])
 
 
 def test_the_page_says_of_replay_what_was_measured():
