@@ -8,6 +8,9 @@ state. The oracle is asked and its answer is played over HTTP, as text, by the c
 uses, so that a demonstration shows what the policy would have to write, parsing included, and the
 machine that imitates needs no Java and no simulator.
 
+A perfect player shows no way out of a mistake, and who has only imitated one repeats a command that
+failed until the turns are over. So some demonstrations slip now and then: see `demonstrate`.
+
     oracle ──HTTP──> conversations, kept on disk: the same tasks are played once
     conversation ──conversations.from_agenttraj──> a trajectory with its loss mask
 
@@ -24,7 +27,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -44,26 +47,52 @@ NUM_CLIENTS = 4  # episodes side by side
 
 
 def demonstrate(
-    client: EnvClient, task: Task, seed: int, max_turns: int = 50
+    client: EnvClient, task: Task, seed: int, max_turns: int = 50, slips: float = 0.0
 ) -> Conversation | None:
     """The oracle plays one task: an AgentTraj conversation, or None if it failed, knew no move or
     took more than `max_turns`.
 
+    Args:
+        slips: chance that a turn is a wrong move before the next right one. What is right later is
+            played now, or once more what was right before: crafting without the ingredients, say.
+            Such a turn has "loss" false, so that its answer and the way out of it are shown, and it
+            is not imitated.
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
+    clean = _play(client, task, seed, max_turns, lambda done: None)
+    if clean is None or not slips:
+        return clean
+    right = [turn["value"] for turn in clean["conversations"] if turn["from"] == "gpt"]
+    rng = random.Random(f"slips {task.task_id} {seed}")
+
+    def wrong(done: int) -> str | None:
+        moves = [*right[done + 1 :], *right[:done][-1:]]  # too early, or again
+        return rng.choice(moves) if moves and rng.random() < slips else None
+
+    return _play(client, task, seed, max_turns, wrong)
+
+
+def _play(
+    client: EnvClient, task: Task, seed: int, max_turns: int, wrong: Callable[[int], str | None]
+) -> Conversation | None:
+    """One episode of the oracle, but for what `wrong` says after so many of its moves."""
     observation, say = client.reset(task.task_index, seed), get_env(client.env).say
     turns: list[dict[str, Any]] = [
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in client.prompt
     ]
+    done = 0
     for _ in range(max_turns):
-        try:
-            thought, action = client.oracle()
-        except StepOutsideEpisode:  # it knows no move
-            return None
-        text = say(thought, action)
+        text = wrong(done)
+        is_right = text is None
+        if text is None:
+            try:
+                text = say(*client.oracle())
+            except StepOutsideEpisode:  # it knows no move
+                return None
+            done += 1
         turns.append({"from": "human", "loss": None, "value": observation})
-        turns.append({"from": "gpt", "loss": True, "value": text})
+        turns.append({"from": "gpt", "loss": is_right, "value": text})
         observation, _, terminated, truncated, info = client.step(text)
         if terminated or truncated:
             solved = info["success"]
@@ -89,7 +118,12 @@ def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[T
 
 
 def play_demonstrations(
-    env: str, tasks: Sequence[Task], count: int, seed: int, urls: Sequence[str] = ()
+    env: str,
+    tasks: Sequence[Task],
+    count: int,
+    seed: int,
+    urls: Sequence[str] = (),
+    slips: float = 0.0,
 ) -> list[Conversation]:
     """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
     many fail."""
@@ -108,7 +142,9 @@ def play_demonstrations(
             if not batch:
                 break
             for demonstration in threads.map(
-                lambda client, pair: demonstrate(client, *pair), clients, batch
+                lambda client, pair: demonstrate(client, pair[0], pair[1], slips=slips),
+                clients,
+                batch,
             ):
                 # Not twice the same: there are worlds in which the seed changes nothing.
                 if demonstration is None or demonstration in chosen or len(chosen) == count:
@@ -119,7 +155,12 @@ def play_demonstrations(
 
 
 def demonstrations(
-    env: str, tasks: Sequence[Task], count: int, seed: int, urls: Sequence[str] = ()
+    env: str,
+    tasks: Sequence[Task],
+    count: int,
+    seed: int,
+    urls: Sequence[str] = (),
+    slips: float = 0.0,
 ) -> list[Conversation]:
     """
     `count` oracle demonstrations, played once and then read from the cache.
@@ -129,17 +170,18 @@ def demonstrations(
         count: how many; the list is shorter when the oracle fails too often.
         seed: of the choice of tasks, and the first seed of their worlds.
         urls: servers of the environment; none: one is started here.
+        slips: chance of a wrong move before a right one; see `demonstrate`.
     Raises:
         ValueError: the oracle failed at every task.
         EnvError: no server, or one without an oracle.
     """
     ids = [task.task_id for task in tasks]
-    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed]
+    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, slips]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
-        records = play_demonstrations(env, tasks, count, seed, urls)
+        records = play_demonstrations(env, tasks, count, seed, urls, slips)
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks; nothing to show"
@@ -151,7 +193,9 @@ def demonstrations(
     return list(read_conversations([file]))
 
 
-def shown_in_each(config: RunConfig, count: int, seed: int) -> list[Conversation]:
+def shown_in_each(
+    config: RunConfig, count: int, seed: int, slips: float = 0.0
+) -> list[Conversation]:
     """`count` demonstrations of each world of a run, of the tasks that it trains on and under its
     prompt: how the oracle plays does not depend on that.
 
@@ -167,6 +211,7 @@ def shown_in_each(config: RunConfig, count: int, seed: int) -> list[Conversation
                 count,
                 seed,
                 own.env_addr,
+                slips,
             ),
             own.env,
             prompt_of(own),

@@ -228,7 +228,8 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
     settings = starts.settings_for(config.model, config.env)
-    show = partial(shown_in_each, config, settings.num_demonstrations, settings.seed)
+    asked = settings.num_demonstrations, settings.seed, settings.slips
+    show = partial(shown_in_each, config, *asked)
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 
@@ -242,7 +243,8 @@ def main(config: StartConfig) -> int:
             return list(data_of(config))
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-        return demonstrations(config.env, tasks, config.num_demonstrations, config.seed)
+        count, seed, slips = config.num_demonstrations, config.seed, config.slips
+        return demonstrations(config.env, tasks, count, seed, slips=slips)
 
     with refusing():
         records = distributed.first("demonstrations", shown)

@@ -23,6 +23,7 @@ class SftSettings:
     """How the warm start is trained; part of its cache key."""
 
     num_demonstrations: int = 128
+    slips: float = 0.0  # chance of a wrong move before a right one, which is not imitated
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8  # demonstrations per optimizer step
@@ -58,6 +59,9 @@ class StartConfig:
     subtasks: tuple[str, ...] = ()
     """only these sub-tasks, e.g. "depth 1" "depth 2" """
     num_demonstrations: int = 128
+    slips: float = 0.0
+    """chance that the oracle makes a wrong move before a right one: it is not imitated, and what
+    follows shows how to go on from it (0..1)"""
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8
@@ -89,6 +93,8 @@ def start_options(argv: Sequence[str] | None, prog: str, description: str) -> St
     for name in ("lora_rank", "seed"):
         if getattr(config, name) < 0:
             raise Misuse(f"{flag(name)} {getattr(config, name)} must not be negative")
+    if not 0 <= config.slips < 1:
+        raise Misuse(f"{flag('slips')} {config.slips} must be a chance, 0 to 1")
     if Path(config.out).exists():
         raise Misuse(f"--out {config.out} exists; choose another folder")
     check_model(config.model)

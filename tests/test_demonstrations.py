@@ -145,3 +145,53 @@ def test_a_server_without_an_oracle_is_named_and_nothing_is_kept(tmp_path):
     with registered(), pytest.raises(EnvError):
         letters(2, ["http://127.0.0.1:9"])
     assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
+
+
+# --- Wrong moves that are shown and not imitated --------------------------------------------------
+
+
+def test_slips_are_what_is_right_later_or_was_right_before_and_are_not_imitated():
+    tasks = load_tasks("textcraft", "short_train")
+    clean = play_demonstrations("textcraft", tasks, 24, 0)
+    found = play_demonstrations("textcraft", tasks, 24, 0, slips=0.4)
+    assert [record["item_id"] for record in found] == [record["item_id"] for record in clean]
+    assert all(turn["loss"] is not False for record in clean for turn in record["conversations"])
+    wrong = failed = 0
+    for record, shown in zip(found, clean, strict=True):
+        right = [turn["value"] for turn in shown["conversations"] if turn["from"] == "gpt"]
+        turns = record["conversations"]
+        for place, turn in enumerate(turns):
+            if turn["from"] == "gpt" and not turn["loss"]:
+                wrong += 1
+                assert turn["value"] in right
+                failed += turns[place + 1]["value"].startswith("Could not")
+    assert wrong > 20 and failed > 0.3 * wrong, (wrong, failed)
+
+
+def test_the_same_slips_every_time_and_their_demonstrations_are_kept_apart():
+    tasks = load_tasks("textcraft", "short_train")[:6]
+    first = demonstrations("textcraft", tasks, 6, 0, slips=0.5)
+    assert play_demonstrations("textcraft", tasks, 6, 0, slips=0.5) == first
+    assert demonstrations("textcraft", tasks, 6, 0) != first
+
+
+class Strict(Told):
+    """One wrong letter ends the episode."""
+
+    def oracle(self):
+        return "", "abc" if self.turn == 0 else "def"
+
+    def step(self, action):
+        wanted = "abc" if self.turn == 0 else "def"
+        observation, reward, ended, truncated, info = super().step(action)
+        if action != wanted:
+            self.turn, ended, info = self.NUM_TURNS, True, {"success": False, "score": 0.0}
+        return observation, reward, ended, truncated, info
+
+
+def test_a_slip_that_loses_the_task_costs_the_demonstration_and_nothing_else():
+    with serve(Strict) as url:
+        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url], slips=0.5)
+    texts = [turn["value"] for record in found for turn in record["conversations"][2::2]]
+    assert len(found) == 4 and {text[-3:] for text in texts} == {"abc", "def"}
+    assert all(turn["loss"] is not False for record in found for turn in record["conversations"])
