@@ -164,7 +164,8 @@ def test_slips_are_what_is_right_later_or_was_right_before_and_are_not_imitated(
             if turn["from"] == "gpt" and not turn["loss"]:
                 wrong += 1
                 assert turn["value"] in right
-                failed += turns[place + 1]["value"].startswith("Could not")
+                answer = turns[place + 1]["value"] if place + 1 < len(turns) else ""
+                failed += answer.startswith("Could not")
     assert wrong > 20 and failed > 0.3 * wrong, (wrong, failed)
 
 
