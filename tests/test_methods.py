@@ -760,7 +760,7 @@ def test_every_preset_and_every_runs_options_are_a_command_line(kind, tmp_path):
     config.write_text(json.dumps({"config": {"rounds": [4, 8], "env": "textcraft"}}))
     for words, rounds in (
         (["--preset", "paper"], (30,)),
-        (["--preset", "laptop"], (6,)),
+        (["--preset", "laptop"], (7,)),
         (["--preset", "none"], (6,)),
         (["--config", str(config)], (8,)),
     ):

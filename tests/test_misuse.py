@@ -82,7 +82,7 @@ TRAIN = {
     "--kl-loss-coef 0.1 --kl-estimator k1": "--kl-estimator k1",
     "--rounds 3 6": "--rounds 3 6",
     "--rounds 6 3 --rounds-scheduler scaling_inter_stepwise": "--rounds 6 3",
-    "--rounds-scheduler scaling_inter_stepwise": "--rounds 6",
+    "--rounds-scheduler scaling_inter_stepwise": "--rounds 7",
     "--rounds 0": "--rounds 0",
     "--rounds": "--rounds",
     "--rounds 3 6 --rounds-scheduler scaling_inter_stepwise --steps-scaling-inter 0": (

@@ -1,0 +1,214 @@
+"""Several worlds in one run: does one policy learn two, and what does the company cost each?
+
+Crafting (TextCraft's goals of depth 1 and 2) and mazes (the laboratory's, BabyAI), and a model of
+3M parameters that has imitated a careless teacher in both. Arms, of which each plays as many tasks
+of a world as the others do:
+
+    mixed        both in every step, 8 tasks each
+    normalized   the same with --normalize-per-env: advantages whitened within each world
+    craft, maze  one of them alone, 8 tasks a step
+
+Held-out goals are crafting goals that neither the teacher showed nor RL plays, every third of the
+training split's, and the laboratory's mazes.
+
+    python recipes/several.py start                        the model: some three quarters of an hour
+    python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
+    python recipes/several.py report                       the table of what is there
+
+A run may be killed at any time; the same command goes on. Read first: mixture.py. Read next:
+laboratory.py, careless.py, evidence.py.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs import load_tasks  # noqa: E402
+from envs.babyai.env import BabyAI  # noqa: E402
+from envs.textcraft.env import TextCraft  # noqa: E402
+from recipes import careless, laboratory  # noqa: E402
+from recipes.common import (  # noqa: E402
+    RESULTS,
+    Recipe,
+    Result,
+    markdown,
+    read_json,
+    run,
+    train,
+    write_json,
+)
+from recipes.evidence import Reading, Shares, cell, compare, end, seeds_cell, start  # noqa: E402
+from recipes.miniature import record  # noqa: E402
+from recipes.miniature_plan import read_results  # noqa: E402
+
+BASE = ROOT / "recipes" / "several.json"
+FOLDER = RESULTS / "several"
+IDS = ROOT / "recipes" / "ids"  # beside this file: where worlds of this module have their lists
+START = Path("runs/several-start")
+VOCABULARY = 1024
+CRAFTED, MAZES = 8_000, 4_000  # episodes that are imitated
+HELD_OUT = 3  # every so manieth crafting goal
+
+
+class Craft(TextCraft):
+    """TextCraft with the careless teacher's short prompt."""
+
+    NAME = "craft"
+    ID_PREFIXES = ("textcraft",)
+    PROMPT: ClassVar = read_json(careless.PROMPT_FILE)
+    LAPTOP: ClassVar = {"rounds": (8,)}
+
+
+class Maze(BabyAI):
+    """BabyAI with the laboratory's prompt and goals."""
+
+    NAME = "maze"
+    ID_PREFIXES = ("babyai",)
+    PROMPT: ClassVar = laboratory.read_prompt()
+    LAPTOP: ClassVar = {"rounds": (4,)}
+
+
+WORLDS = {"craft": "recipes.several:Craft", "maze": "recipes.several:Maze"}
+ARMS = {
+    "mixed": ("--env", *WORLDS.values(), "--tasks-per-step", "16"),
+    "normalized": ("--env", *WORLDS.values(), "--tasks-per-step", "16", "--normalize-per-env"),
+    "craft": ("--env", WORLDS["craft"], "--tasks-per-step", "8"),
+    "maze": ("--env", WORLDS["maze"], "--tasks-per-step", "8"),
+}
+
+
+# --------------------------------------------------------------------------------------- the start
+
+
+def craft_goals() -> tuple[list[str], list[str]]:
+    """(to train on and to show, held out): ids of the training split's goals of depth 1 and 2."""
+    tasks = load_tasks("textcraft", "train", subtasks=("depth 1", "depth 2"))
+    ids = [task.task_id for task in tasks]
+    return [i for n, i in enumerate(ids) if n % HELD_OUT], ids[::HELD_OUT]
+
+
+def write_ids() -> None:
+    IDS.mkdir(exist_ok=True)
+    lists = dict(zip(("craft_train", "craft_test"), craft_goals(), strict=True))
+    for name, seeds in (("maze_train", "train"), ("maze_test", "held_out")):
+        lists[name] = [f"babyai_{i}" for i in laboratory.goals(laboratory.SEEDS[seeds])]
+    for name, ids in lists.items():
+        rows = ",\n".join(json.dumps({"item_id": each}) for each in ids)
+        (IDS / f"{name}.json").write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+        print(f"recipes/ids/{name}.json: {len(ids)} tasks")
+
+
+def make_start(out: Path, crafted: int, mazes: int) -> None:
+    """Episodes of both teachers, a tokenizer of their words, random weights, imitation."""
+    from runtime.default_models import build_small
+
+    tasks = load_tasks("textcraft", file=IDS / "craft_train.json")
+    crafting, _ = careless.demonstrate(tasks, crafted, careless.ERROR, seed=0)
+    walking, table = laboratory.demonstrate(mazes)
+    print(table, flush=True)
+    texts = [turn["value"] for r in (*crafting, *walking[:1000]) for turn in r["conversations"]]
+    shown = [*crafting, *walking]
+    random.Random(0).shuffle(shown)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "demonstrations.json", shown)
+    build_small(out / "random", [*texts, "system\n", "user\n", "assistant\n"], VOCABULARY)
+    command = [sys.executable, "warmstart.py", "--model", str(out / "random"), "--epochs", "1"]
+    command += ["--data", str(out / "demonstrations.json"), "--batch-size", "16"]
+    command += ["--learning-rate", "1.5e-3", "--max-trajectory-tokens", "2400"]
+    run([*command, "--out", str(out / "start")])
+    shutil.rmtree(out / "random")
+
+
+# ------------------------------------------------------------------------------------------ a run
+
+
+def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """One run, or the rest of it; its result."""
+    name = f"{options.arm}-{options.seed}"
+    run_dir, base = options.runs / name, read_json(BASE)
+    if "--model" not in extra and not Path(base["model"]).is_dir():
+        raise ValueError(f"{base['model']} is not there; make it: python recipes/several.py start")
+    words = ["--config", str(BASE), *ARMS[options.arm], "--seed", str(options.seed), *extra]
+    steps = base["steps"]
+    if "--steps" in extra:
+        steps = int(extra[list(extra).index("--steps") + 1])
+    train([*words, "--run-dir", str(run_dir)], run_dir, steps)
+    result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
+    write_json(options.results / f"{name}.json", result)
+    print(f"wrote {options.results / name}.json", flush=True)
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def of_world(reading: Reading, world: str) -> Reading:
+    """The goals of one world alone."""
+    prefix = f"{Craft.ID_PREFIXES[0] if world == 'craft' else Maze.ID_PREFIXES[0]}_"
+
+    def within(result: Result) -> Shares:
+        return {i: v for i, v in reading(result).items() if i.startswith(prefix)}
+
+    return within
+
+
+def report(folder: Path) -> str:
+    """The table of what is there, and each world in company minus alone."""
+    results = read_results(folder)
+    runs = {
+        arm: [found for (name, _), found in sorted(results.items()) if name == arm] for arm in ARMS
+    }
+    if not any(runs.values()):
+        raise ValueError(f"{folder} is empty; run: python recipes/several.py run --arm mixed")
+    rows, told = [], list[str]()
+    for world in WORLDS:
+        begun, ended = of_world(start, world), of_world(end, world)
+        for arm, found in runs.items():
+            if found and (arm not in WORLDS or arm == world):
+                rows.append((world, *row_of(arm, found, begun, ended)))
+        for arm in ("mixed", "normalized"):
+            if runs[arm] and runs[world]:
+                points = compare(runs[arm], runs[world], ended, ended)
+                told += ["", f"{world}, {arm} minus alone: {points} points."]
+        if runs["mixed"] and runs["normalized"]:
+            points = compare(runs["normalized"], runs["mixed"], ended, ended)
+            told += ["", f"{world}, normalized minus mixed: {points} points."]
+    titles = "world | arm | seeds | before, % | after, % | over seeds | difference, points"
+    return "\n".join([*markdown(titles, rows), *told])
+
+
+def row_of(arm: str, runs: Sequence[Result], begun: Reading, ended: Reading) -> tuple[Any, ...]:
+    seeds = " ".join(str(result["seed"]) for result in runs)
+    before, after = cell(runs, begun), cell(runs, ended)
+    return arm, seeds, before, after, seeds_cell(runs, ended), compare(runs, runs, ended, begun)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arm", choices=ARMS, required=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["start"]:
+        parser = argparse.ArgumentParser(description="Make the model that the arms begin with.")
+        parser.add_argument("--out", type=Path, default=START)
+        parser.add_argument("--crafted", type=int, default=CRAFTED, help="episodes of crafting")
+        parser.add_argument("--mazes", type=int, default=MAZES, help="episodes in mazes")
+        parser.add_argument("--write-ids", action="store_true", help="the id lists, and no model")
+        options = parser.parse_args(argv[1:])
+        work = partial(make_start, options.out, options.crafted, options.mazes)
+        (write_ids if options.write_ids else work)()
+        return 0
+    return Recipe("several", __doc__, FOLDER, add_options, play, report).main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
