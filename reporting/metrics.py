@@ -135,7 +135,7 @@ PER_WORLD = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "horizon/max_rounds"),
     *("eval/avg", "eval/pass", "eval/return_mean"),
 )
-METRICS |= {f"{name}/{world}": f"in {world}: {METRICS[name]}" for name in PER_WORLD for world in ENVS}
+METRICS |= {f"{n}/{world}": f"in {world}: {METRICS[n]}" for n in PER_WORLD for world in ENVS}
 
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 
