@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from envs import load_tasks
 from recipes import careless
+from recipes.common import change, percent
 from runtime.starts import STARTS, hash_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +42,41 @@ def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
         said = f"from {before:.1f} to {after:.1f} % [{low:.1f}, {high:.1f}]"
         assert f"seed {run['seed']} went {said}" in page or f"seed {run['seed']} {said}" in page
     assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
+
+
+def test_what_the_pages_say_of_short_goals_is_what_was_played():
+    found = json.loads((ROOT / "recipes/results/starts/short_goals.json").read_text())
+    without, slipped = found["slips 0.0"], found["slips 0.3"]
+    page = (STARTS / "README.md").read_text(encoding="utf-8")
+    assert rows_of(without["items"], slipped["items"]) <= set(page.splitlines())
+    for each in (without, slipped):
+        looped = each["failed with three or more repeated actions"]
+        assert f"{looped} of {each['failed']}" in page
+    about = json.loads((STARTS / "smollm2-135m-textcraft/sft.json").read_text())["settings"]
+    assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in page
+    trial, measured = found["trial"], (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    first, last = (evaluation["items"] for evaluation in trial["held_out"])
+    assert rows_of(first, last) <= set(measured.splitlines())
+    rates, signal = trial["train/success_rate"], trial["groups with signal"]
+    ends = (fmean(rates[:5]), fmean(rates[-5:]))
+    said = (
+        f"from {100 * ends[0]:.0f} % in the first five steps to {100 * ends[1]:.0f} % in the last"
+    )
+    assert said in measured and f"{fmean(signal):.1f} of the 8 goals" in measured
+
+
+def rows_of(before, after):
+    """The lines of a table: depth 1, depth 2, all."""
+    lines = set()
+    for kind in ("depth 1", "depth 2", "all"):
+        own = [
+            {i: item["avg"] for i, item in items.items() if kind in ("all", item["subtask"])}
+            for items in (before, after)
+        ]
+        row = change(*own)
+        shares = " | ".join(percent(row[name]) for name in ("before", "after"))
+        lines.add(f"| {kind} | {shares} | {percent(row['difference'], signed=True)} |")
+    return lines
 
 
 @pytest.mark.long
