@@ -86,9 +86,10 @@ def analyse(env: str, results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """Before, after, paired difference: the share solved by sub-task and for all, and the mean
     return, which lies in 0..1 too and counts what was reached on the way; seeds are pooled by task.
     """
+    kept = results[0]["config"]["eval_tasks"]  # a list of the world's goes by its name
     subtask_of = {
         task.task_id: task.subtask
-        for task in load_tasks(env, file=ROOT / results[0]["config"]["eval_tasks"])
+        for task in load_tasks(env, file=ROOT / kept if (ROOT / kept).exists() else kept)
     }
     before, after = (pooled_at(results, position) for position in (0, -1))
 

@@ -24,7 +24,7 @@ from reporting.plan import plan
 from runtime.cli import training_options
 
 WORLDS = """
-from toy_env import Letters, share
+from toy_env import Letters
 
 
 class Near(Letters):
@@ -39,21 +39,24 @@ class Near(Letters):
 
 
 class Far(Near):
-    "Letters of the second half, in three turns, which pay a tenth."
+    "Letters of the first quarter, in three turns, which pay a tenth."
 
     NAME = "far"
     NUM_TURNS = 3
-    PROMPT = [{"role": "system", "content": "Write other letters."}]
+    PROMPT = [{"role": "system", "content": "Write first letters."}]
     LAPTOP = {"tasks": "train", "eval_tasks": "test", "rounds": (3,), "group_size": 4}
+
+    def reset(self, task_index, seed=0):
+        self.earned = 0.0
+        return super().reset(task_index, seed)
 
     def step(self, action):
         observation, _, ended, truncated, info = super().step(action)
-        reward = 0.1 * (1 - share(action)) / self.NUM_TURNS if action.strip() else 0.0
-        info["success"] = ended and self.score <= 0.1
-        return observation, reward, ended, truncated, info
-
-    def oracle(self):
-        return "z is in the second half.", "xyz"
+        letters = [c for c in action if not c.isspace()]
+        reward = sum(c in "abcdefg" for c in letters) / max(len(letters), 1) / self.NUM_TURNS
+        self.earned += reward
+        info["success"] = ended and self.earned >= 0.9
+        return observation, 0.1 * reward, ended, truncated, info
 """
 NAMES = ("mixed_worlds:Near", "mixed_worlds:Far")
 LOCAL = ("near=local", "far=local")
@@ -189,7 +192,7 @@ def test_demonstrations_are_of_every_world_under_its_own_prompt(worlds):
     shown = shown_in_each(config, 4, seed=0)
     assert Counter(record["item_id"].partition("_")[0] for record in shown) == {"near": 4, "far": 4}
     prompts = {r["item_id"][:3]: r["conversations"][0]["value"] for r in shown}
-    assert prompts == {"nea": "Write letters.", "far": "Write other letters."}
+    assert prompts == {"nea": "Write letters.", "far": "Write first letters."}
 
 
 # --- A batch of several worlds --------------------------------------------------------------------
@@ -243,7 +246,7 @@ def test_a_run_plays_measures_and_logs_every_world(worlds, tmp_path, capsys):
         (NAMES[1], 3, 3),
     }
     systems = {line["env"]: line["messages"][0]["content"] for line in lines}
-    assert systems == {NAMES[0]: "Write letters.", NAMES[1]: "Write other letters."}
+    assert systems == {NAMES[0]: "Write letters.", NAMES[1]: "Write first letters."}
     start, *rows = read_metrics(folder)
     for row in (rows or [start])[-1:]:
         for name in ("train/return_mean", "train/turns_mean"):
@@ -313,11 +316,11 @@ def test_evolution_explores_every_world(worlds, tmp_path):
 
 @pytest.mark.long
 def test_the_return_rises_in_both(worlds, tmp_path):
-    """One pays for letters of the first half, the other for the rest: the prompt says which."""
+    """One pays a tenth of what the other does, for half of its letters."""
     folder = tmp_path / "run"
     argv = a_run(
         folder,
-        steps=40,
+        steps=18,
         env_weights=(1, 1),
         tasks_per_step=4,
         group_size=8,
