@@ -326,6 +326,7 @@ def with_preset(
     kind: type[Options] = Config,  # type: ignore[assignment]
 ) -> Options:
     """The defaults of a preset for `env`, as far as `kind` has such options and leaves them to it.
+    Of several worlds the largest number that one of them sets; each keeps its own horizon.
 
     Raises:
         ValueError: there is no such preset, or no such world.

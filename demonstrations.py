@@ -37,8 +37,8 @@ from typing import Any
 from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
-from envs import Task, env_name, get_env, load_tasks
-from mixture import in_each
+from envs import Task, env_name, get_env
+from mixture import in_each, tasks_of
 from runtime.files import build_folder, cache_dir
 from runtime.phases import phase
 from runtime.prompts import prompt_of, reprompted
@@ -201,22 +201,11 @@ def shown_in_each(
 
     Raises: as `demonstrations`.
     """
-    return [
-        record
-        for own in in_each(config)
-        for record in reprompted(
-            demonstrations(
-                own.env,
-                load_tasks(own.env, own.split, own.tasks, own.subtasks),
-                count,
-                seed,
-                own.env_addr,
-                slips,
-            ),
-            own.env,
-            prompt_of(own),
-        )
-    ]
+    shown = []
+    for own in in_each(config):
+        records = demonstrations(own.env, tasks_of(own), count, seed, own.env_addr, slips)
+        shown += reprompted(records, own.env, prompt_of(own))
+    return shown
 
 
 def source_of(env: str) -> str:

@@ -111,7 +111,7 @@ def draw(
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
-    """What is played at the `turn`-th time (order.py), named by `step`; all samples of a task share
+    """What is played at the `turn`-th time, named by `step`; all samples of a task share
     the environment's seed.
 
     Args:

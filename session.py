@@ -187,8 +187,8 @@ class Session(Generic[WorkerType]):
         summary, trajectories = self.worker.evaluate(step)
         self.run.write_json(f"eval/step_{step:06d}.json", summary)
         self.run.write_trajectories(f"eval_{step:06d}", trajectories)
-        rows: dict[str, Any] = summary["worlds"]
-        lacking = {task.env for task in self.worker.eval_tasks} - {env_name(n) for n in rows}
+        rows: dict[str, Any] = {env_name(env): row for env, row in summary["worlds"].items()}
+        lacking = {task.env for task in self.worker.eval_tasks} - rows.keys()
         if lacking:
             of = f" of {' and '.join(sorted(lacking))}" if rows else ""
             raise TrainingError(
@@ -196,20 +196,17 @@ class Session(Generic[WorkerType]):
                 f"{summary['lost']['last_error']}"
             )
         for world, row in rows.items():
-            avg, where = row["avg"], f" in {env_name(world)}" if len(rows) > 1 else ""
+            avg, where = row["avg"], f" in {world}" if len(rows) > 1 else ""
             distributed.say(
                 f"step {step}: held-out success{where} {avg['value']:.1%} "
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], "
                 f"{row['items']} tasks x {summary['samples']} samples"
             )
-        of_each = {
-            "eval/avg": {env_name(n): row["avg"]["value"] for n, row in rows.items()},
-            "eval/pass": {env_name(n): row["pass"]["value"] for n, row in rows.items()},
-            "eval/return_mean": {env_name(n): row["return_mean"] for n, row in rows.items()},
-        }
-        metrics: dict[str, float] = {}
-        for name, values in of_each.items():
-            metrics |= by_world(name, values, fmean)
+        solved = {world: row["avg"]["value"] for world, row in rows.items()}
+        passed = {world: row["pass"]["value"] for world, row in rows.items()}
+        returns = {world: row["return_mean"] for world, row in rows.items()}
+        metrics = by_world("eval/avg", solved, fmean) | by_world("eval/pass", passed, fmean)
+        metrics |= by_world("eval/return_mean", returns, fmean)
         self.progress.note_evaluation(step, metrics["eval/avg"])
         return metrics
 

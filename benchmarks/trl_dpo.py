@@ -16,7 +16,7 @@ each is a warm-up and not counted. Peak memory is that of the process over all i
     goals: a step 1.5 times as fast, peak memory below TRL's
 
 TRL is not part of the requirements:   pip install 'trl==1.16.*' datasets
-Run it:   python benchmarks/trl_dpo.py --repeats 5         some ten minutes on two cores
+Run it:   python benchmarks/trl_dpo.py --repeats 5         an estimated ten minutes on two cores
 It prints a table and writes benchmarks/results/trl_dpo.json. Read next: trl_step.py.
 """
 

@@ -11,7 +11,7 @@ of a world as the others do:
 Held-out goals are crafting goals that neither the teacher showed nor RL plays, every third of the
 training split's, and the laboratory's mazes.
 
-    python recipes/several.py start                        the model: some three quarters of an hour
+    python recipes/several.py start                        the model: 45 minutes, by estimate
     python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
     python recipes/several.py report                       the table of what is there
 
@@ -40,6 +40,7 @@ from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
     Result,
+    load_config,
     markdown,
     read_json,
     run,
@@ -77,7 +78,8 @@ class Maze(BabyAI):
     LAPTOP: ClassVar = {"rounds": (4,)}
 
 
-WORLDS = {"craft": "recipes.several:Craft", "maze": "recipes.several:Maze"}
+CLASSES: dict[str, Any] = {"craft": Craft, "maze": Maze}
+WORLDS = {name: f"recipes.several:{each.__name__}" for name, each in CLASSES.items()}
 ARMS = {
     "mixed": ("--env", *WORLDS.values(), "--tasks-per-step", "16"),
     "normalized": ("--env", *WORLDS.values(), "--tasks-per-step", "16", "--normalize-per-env"),
@@ -134,13 +136,11 @@ def make_start(out: Path, crafted: int, mazes: int) -> None:
 def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """One run, or the rest of it; its result."""
     name = f"{options.arm}-{options.seed}"
-    run_dir, base = options.runs / name, read_json(BASE)
-    if "--model" not in extra and not Path(base["model"]).is_dir():
-        raise ValueError(f"{base['model']} is not there; make it: python recipes/several.py start")
+    run_dir = options.runs / name
     words = ["--config", str(BASE), *ARMS[options.arm], "--seed", str(options.seed), *extra]
-    steps = base["steps"]
-    if "--steps" in extra:
-        steps = int(extra[list(extra).index("--steps") + 1])
+    if "--model" not in extra and not Path(read_json(BASE)["model"]).is_dir():
+        raise ValueError("there is no model yet; make it: python recipes/several.py start")
+    steps = load_config([*words, "--run-dir", str(run_dir / "none")]).steps  # not there: no check
     train([*words, "--run-dir", str(run_dir)], run_dir, steps)
     result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
     write_json(options.results / f"{name}.json", result)
@@ -152,7 +152,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
 
 def of_world(reading: Reading, world: str) -> Reading:
     """The goals of one world alone."""
-    prefix = f"{Craft.ID_PREFIXES[0] if world == 'craft' else Maze.ID_PREFIXES[0]}_"
+    prefix = f"{CLASSES[world].ID_PREFIXES[0]}_"
 
     def within(result: Result) -> Shares:
         return {i: v for i, v in reading(result).items() if i.startswith(prefix)}

@@ -12,8 +12,6 @@ from typing import Any
 from envs import env_name
 from reporting.logs import read_log
 
-RETURN = "train/return_mean"
-
 
 @dataclass(frozen=True)
 class RunFiles:
@@ -47,7 +45,7 @@ class RunFiles:
 
     def worlds(self) -> list[str]:
         """The worlds of a run that plays several, in the order of their names; else none."""
-        begins = f"{RETURN}/"
+        begins = "train/return_mean/"
         names = {name for row in self.metrics for name in row if name.startswith(begins)}
         return sorted(name.removeprefix(begins) for name in names)
 

@@ -371,19 +371,18 @@ class MetricsLogger:
             os.fsync(file.fileno())  # before the step's checkpoint, which must not outlive it
 
 
-def is_of_a_world(name: str, allowed: dict[str, str] = METRICS) -> bool:
+def is_of_a_world(name: str) -> bool:
     """Whether it is a number of one world, of those in envs/ or of another: `name/WORLD`."""
-    return name.rpartition("/")[0] in PER_WORLD and allowed is METRICS
+    return name.rpartition("/")[0] in PER_WORLD
 
 
 def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:
-    for key in filter(lambda key: not is_of_a_world(key, allowed), values):
-        if key in GLOSSARY and key not in allowed:
+    for key in values:
+        if key in allowed or (allowed is METRICS and is_of_a_world(key)):
+            continue
+        if key in GLOSSARY:
             raise ValueError(f"{key!r} is not for {name}: times go to timings(), the rest to log()")
-        if key not in GLOSSARY:
-            raise ValueError(
-                f"metric {key!r} is not in the glossary; define it in metrics.py first"
-            )
+        raise ValueError(f"metric {key!r} is not in the glossary; define it in metrics.py first")
     return json.dumps({"step": step} | _numbers(values), allow_nan=False) + "\n"
 
 

@@ -63,6 +63,12 @@ def test_what_the_pages_say_of_short_goals_is_what_was_played():
         f"from {100 * ends[0]:.0f} % in the first five steps to {100 * ends[1]:.0f} % in the last"
     )
     assert said in measured and f"{fmean(signal):.1f} of the 8 goals" in measured
+    early = trial["in the first 14 steps"]
+    looped = early["failed with three or more repeated actions"]
+    assert f"{looped} of the {early['failed']} failures of its first 14 steps" in measured
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{trial['median time/step_s']:.0f} s (median of {trial['steps timed']})" in readme
+    assert f"{trial['peak_gb']:.1f} GB in those {trial['steps timed']}" in readme
 
 
 def rows_of(before, after):

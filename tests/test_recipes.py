@@ -1,6 +1,7 @@
 """The recipes: what each arm runs, and the arithmetic of the reports on results made up by hand."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import toy_env
 
 from config import Config, complete
 from envs import load_tasks
-from recipes import common, learns, learns_report, published, worlds
+from mixture import horizons_of, tasks_of
+from recipes import common, learns, learns_report, published, several, worlds
+from train import requests_of
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 
@@ -298,3 +301,42 @@ def test_runs_of_another_world_with_different_lengths_are_not_pooled(tmp_path):
 def test_a_report_on_other_worlds_without_results_says_what_to_run(tmp_path):
     with pytest.raises(ValueError, match=r"worlds.py run"):
         worlds.report(tmp_path)
+
+
+# --- Two worlds in one run ------------------------------------------------------------------------
+
+
+def test_the_lists_of_two_worlds_are_what_the_recipe_writes_and_share_no_goal(
+    tmp_path, monkeypatch
+):
+    there = {path.name: path.read_text() for path in several.IDS.glob("*.json")}
+    monkeypatch.setattr(several, "IDS", tmp_path)
+    several.write_ids()
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.json")} == there
+    for world in several.WORLDS:
+        train, test = (json.loads(there[f"{world}_{side}.json"]) for side in ("train", "test"))
+        assert not [each for each in test if each in train]
+
+
+def test_every_arm_of_two_worlds_plays_eight_tasks_of_each_of_its_worlds_a_step(tmp_path):
+    for arm, words in several.ARMS.items():
+        base = ["--config", str(several.BASE), "--model", "tiny", *words]
+        config = common.load_config([*base, "--run-dir", str(tmp_path / arm)])
+        requests = requests_of(3, tasks_of(config), config, horizons_of(config))
+        played = Counter(request.task.env for request in requests)
+        assert set(played.values()) == {8 * config.group_size}
+        assert set(played) == ({arm} if arm in several.WORLDS else set(several.WORLDS))
+        assert config.mini_batch_size >= len(requests), "one optimizer step"
+
+
+def test_the_report_of_two_worlds_compares_each_with_itself_alone(tmp_path):
+    for arm, craft, maze in (("mixed", 1, 0), ("craft", 0, None), ("maze", None, 1)):
+        ended = {f"textcraft_{i}": [craft] for i in range(4) if craft is not None}
+        ended |= {f"babyai_{i}": [maze] for i in range(4) if maze is not None}
+        begun = {task_id: [0] for task_id in ended}
+        held_out = [{"step": 0, "solved_in": begun}, {"step": 9, "solved_in": ended}]
+        result = {"arm": arm, "seed": 0, "held_out": held_out}
+        (tmp_path / f"{arm}-0.json").write_text(json.dumps(result))
+    text = several.report(tmp_path)
+    assert "craft, mixed minus alone: +100.0" in text
+    assert "maze, mixed minus alone: -100.0" in text
