@@ -59,7 +59,7 @@ class Portions:
     """gradients are clipped to this global norm [paper: 1.0]"""
     mini_batch_size: int = 64
     """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
-    max_tokens_per_micro_batch: int = 1024
+    max_tokens_per_micro_batch: int = 2048
     """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
     share_prefix: bool = True
     """compute what the samples of a task have in common once, where that is faster"""

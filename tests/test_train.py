@@ -908,9 +908,9 @@ def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
     ("phase", "error", "flags_named"),
     [
         ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-         ["--max-tokens-per-micro-batch (now 1024)", "--gradient-checkpointing"]),
+         ["--max-tokens-per-micro-batch (now 2048)", "--gradient-checkpointing"]),
         ("update", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
-         ["--max-tokens-per-micro-batch (now 1024)", "--max-trajectory-tokens (now 128)"]),
+         ["--max-tokens-per-micro-batch (now 2048)", "--max-trajectory-tokens (now 128)"]),
         ("roll_out", MemoryError(), ["--max-trajectory-tokens (now 128)"]),
     ],
 )  # fmt: skip
