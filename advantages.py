@@ -275,7 +275,8 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 def whiten_each(x: Tensor, loss_mask: Tensor, worlds: Sequence[str]) -> Tensor:
     """`whiten` within the rows of each world: a world whose returns spread more than another's has
-    no more say. As AgentRL normalises the advantages of several tasks (arXiv 2510.04206).
+    no more say. As AgentRL normalises the advantages of several tasks (arXiv 2510.04206). The
+    shift is theirs too: where long trajectories fail, it lifts what a group's baseline put below 0.
 
     Args:
         worlds: B names, the world of each row.

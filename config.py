@@ -22,7 +22,7 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -342,9 +342,14 @@ def with_preset(
     numbers = found[0]
     if len(found) > 1:
         names = {name for each in found for name in each}
-        numbers = {n: max(each.get(n, getattr(kind, n)) for each in found) for n in names}
+        numbers = {n: _largest([each.get(n, getattr(kind, n)) for each in found]) for n in names}
         numbers["rounds"] = ()  # each world's own
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
+
+
+def _largest(numbers: Sequence[Any]) -> Any:
+    """Of those that say something; None where none does."""
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def with_one_horizon(found: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _play(
         turns.append({"from": "gpt", "loss": is_right, "value": text})
         observation, _, terminated, truncated, info = client.step(text)
         if terminated or truncated:
-            solved = info["success"]
+            solved = info["success"] and done  # not by slips alone: nothing would be imitated
             return {"item_id": task.task_id, "conversations": turns} if solved else None
     return None
 

@@ -113,11 +113,12 @@ class MethodWorker(Worker):
         returns, and the metrics of all."""
         self.load_into_engine()
         c, size = self.config, (num_tasks, group_size)
-        requests = draw(turn, self.tasks, *size, c.seed, step, horizons_of(c), c.env_weights)
+        horizons = horizons_of(c)
+        requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
         played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
-        return [r for r in said if r is not None], summarize_trajectories(played)
+        return [r for r in said if r is not None], summarize_trajectories(played, list(horizons))
 
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""

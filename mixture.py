@@ -100,12 +100,24 @@ def check_mixture(config: RunConfig) -> None:
 
 
 def tasks_of(config: RunConfig) -> list[Task]:
-    """Training tasks of all worlds, one world after the other."""
-    return [
+    """Training tasks of all worlds, one world after the other.
+
+    Raises:
+        ValueError: two worlds call a task the same, so that nobody could tell whose it was.
+    """
+    tasks = [
         task
         for own in in_each(config)
         for task in load_tasks(own.env, own.split, own.tasks, own.subtasks)
     ]
+    whose: dict[str, str] = {}
+    for task in tasks:
+        if whose.setdefault(task.task_id, task.env) != task.env:
+            raise ValueError(
+                f"{whose[task.task_id]} and {task.env} both have a task {task.task_id}; "
+                "give one of them an ID_PREFIXES of its own"
+            )
+    return tasks
 
 
 def held_out_tasks(config: RunConfig) -> list[Task]:

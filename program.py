@@ -19,6 +19,7 @@ from typing import Any
 from config import Misuse, Options, complete, refusing
 from engines import EngineError
 from envclient import EnvError
+from envs import names_of
 from reporting.logs import read_log
 from rollout import TooManyEnvFailures
 from runtime import checkpoint, distributed
@@ -74,7 +75,7 @@ def command_line(
         config = training_options(argv, prog, summary, kind, check_own)
         say_remarks(config, argv)
         run = train(config)
-        distributed.say(where_to_look(run))
+        distributed.say(where_to_look(run, config.env))
         distributed.leave()
         return 0
     except KeyboardInterrupt:
@@ -104,15 +105,17 @@ def fail(prog: str, error: Exception, code: int) -> int:
     os._exit(code)  # the others may be gone: nothing here can be closed in order
 
 
-def where_to_look(run: Run) -> str:
+def where_to_look(run: Run, env: str) -> str:
     """The last words of a run: how it began and ended, and what lies where."""
     has_played = any(run.path.glob("trajectories/*.jsonl"))
+    first, *more = names_of(env)
+    world = f" --env {first}" if more else ""  # of several one at a time is measured
     lines: dict[str, str | Path | None] = {
         "mean return": first_and_last(read_log(run.path / "metrics.jsonl")),
         "the curve": run.path / "reward.png",
         "what it did": f"{python()} replay.py {run.path}" if has_played else None,
         "every number": run.path / "metrics.jsonl",
-        "measure it": f"{python()} evaluate.py --run {run.path}",
+        "measure it": f"{python()} evaluate.py --run {run.path}{world}",
     }
     words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
     return "\n".join([f"done: {run.path}", *words])

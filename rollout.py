@@ -233,14 +233,19 @@ def check_failures(
     trajectories: Sequence[Trajectory], limit: float, total: int | None = None
 ) -> None:
     """Raise TooManyEnvFailures if more than the share `limit` of `total` (None: of these) was lost
-    to the infrastructure."""
-    lost = [t for t in trajectories if t.stop_reason in LOST]
-    total = len(trajectories) if total is None else total
-    if len(lost) > limit * total:
-        raise TooManyEnvFailures(
-            f"{len(lost)} of {total} trajectories were lost to the environment, "
-            f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
-        )
+    to the infrastructure. Of several worlds in any: the small one that is gone would else be
+    missed by nobody."""
+    worlds = dict.fromkeys(t.env for t in trajectories)
+    for world in worlds:
+        own = [t for t in trajectories if t.env == world]
+        lost = [t for t in own if t.stop_reason in LOST]
+        asked = len(own) if total is None else total
+        if len(lost) > limit * asked:
+            of = f" of {world}" if len(worlds) > 1 else ""
+            raise TooManyEnvFailures(
+                f"{len(lost)} of {asked} trajectories{of} were lost to the environment, "
+                f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
+            )
 
 
 class _Episode:

@@ -135,7 +135,7 @@ def train(config: Config) -> Run:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
 
             # ---------------------------------------------------------------- 7 log, evaluate, save
-            metrics |= summarize_trajectories(trajectories) | signal
+            metrics |= summarize_trajectories(trajectories, list(horizons)) | signal
             session.run.write_trajectories(f"step_{step:06d}", trajectories)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock, log)

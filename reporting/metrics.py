@@ -145,7 +145,7 @@ NGRAM = 4  # tokens in a row that count as said again
 def by_world(
     name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
-    """A number of each world, as metrics: pooled over them, and of several worlds each one's.
+    """A number of each world (None: unknown), as metrics: pooled, and of several each one's.
 
     >>> by_world("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
     {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
@@ -153,17 +153,19 @@ def by_world(
     {'eval/avg': 0.25}
     """
     each = {f"{name}/{world}": value for world, value in values.items()} if len(values) > 1 else {}
-    return {name: pool(values.values())} | each
+    known = [value for value in values.values() if value is not None]
+    return {name: pool(known) if known else None} | each
 
 
 def summarize_trajectories(
-    trajectories: Sequence[RolloutHandler],
+    trajectories: Sequence[RolloutHandler], worlds: Sequence[str] = ()
 ) -> dict[str, float | int | None]:
     """
     The `train/*` metrics of one step.
 
     Args:
         trajectories: the whole step's, of every process; invalid ones included.
+        worlds: of the run; of several each has numbers of its own, in every step.
     Returns: name -> number; a mean over nothing is None.
     """
     valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
@@ -177,7 +179,7 @@ def summarize_trajectories(
         for turn in trajectory.turns
     ]
     stops = Counter(trajectory.stop_reason for trajectory in trajectories)
-    return outcomes(valid) | {
+    return outcomes(valid, worlds) | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
@@ -194,15 +196,14 @@ def summarize_trajectories(
     }
 
 
-def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
+def outcomes(valid: Sequence[RolloutHandler], worlds: Sequence[str]) -> dict[str, float | None]:
     """Returns, successes and turns; of several worlds over all of them, and in each."""
-    by_env: dict[str, list[RolloutHandler]] = defaultdict(list)
-    for trajectory in valid:
-        by_env[trajectory.env].append(trajectory)
     parts: dict[str, Sequence[RolloutHandler]] = {"": valid}
-    if len(by_env) > 1:
-        parts |= {f"/{env_name(env)}": own for env, own in by_env.items()}
-    found: dict[str, float | int | None] = {}
+    if len(worlds) > 1:
+        names = [env_name(t.env) for t in valid]
+        for world in worlds:
+            parts[f"/{world}"] = [t for t, n in zip(valid, names, strict=True) if n == world]
+    found: dict[str, float | None] = {}
     for world, own in parts.items():
         found[f"train/return_mean{world}"] = _mean([t.total_return for t in own])
         found[f"train/success_rate{world}"] = _mean([float(t.success) for t in own])

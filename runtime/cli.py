@@ -63,7 +63,10 @@ def parse_command_line(
     options: dict[str, Any] = {"default": default} if default is not None else {}
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(config_class, prog=prog, args=words, **options)
+            found = tyro.cli(config_class, prog=prog, args=words, **options)
+            if usage.problem(config_class, words):  # tyro takes a list of nothing
+                raise SystemExit
+            return found
     except SystemExit:
         text = box.getvalue().split("│ ──")[0]  # above the rule; the first line is a title
         said = " ".join(line.strip("│╭╮╰╯─ ") for line in text.splitlines()[1:])

@@ -88,6 +88,7 @@ class SftConfig(MethodConfig):
             yield "min_return", "it chooses among what --data holds: give that too"
         if self.steps:
             yield "epochs", f"--steps {self.steps} says how far; give one of the two"
+        yield "env_weights", "nothing is played to learn from, each world shows as many"
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class DpoConfig(IteratedConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if not self.plays_for_pairs:
-            for name in ("tasks_per_iteration", "group_size"):
+            for name in ("tasks_per_iteration", "group_size", "env_weights"):
                 yield name, "leave it out, the pairs are given and nothing is played for them"
 
     @property

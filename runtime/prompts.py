@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from config import Misuse
 from conversations import NAMES, Conversation, is_sound
-from envs import get_env
+from envs import get_env, names_of
 
 Messages = list[dict[str, str]]
 MAX_BYTES = 100_000  # of a prompt: a file of this size is another one than was meant
@@ -47,6 +47,8 @@ def with_prompt(config: Options) -> Options:
     given = config.prompt
     if given is None or given.lstrip().startswith("["):
         return config
+    if len(names_of(config.env)) > 1:
+        return config  # which mixture.py refuses
     messages = _messages(_read(given), given, config.env)
     return replace(config, prompt=json.dumps(messages, ensure_ascii=False))  # type: ignore[type-var]
 

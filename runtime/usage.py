@@ -148,6 +148,8 @@ def _unreadable(option: Option, name: str, values: list[str]) -> str | None:
     if option.kind is bool:
         return f"{name} takes no value, got {' '.join(values)}" if values else None
     if option.is_list:
+        if not values:
+            return f"{name} takes at least one value, got none; leave it out for its default"
         wrong = [value for value in values if not _is_a(option.kind, value)]
         expected = {int: "whole numbers", float: "numbers"}
     else:

@@ -190,6 +190,31 @@ class Strict(Told):
         return observation, reward, ended, truncated, info
 
 
+class Open(Told):
+    """The last letters, at any time, solve it; the oracle spells out both."""
+
+    NUM_TURNS = 2
+
+    def oracle(self):
+        return "", "abc" if self.turn == 0 else "def"
+
+    def step(self, action):
+        observation, reward, ended, truncated, info = super().step(action)
+        if action == "def":
+            self.turn, ended, info = self.NUM_TURNS, True, {"success": True, "score": 1.0}
+        return observation, reward, ended, truncated, info
+
+
+def test_a_slip_that_solves_the_task_is_no_demonstration(tmp_path):
+    """Its only move would not be imitated: nothing to learn from, and the file unreadable."""
+    with serve(Open) as url:
+        for _ in range(2):  # played, and read back
+            found = demonstrations(NAME, load_tasks(NAME), 5, 0, [url], slips=0.6)
+    said = [[t for t in record["conversations"] if t["from"] == "gpt"] for record in found]
+    assert found and all(any(turn["loss"] for turn in turns) for turns in said)
+    assert any(not turn["loss"] for turns in said for turn in turns), "some slip and go on"
+
+
 def test_a_slip_that_loses_the_task_costs_the_demonstration_and_nothing_else():
     with serve(Strict) as url:
         found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url], slips=0.5)

@@ -81,6 +81,15 @@ LOST = Trajectory(
 # ------------------------------------------------------------- summarize_trajectories
 
 
+def test_every_step_has_the_numbers_of_every_world_of_the_run():
+    """Also one in which only one of them was played, and one in which all of a world was lost."""
+    played = [Trajectory(0, 1.0, "success", env="textcraft"), replace(LOST, env="babyai")]
+    summary = summarize_trajectories(played, ["textcraft", "babyai"])
+    assert summary["train/return_mean/textcraft"] == 1.0
+    assert summary["train/return_mean/babyai"] is None
+    assert not any("/textcraft" in name for name in summarize_trajectories(played, ["textcraft"]))
+
+
 def test_the_summary_of_a_hand_worked_step():
     trajectories = [
         Trajectory(0, 1.0, "success"),

@@ -1,6 +1,7 @@
 """Several worlds in one run: whose turn it is, what is each one's own, what the log says of it."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -16,12 +17,12 @@ import agentevol
 from advantages import reinforce_plus_plus, whiten_each
 from config import complete, options
 from demonstrations import shown_in_each
+from envs import get_env, settings_of
 from mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 from order import draw, drawn
 from reporting.curves import read_run
 from reporting.evalconfig import as_in_run
 from reporting.plan import plan
-from runtime.cli import training_options
 
 WORLDS = """
 from toy_env import Letters
@@ -57,6 +58,12 @@ class Far(Near):
         self.earned += reward
         info["success"] = ended and self.earned >= 0.9
         return observation, 0.1 * reward, ended, truncated, info
+"""
+TWIN = """
+
+class Twin(Near):
+    ID_PREFIXES = ("near",)
+    NAME = "twin"
 """
 NAMES = ("mixed_worlds:Near", "mixed_worlds:Far")
 LOCAL = ("near=local", "far=local")
@@ -179,12 +186,29 @@ def test_a_world_alone_sees_its_options_unchanged():
         ("--env textcraft babyai --env-addr sciworld=http://a:1", "say whose it is"),
         ("--env textcraft babyai --env-addr babyai=nix", "is not an address"),
         ("--env textcraft babyai --rounds-scheduler scaling_inter_stepwise", "never changes"),
+        ("--env textcraft babyai --prompt README.md", "--prompt is one world's"),
+        ("--env textcraft babyai --env-addr", "--env-addr takes at least one value, got none"),
     ],
 )
-def test_what_several_worlds_cannot_be_asked_is_refused_in_a_line(words, said):
-    with pytest.raises(ValueError, match=said) as error:
-        training_options(words.split(), "train.py", "")
-    assert "\n" not in str(error.value)
+def test_what_several_worlds_cannot_be_asked_is_refused_in_a_line(capsys, words, said):
+    assert train_main(words.split()) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
+    twin = (tmp_path / "mixed_worlds.py").read_text() + TWIN
+    (tmp_path / "mixed_worlds.py").write_text(twin)
+    shutil.copy(tmp_path / "ids" / "near_train.json", tmp_path / "ids" / "twin_train.json")
+    both = options(f"{NAMES[0]}+mixed_worlds:Twin")
+    with pytest.raises(ValueError, match="near and twin both have a task near_0;"):
+        tasks_of(both)
+
+
+def test_of_what_a_preset_leaves_open_the_other_worlds_number_holds(worlds, monkeypatch):
+    own = {"eval_rounds": 4, **settings_of(NAMES[1]).laptop}
+    monkeypatch.setattr(get_env(NAMES[1]), "LAPTOP", own)
+    assert options("+".join(worlds)).eval_rounds == 4
 
 
 def test_demonstrations_are_of_every_world_under_its_own_prompt(worlds):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -498,6 +499,16 @@ def test_what_was_lost_is_a_share_of_all_that_were_asked_for(chat):
         check_failures(lost, limit=0.25, total=3)
     with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories were lost"):
         check_failures(lost, limit=0.25)
+
+
+def test_a_small_world_that_is_gone_is_missed(chat):
+    """One of nine is lost, which the limit allows; of the small world it is all there is."""
+    engine, pool = ScriptedEngine(saying("open door<e>")), FakePool(failing(2))
+    (lost,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    others = [replace(lost, stop_reason="success", env="other") for _ in range(8)]
+    check_failures([lost, *(replace(t, env=lost.env) for t in others)], limit=0.2)
+    with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories of fake were lost"):
+        check_failures([lost, *others], limit=0.2)
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "policy"])
