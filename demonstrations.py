@@ -30,6 +30,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,12 @@ NUM_CLIENTS = 4  # episodes side by side
 
 
 def demonstrate(
-    client: EnvClient, task: Task, seed: int, max_turns: int = 50, slips: float = 0.0
+    client: EnvClient,
+    task: Task,
+    seed: int,
+    max_turns: int = 50,
+    slips: float = 0.0,
+    thoughts: bool = True,
 ) -> Conversation | None:
     """The oracle plays one task: an AgentTraj conversation, or None if it failed, knew no move or
     took more than `max_turns`.
@@ -57,10 +63,13 @@ def demonstrate(
             played now, or once more what was right before: crafting without the ingredients, say.
             Such a turn has "loss" false, so that its answer and the way out of it are shown, and it
             is not imitated.
+        thoughts: whether it says why it acts; else its turns are the actions alone, which are a
+            third as long.
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    clean = _play(client, task, seed, max_turns, lambda done: None)
+    play = partial(_play, client, task, seed, max_turns, thoughts)
+    clean = play(lambda done: None)
     if clean is None or not slips:
         return clean
     right = [turn["value"] for turn in clean["conversations"] if turn["from"] == "gpt"]
@@ -70,11 +79,16 @@ def demonstrate(
         moves = [*right[done + 1 :], *right[:done][-1:]]  # too early, or again
         return rng.choice(moves) if moves and rng.random() < slips else None
 
-    return _play(client, task, seed, max_turns, wrong)
+    return play(wrong)
 
 
 def _play(
-    client: EnvClient, task: Task, seed: int, max_turns: int, wrong: Callable[[int], str | None]
+    client: EnvClient,
+    task: Task,
+    seed: int,
+    max_turns: int,
+    thoughts: bool,
+    wrong: Callable[[int], str | None],
 ) -> Conversation | None:
     """One episode of the oracle, but for what `wrong` says after so many of its moves."""
     observation, say = client.reset(task.task_index, seed), get_env(client.env).say
@@ -87,9 +101,10 @@ def _play(
         is_right = text is None
         if text is None:
             try:
-                text = say(*client.oracle())
+                thought, action = client.oracle()
             except StepOutsideEpisode:  # it knows no move
                 return None
+            text = say(thought if thoughts else "", action)
             done += 1
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": is_right, "value": text})
@@ -124,6 +139,7 @@ def play_demonstrations(
     seed: int,
     urls: Sequence[str] = (),
     slips: float = 0.0,
+    thoughts: bool = True,
 ) -> list[Conversation]:
     """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
     many fail."""
@@ -131,6 +147,7 @@ def play_demonstrations(
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
         stack.callback(pool.close)
+        play = partial(demonstrate, slips=slips, thoughts=thoughts)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
         threads = ThreadPoolExecutor(NUM_CLIENTS)
         # Ctrl-C waits for no episode: the server ends next, and its clients with it.
@@ -141,11 +158,7 @@ def play_demonstrations(
             batch = list(islice(trials, NUM_CLIENTS))
             if not batch:
                 break
-            for demonstration in threads.map(
-                lambda client, pair: demonstrate(client, pair[0], pair[1], slips=slips),
-                clients,
-                batch,
-            ):
+            for demonstration in threads.map(play, clients, *zip(*batch, strict=True)):
                 # Not twice the same: there are worlds in which the seed changes nothing.
                 if demonstration is None or demonstration in chosen or len(chosen) == count:
                     continue
@@ -161,6 +174,7 @@ def demonstrations(
     seed: int,
     urls: Sequence[str] = (),
     slips: float = 0.0,
+    thoughts: bool = True,
 ) -> list[Conversation]:
     """
     `count` oracle demonstrations, played once and then read from the cache.
@@ -170,18 +184,18 @@ def demonstrations(
         count: how many; the list is shorter when the oracle fails too often.
         seed: of the choice of tasks, and the first seed of their worlds.
         urls: servers of the environment; none: one is started here.
-        slips: chance of a wrong move before a right one; see `demonstrate`.
+        slips, thoughts: see `demonstrate`.
     Raises:
         ValueError: the oracle failed at every task.
         EnvError: no server, or one without an oracle.
     """
     ids = [task.task_id for task in tasks]
-    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, slips]
+    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, slips, thoughts]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
-        records = play_demonstrations(env, tasks, count, seed, urls, slips)
+        records = play_demonstrations(env, tasks, count, seed, urls, slips, thoughts)
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks; nothing to show"
@@ -194,7 +208,7 @@ def demonstrations(
 
 
 def shown_in_each(
-    config: RunConfig, count: int, seed: int, slips: float = 0.0
+    config: RunConfig, count: int, seed: int, slips: float = 0.0, thoughts: bool = True
 ) -> list[Conversation]:
     """`count` demonstrations of each world of a run, of the tasks that it trains on and under its
     prompt: how the oracle plays does not depend on that.
@@ -203,7 +217,8 @@ def shown_in_each(
     """
     shown = []
     for own in in_each(config):
-        records = demonstrations(own.env, tasks_of(own), count, seed, own.env_addr, slips)
+        asked = count, seed, own.env_addr, slips, thoughts
+        records = demonstrations(own.env, tasks_of(own), *asked)
         shown += reprompted(records, own.env, prompt_of(own))
     return shown
 

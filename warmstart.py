@@ -228,7 +228,8 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
     settings = starts.settings_for(config.model, config.env)
-    asked = settings.num_demonstrations, settings.seed, settings.slips
+    s = settings
+    asked = s.num_demonstrations, s.seed, s.slips, s.thoughts
     show = partial(shown_in_each, config, *asked)
     return warm_start(config.model, config.env, show, settings, accelerator)
 
@@ -243,8 +244,8 @@ def main(config: StartConfig) -> int:
             return list(data_of(config))
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-        count, seed, slips = config.num_demonstrations, config.seed, config.slips
-        return demonstrations(config.env, tasks, count, seed, slips=slips)
+        asked = config.num_demonstrations, config.seed, (), config.slips, config.thoughts
+        return demonstrations(config.env, tasks, *asked)
 
     with refusing():
         records = distributed.first("demonstrations", shown)

@@ -86,12 +86,14 @@ def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", ""
 
 
 def say(thought: str, action: str) -> str:
-    """What `action_line` reads the action from.
+    """What `action_line` reads the action from; without a thought its line alone.
 
     >>> action_line(say("It is near.", "get 2 oak log"))
     'get 2 oak log'
+    >>> say("", "get 2 oak log")
+    'Action: get 2 oak log'
     """
-    return f"Thought: {thought}\nAction: {action}"
+    return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
 
 
 def version_of(package: str) -> str:

@@ -24,10 +24,11 @@ class SftSettings:
 
     num_demonstrations: int = 128
     slips: float = 0.0  # chance of a wrong move before a right one, which is not imitated
+    thoughts: bool = True  # whether the oracle says why it acts
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8  # demonstrations per optimizer step
-    max_tokens: int = 1024  # of a micro-batch
+    max_tokens: int = 2048  # of a micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
     lora_rank: int = 0  # train adapters of this rank, merged into the checkpoint; 0: all weights
     share_prefix: bool = True  # compute the instructions that all have in common once a step
@@ -62,6 +63,8 @@ class StartConfig:
     slips: float = 0.0
     """chance that the oracle makes a wrong move before a right one: it is not imitated, and what
     follows shows how to go on from it (0..1)"""
+    thoughts: bool = True
+    """whether the oracle says why it acts; --no-thoughts: turns are actions alone"""
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8

@@ -91,4 +91,4 @@ def say(thought: str, action: str) -> str:
     >>> say("I look it up.", written("search", "flag of Kenya"))
     'I look it up.\\n<search> flag of Kenya </search>'
     """
-    return f"{harmless(thought)}\n{action}"
+    return f"{harmless(thought)}\n{action}" if thought else action
