@@ -47,11 +47,15 @@ def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
 def test_what_the_pages_say_of_short_goals_is_what_was_played():
     found = json.loads((ROOT / "recipes/results/starts/short_goals.json").read_text())
     without, slipped = found["slips 0.0"], found["slips 0.3"]
+    silent = found["slips 0.3, no thoughts"]
     page = (STARTS / "README.md").read_text(encoding="utf-8")
     assert rows_of(without["items"], slipped["items"]) <= set(page.splitlines())
-    for each in (without, slipped):
+    assert rows_of(slipped["items"], silent["items"]) <= set(page.splitlines())
+    for each in (without, slipped, silent):
         looped = each["failed with three or more repeated actions"]
         assert f"{looped} of {each['failed']}" in page
+    tokens = (slipped["tokens a turn"], silent["tokens a turn"])
+    assert "With them a turn takes {} tokens, without them {}".format(*tokens) in page
     about = json.loads((STARTS / "smollm2-135m-textcraft/sft.json").read_text())["settings"]
     assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in page
     trial, measured = found["trial"], (ROOT / "RESULTS.md").read_text(encoding="utf-8")
