@@ -237,6 +237,22 @@ def test_vllm_reports_the_log_probs_that_the_trainer_computes(vllm, lm, temperat
         assert temperature == 1.0 or (raw - tempered).abs().mean() > 0.1
 
 
+def test_a_turn_reads_little_of_its_history_again(vllm, monkeypatch):
+    """Only full blocks are kept, and of vLLM's own on a CPU, 128 tokens, hardly any is full."""
+    engine, _ = vllm
+    core, outputs = engine._llm.llm_engine, []
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda: outputs.extend(found := step()) or found)
+    history, sampling = prompt_of(90, seed=5), SamplingSettings(20)
+    for turn in range(3):
+        name = f"turn {turn}"
+        said = run(engine, **{name: (history, sampling)})[name].token_ids
+        (last,) = [o for o in outputs if o.request_id == name and o.finished]
+        kept = last.num_cached_tokens
+        assert kept >= (len(history) - 40 if turn else 0), (turn, len(history), kept)
+        history = history + said + prompt_of(8, seed=turn)
+
+
 def test_vllm_takes_requests_while_others_run(vllm, lm):
     engine, dtype = vllm
     early, late = prompt_of(30, seed=1), prompt_of(60, seed=2)
