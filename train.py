@@ -142,13 +142,13 @@ def train(config: Config) -> Run:
     return session.run
 
 
-# ---------------------------------------------------------------------------- pure pieces of a step
+# --------------------------------------------------------------------------------- pieces of a step
 
 
 def requests_of(
     step: int, tasks: Sequence[Task], config: Config, horizons: Mapping[str, int]
 ) -> list[RolloutRequest]:
-    """The step's trajectories to roll: `rollout.draw`, a pure function of the step."""
+    """The step's trajectories to roll: `order.draw`, a pure function of the step."""
     c = config
     size = c.tasks_per_step, c.group_size
     return draw(step, tasks, *size, c.seed, step, horizons, c.env_weights)
