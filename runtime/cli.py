@@ -64,7 +64,7 @@ def parse_command_line(
     try:
         with contextlib.redirect_stderr(box):
             found = tyro.cli(config_class, prog=prog, args=words, **options)
-            if usage.problem(config_class, words):  # tyro takes a list of nothing
+            if usage.has_empty_list(config_class, words):  # which tyro takes
                 raise SystemExit
             return found
     except SystemExit:

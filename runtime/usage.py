@@ -127,6 +127,13 @@ def named(config_class: type, argv: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def has_empty_list(config_class: type, argv: Sequence[str]) -> bool:
+    """Whether an option that takes a list stands there with nothing behind it."""
+    known = {option.flag: option for option in options_of(config_class).values()}
+    lists = {name for name, option in known.items() if option.is_list}
+    return any(name in lists and not values for name, values in words_of(argv))
+
+
 def problem(config_class: type, argv: Sequence[str]) -> str | None:
     """Why a command line cannot be read, in a sentence; None where nothing is found."""
     known = {option.flag: option for option in options_of(config_class).values()}
