@@ -21,7 +21,7 @@ Read next: rollout.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,3 +126,18 @@ def draw(
         rounds = horizons[task.env]
         requests += [RolloutRequest(task, n, k, env_seed, step, rounds) for k in range(group_size)]
     return requests
+
+
+def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> Iterator[RolloutRequest]:
+    """The requests of one process: all samples of every `ranks`-th task of each world. A rollout
+    waits for the process that is done last, so none has the slow world for itself.
+
+    >>> tasks = [Task(f"t{n}", n, "", env) for n, env in enumerate(["quick", "slow"] * 2)]
+    >>> requests = draw(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})
+    >>> [sorted(r.task.env for r in share_of(requests, rank, 2)) for rank in (0, 1)]
+    [['quick', 'slow'], ['quick', 'slow']]
+    """
+    world_of = {r.group_id: r.task.env for r in requests}
+    in_turn = sorted(world_of, key=lambda group: (world_of[group], group))
+    own = set(in_turn[rank::ranks])
+    return (r for r in requests if r.group_id in own)

@@ -36,7 +36,7 @@ from evaluate import evaluate_policy
 from kl import FixedKLController
 from mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from models import describe, load_policy, load_tokenizer, num_parameters, num_trained
-from order import RolloutRequest
+from order import RolloutRequest, share_of
 from reporting.plan import plan
 from rollout import RolloutLog, RolloutSettings, check_failures, collect, sampling_seed
 from runtime import checkpoint, distributed, malloc, precision, rundir, sync
@@ -225,10 +225,10 @@ class Worker:
         label: str,
         log: RolloutLog,
     ) -> list[RolloutHandler]:
-        """`rollout.collect`, shared out: each rank plays all samples of every W-th task, and all
+        """`rollout.collect`, shared out: each rank plays its share of the tasks (order.py), and all
         get all results, in the order of the requests."""
         ranks, rank = distributed.world_size(), distributed.rank()
-        share = [r for r in requests if r.group_id % ranks == rank]
+        share = list(share_of(requests, rank, ranks))
         own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:
