@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,6 +176,18 @@ def circumstances_of(run_dir: Path) -> Result:
     return {key: about[key] for key in kept if key in about}
 
 
+def costs_of(run_dir: Path) -> Result:
+    """Hours of all steps, seconds of the median one, and the most memory that a process held."""
+    timings = read_lines(run_dir / "timings.jsonl")
+    seconds = [row["time/step_s"] for row in timings if "time/step_s" in row]
+    peaks = [row["memory/peak_bytes"] for row in timings if "memory/peak_bytes" in row]
+    return {
+        "hours": round(sum(seconds) / 3600, 2) or None,
+        "step_s": round(median(seconds), 1) if seconds else None,
+        "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
+    }
+
+
 def record(run_dir: Path, steps: int) -> Result:
     """What is kept of a run of train.py: circumstances, options, curve, held-out evaluations.
 
@@ -185,13 +198,12 @@ def record(run_dir: Path, steps: int) -> Result:
     at = [evaluation["step"] for evaluation in held_out]
     if at[:1] != [0] or at[-1] != steps:
         raise SystemExit(f"{run_dir}/eval holds steps {at}, expected 0 to {steps}")
-    timings = read_lines(run_dir / "timings.jsonl")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **circumstances_of(run_dir),
         "config": read_json(run_dir / "config.json")["config"],
         "steps": steps,
-        "hours": round(sum(row.get("time/step_s", 0.0) for row in timings) / 3600, 2) or None,
+        **costs_of(run_dir),
         "curve": [
             {"step": row["step"]} | {name: row[name] for name in CURVE if row.get(name) is not None}
             for row in read_lines(run_dir / "metrics.jsonl")
