@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_what_the_page_says_of_the_first_steps_is_what_the_runs_gave():
     assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
 
 
-def test_what_the_pages_say_of_short_goals_is_what_was_played():
+def test_what_the_page_says_of_short_goals_is_what_was_played():
     found = json.loads((ROOT / "recipes/results/starts/short_goals.json").read_text())
     without, slipped = found["slips 0.0"], found["slips 0.3"]
     silent = found["slips 0.3, no thoughts"]
@@ -58,21 +57,6 @@ def test_what_the_pages_say_of_short_goals_is_what_was_played():
     assert "With them a turn takes {} tokens, without them {}".format(*tokens) in page
     about = json.loads((STARTS / "smollm2-135m-textcraft/sft.json").read_text())["settings"]
     assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in page
-    trial, measured = found["trial"], (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    first, last = (evaluation["items"] for evaluation in trial["held_out"])
-    assert rows_of(first, last) <= set(measured.splitlines())
-    rates, signal = trial["train/success_rate"], trial["groups with signal"]
-    ends = (fmean(rates[:5]), fmean(rates[-5:]))
-    said = (
-        f"from {100 * ends[0]:.0f} % in the first five steps to {100 * ends[1]:.0f} % in the last"
-    )
-    assert said in measured and f"{fmean(signal):.1f} of the 8 goals" in measured
-    early = trial["in the first 14 steps"]
-    looped = early["failed with three or more repeated actions"]
-    assert f"{looped} of the {early['failed']} failures of its first 14 steps" in measured
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{trial['median time/step_s']:.0f} s (median of {trial['steps timed']})" in readme
-    assert f"{trial['peak_gb']:.1f} GB in those {trial['steps timed']}" in readme
 
 
 def rows_of(before, after):
