@@ -21,7 +21,7 @@ Read next: rollout.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def draw(
     return requests
 
 
-def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> Iterator[RolloutRequest]:
+def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
     """The requests of one process: all samples of every `ranks`-th task of each world. A rollout
     waits for the process that is done last, so none has the slow world for itself.
 
@@ -140,4 +140,4 @@ def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> Itera
     world_of = {r.group_id: r.task.env for r in requests}
     in_turn = sorted(world_of, key=lambda group: (world_of[group], group))
     own = set(in_turn[rank::ranks])
-    return (r for r in requests if r.group_id in own)
+    return [r for r in requests if r.group_id in own]

@@ -228,9 +228,8 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     if config.warm_start == "never" or config.model not in SMALL_MODELS:
         return path
     settings = starts.settings_for(config.model, config.env)
-    s = settings
-    asked = s.num_demonstrations, s.seed, s.slips, s.thoughts
-    show = partial(shown_in_each, config, *asked)
+    count, seed = settings.num_demonstrations, settings.seed
+    show = partial(shown_in_each, config, count, seed, settings.slips, settings.thoughts)
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 

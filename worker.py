@@ -228,7 +228,7 @@ class Worker:
         """`rollout.collect`, shared out: each rank plays its share of the tasks (order.py), and all
         get all results, in the order of the requests."""
         ranks, rank = distributed.world_size(), distributed.rank()
-        share = list(share_of(requests, rank, ranks))
+        share = share_of(requests, rank, ranks)
         own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:

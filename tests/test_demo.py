@@ -55,6 +55,8 @@ def test_what_the_page_says_of_short_goals_is_what_was_played():
         assert f"{looped} of {each['failed']}" in page
     tokens = (slipped["tokens a turn"], silent["tokens a turn"])
     assert "With them a turn takes {} tokens, without them {}".format(*tokens) in page
+    lesson = (ROOT / "tutorials/14_imitation.md").read_text(encoding="utf-8")
+    assert f"for {tokens[1]:.0f} tokens a turn in place of {tokens[0]:.0f}" in lesson
     about = json.loads((STARTS / "smollm2-135m-textcraft/sft.json").read_text())["settings"]
     assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in page
 

@@ -290,8 +290,22 @@ def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
     peak = max(run["peak_gb"] for run in runs)
     assert f"{seconds} s a step (medians)" in measured and f"at most {peak:.1f} GB" in measured
     assert f"A step took {seconds} s" in said and f"Memory: {peak:.1f} GB at most" in said
-    split = split_table(analyse_test(worlds.tested_runs({"textcraft": runs})))
-    assert [line for line in split if line not in MEASURED] == []
+    tested = analyse_test(worlds.tested_runs({"textcraft": runs}))
+    assert [line for line in split_table(tested) if line not in MEASURED] == []
+    gained = 100 * tested["all"]["difference"]["value"]
+    assert (
+        gained < 15
+        and f"The goal was 15 points on this split: missed, with {gained:.0f}." in measured
+    )
+    by_depth = worlds.analyse("textcraft", runs)
+    ones, twos = (100 * by_depth[f"depth {d}"]["difference"]["value"] for d in (1, 2))
+    assert f"Depth 1 rises by {ones:.0f} points and depth 2 by {twos:.0f};" in said
+    count = {1: "one", 2: "two", 3: "three"}[len(runs)]
+    assert f"`make train` has {count}," in said and f"({count.title()} seeds for TextCraft" in said
+    for step, place in ((0, 0), (config.steps, -1)):  # what seed 0 printed
+        avg = runs[0]["held_out"][place]["avg"]
+        shown = f"{avg['value']:.1%} [{avg['low']:.1%}, {avg['high']:.1%}], {len(test)} tasks"
+        assert f"step {step}: held-out success {shown}" in said
 
 
 def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:
@@ -348,6 +362,7 @@ def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:
         reading = at(common_budget(every, "turns"), "turns", most)
         told = compare(arms["stepwise"], arms[other], reading, reading)
         seeds = re.findall(r"seeds \[([+-][\d.]+), ([+-][\d.]+)\]", told)
+        assert len(seeds) == 1 and told in MEASURED, told
         assert all(float(low) < 0 < float(high) for low, high in seeds), "they settle an order"
     for most, other in ((4, "short"), (16, "long")):
         reading = at(common_budget(every, "turns"), "turns", most)
