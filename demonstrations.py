@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
@@ -47,37 +47,43 @@ from runtime.prompts import prompt_of, reprompted
 NUM_CLIENTS = 4  # episodes side by side
 
 
+class Manner(NamedTuple):
+    """How an oracle shows what it can.
+
+    slips: chance that a turn is a wrong move before the next right one. What is right later is
+        played now, or once more what was right before: crafting without the ingredients, say. Such
+        a turn has "loss" false, so that its answer and the way out of it are shown, and it is not
+        imitated.
+    thoughts: whether it says why it acts; else its turns are the actions alone, which are a third
+        as long.
+    """
+
+    slips: float = 0.0
+    thoughts: bool = True
+
+
+PLAIN = Manner()
+
+
 def demonstrate(
-    client: EnvClient,
-    task: Task,
-    seed: int,
-    max_turns: int = 50,
-    slips: float = 0.0,
-    thoughts: bool = True,
+    client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN, max_turns: int = 50
 ) -> Conversation | None:
     """The oracle plays one task: an AgentTraj conversation, or None if it failed, knew no move or
     took more than `max_turns`.
 
-    Args:
-        slips: chance that a turn is a wrong move before the next right one. What is right later is
-            played now, or once more what was right before: crafting without the ingredients, say.
-            Such a turn has "loss" false, so that its answer and the way out of it are shown, and it
-            is not imitated.
-        thoughts: whether it says why it acts; else its turns are the actions alone, which are a
-            third as long.
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    play = partial(_play, client, task, seed, max_turns, thoughts)
+    play = partial(_play, client, task, seed, max_turns, manner.thoughts)
     clean = play(lambda done: None)
-    if clean is None or not slips:
+    if clean is None or not manner.slips:
         return clean
     right = [turn["value"] for turn in clean["conversations"] if turn["from"] == "gpt"]
     rng = random.Random(f"slips {task.task_id} {seed}")
 
     def wrong(done: int) -> str | None:
         moves = [*right[done + 1 :], *right[:done][-1:]]  # too early, or again
-        return rng.choice(moves) if moves and rng.random() < slips else None
+        return rng.choice(moves) if moves and rng.random() < manner.slips else None
 
     return play(wrong)
 
@@ -138,8 +144,7 @@ def play_demonstrations(
     count: int,
     seed: int,
     urls: Sequence[str] = (),
-    slips: float = 0.0,
-    thoughts: bool = True,
+    manner: Manner = PLAIN,
 ) -> list[Conversation]:
     """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
     many fail."""
@@ -147,7 +152,7 @@ def play_demonstrations(
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
         stack.callback(pool.close)
-        play = partial(demonstrate, slips=slips, thoughts=thoughts)
+        play = partial(demonstrate, manner=manner)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
         threads = ThreadPoolExecutor(NUM_CLIENTS)
         # Ctrl-C waits for no episode: the server ends next, and its clients with it.
@@ -173,8 +178,7 @@ def demonstrations(
     count: int,
     seed: int,
     urls: Sequence[str] = (),
-    slips: float = 0.0,
-    thoughts: bool = True,
+    manner: Manner = PLAIN,
 ) -> list[Conversation]:
     """
     `count` oracle demonstrations, played once and then read from the cache.
@@ -184,18 +188,18 @@ def demonstrations(
         count: how many; the list is shorter when the oracle fails too often.
         seed: of the choice of tasks, and the first seed of their worlds.
         urls: servers of the environment; none: one is started here.
-        slips, thoughts: see `demonstrate`.
+        manner: whether it errs, and says why it acts.
     Raises:
         ValueError: the oracle failed at every task.
         EnvError: no server, or one without an oracle.
     """
     ids = [task.task_id for task in tasks]
-    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, slips, thoughts]
+    asked = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, *manner]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
-        records = play_demonstrations(env, tasks, count, seed, urls, slips, thoughts)
+        records = play_demonstrations(env, tasks, count, seed, urls, manner)
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks; nothing to show"
@@ -208,7 +212,7 @@ def demonstrations(
 
 
 def shown_in_each(
-    config: RunConfig, count: int, seed: int, slips: float = 0.0, thoughts: bool = True
+    config: RunConfig, count: int, seed: int, manner: Manner = PLAIN
 ) -> list[Conversation]:
     """`count` demonstrations of each world of a run, of the tasks that it trains on and under its
     prompt: how the oracle plays does not depend on that.
@@ -217,8 +221,7 @@ def shown_in_each(
     """
     shown = []
     for own in in_each(config):
-        asked = count, seed, own.env_addr, slips, thoughts
-        records = demonstrations(own.env, tasks_of(own), *asked)
+        records = demonstrations(own.env, tasks_of(own), count, seed, own.env_addr, manner)
         shown += reprompted(records, own.env, prompt_of(own))
     return shown
 

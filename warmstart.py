@@ -48,7 +48,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Misuse, RunConfig, refusing
 from conversations import Conversation, from_agenttraj, was_encoded_again
-from demonstrations import demonstrations, shown_in_each
+from demonstrations import Manner, demonstrations, shown_in_each
 from envclient import EnvError
 from envs import env_name, load_tasks
 from losses import Objective
@@ -229,7 +229,7 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
         return path
     settings = starts.settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed
-    show = partial(shown_in_each, config, count, seed, settings.slips, settings.thoughts)
+    show = partial(shown_in_each, config, count, seed, Manner(settings.slips, settings.thoughts))
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 
@@ -243,8 +243,10 @@ def main(config: StartConfig) -> int:
             return list(data_of(config))
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-        asked = config.num_demonstrations, config.seed, (), config.slips, config.thoughts
-        return demonstrations(config.env, tasks, *asked)
+        manner = Manner(config.slips, config.thoughts)
+        return demonstrations(
+            config.env, tasks, config.num_demonstrations, config.seed, manner=manner
+        )
 
     with refusing():
         records = distributed.first("demonstrations", shown)

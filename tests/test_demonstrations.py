@@ -5,7 +5,7 @@ from toy_env import NAME, Letters, registered, serve
 
 import demonstrations as module
 from conversations import read_conversations
-from demonstrations import candidates, demonstrations, play_demonstrations
+from demonstrations import Manner, candidates, demonstrations, play_demonstrations
 from envclient import EnvError, NotSupported, StepOutsideEpisode, connect
 from envs import OracleLost, load_tasks
 from envs.common import action_line
@@ -153,7 +153,7 @@ def test_a_server_without_an_oracle_is_named_and_nothing_is_kept(tmp_path):
 def test_slips_are_what_is_right_later_or_was_right_before_and_are_not_imitated():
     tasks = load_tasks("textcraft", "short_train")
     clean = play_demonstrations("textcraft", tasks, 24, 0)
-    found = play_demonstrations("textcraft", tasks, 24, 0, slips=0.4)
+    found = play_demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
     assert [record["item_id"] for record in found] == [record["item_id"] for record in clean]
     assert all(turn["loss"] is not False for record in clean for turn in record["conversations"])
     wrong = failed = 0
@@ -171,8 +171,8 @@ def test_slips_are_what_is_right_later_or_was_right_before_and_are_not_imitated(
 
 def test_the_same_slips_every_time_and_their_demonstrations_are_kept_apart():
     tasks = load_tasks("textcraft", "short_train")[:6]
-    first = demonstrations("textcraft", tasks, 6, 0, slips=0.5)
-    assert play_demonstrations("textcraft", tasks, 6, 0, slips=0.5) == first
+    first = demonstrations("textcraft", tasks, 6, 0, manner=Manner(slips=0.5))
+    assert play_demonstrations("textcraft", tasks, 6, 0, manner=Manner(slips=0.5)) == first
     assert demonstrations("textcraft", tasks, 6, 0) != first
 
 
@@ -209,7 +209,7 @@ def test_a_slip_that_solves_the_task_is_no_demonstration(tmp_path):
     """Its only move would not be imitated: nothing to learn from, and the file unreadable."""
     with serve(Open) as url:
         for _ in range(2):  # played, and read back
-            found = demonstrations(NAME, load_tasks(NAME), 5, 0, [url], slips=0.6)
+            found = demonstrations(NAME, load_tasks(NAME), 5, 0, [url], manner=Manner(slips=0.6))
     said = [[t for t in record["conversations"] if t["from"] == "gpt"] for record in found]
     assert found and all(any(turn["loss"] for turn in turns) for turns in said)
     assert any(not turn["loss"] for turns in said for turn in turns), "some slip and go on"
@@ -217,7 +217,7 @@ def test_a_slip_that_solves_the_task_is_no_demonstration(tmp_path):
 
 def test_a_slip_that_loses_the_task_costs_the_demonstration_and_nothing_else():
     with serve(Strict) as url:
-        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url], slips=0.5)
+        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url], manner=Manner(slips=0.5))
     texts = [turn["value"] for record in found for turn in record["conversations"][2::2]]
     assert len(found) == 4 and {text[-3:] for text in texts} == {"abc", "def"}
     assert all(turn["loss"] is not False for record in found for turn in record["conversations"])
