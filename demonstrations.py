@@ -212,16 +212,23 @@ def demonstrations(
 
 
 def shown_in_each(
-    config: RunConfig, count: int, seed: int, manner: Manner = PLAIN
+    config: RunConfig,
+    count: int,
+    seed: int,
+    manner_of: Callable[[str], Manner] = lambda env: PLAIN,
 ) -> list[Conversation]:
     """`count` demonstrations of each world of a run, of the tasks that it trains on and under its
     prompt: how the oracle plays does not depend on that.
 
+    Args:
+        manner_of: world -> how its oracle shows it.
     Raises: as `demonstrations`.
     """
     shown = []
     for own in in_each(config):
-        records = demonstrations(own.env, tasks_of(own), count, seed, own.env_addr, manner)
+        records = demonstrations(
+            own.env, tasks_of(own), count, seed, own.env_addr, manner_of(own.env)
+        )
         shown += reprompted(records, own.env, prompt_of(own))
     return shown
 

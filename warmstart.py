@@ -229,7 +229,13 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
         return path
     settings = starts.settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed
-    show = partial(shown_in_each, config, count, seed, Manner(settings.slips, settings.thoughts))
+
+    def manner_of(env: str) -> Manner:
+        """Of several worlds each is shown as in a run of its own."""
+        own = starts.settings_for(config.model, env)
+        return Manner(own.slips, own.thoughts)
+
+    show = partial(shown_in_each, config, count, seed, manner_of)
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from toy_env import flags, fresh_process_state, read_metrics, train_main
 
 import agentevol
+import warmstart
 from advantages import reinforce_plus_plus, whiten_each
 from config import complete, options
-from demonstrations import shown_in_each
+from demonstrations import Manner, shown_in_each
 from envs import get_env, settings_of
 from mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 from order import draw, drawn
@@ -357,3 +358,19 @@ def test_the_return_rises_in_both(worlds, tmp_path):
     for world, scale in (("near", 1.0), ("far", 0.1)):
         returns = [row[f"train/return_mean/{world}"] / scale for row in rows]
         assert fmean(returns[-5:]) - fmean(returns[:5]) > 0.1, (world, returns)
+
+
+def test_a_warm_start_shows_each_world_as_in_a_run_of_its_own(monkeypatch, tmp_path):
+    """TextCraft's oracle as the start that comes with the project had it, BabyAI's as ever."""
+    asked = {}
+
+    def demonstrations(env, tasks, count, seed, urls, manner):
+        asked[env] = manner
+        return []
+
+    monkeypatch.setattr("demonstrations.demonstrations", demonstrations)
+    monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
+    monkeypatch.setattr(warmstart, "warm_start", lambda model, env, show, *settings: show())
+    config = complete(options("textcraft+babyai", model="smollm2-135m"))
+    warmstart.start_model(config, accelerator=None)
+    assert asked == {"textcraft": Manner(slips=0.3, thoughts=False), "babyai": Manner()}
