@@ -92,7 +92,7 @@ def check_mixture(config: RunConfig) -> None:
         if getattr(config, option):
             raise ValueError(
                 f"--{option.replace('_', '-')} is one world's, and --env names {len(names)}; "
-                "leave it out: each plays its own lists, under its own prompt"
+                "leave it out, of --config too: each plays its own lists, under its own prompt"
             )
     for address in config.env_addr:
         if address.partition("=")[0] not in called:
