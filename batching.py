@@ -53,7 +53,7 @@ class Batch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     # (B,) float32 each; of methods that treat a trajectory as a whole.
-    weights: torch.Tensor | None = None  # how much each is imitated; None: all alike
+    weights: torch.Tensor | None = None  # how much each counts in the loss; None: all alike
     ref_sums: torch.Tensor | None = None  # log-prob of its policy tokens under the reference
 
     def rows(self, index: Sequence[int]) -> Batch:
@@ -110,6 +110,18 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
         lengths=torch.tensor([len(t.input_ids) for t in trajectories]),
         group_ids=torch.tensor([t.group_id for t in trajectories]),
     )
+
+
+def even_weights(loss_mask: torch.Tensor) -> torch.Tensor:
+    """Weights with which each trajectory counts alike in a mean over tokens: (B,), N / (B·n_b).
+
+        1/N Σ_b w_b Σₜ ℓ = 1/B Σ_b 1/n_b Σₜ ℓ        n_b policy tokens of row b, N of all B rows
+
+    >>> even_weights(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))  # 4 / (2 · 3), 4 / (2 · 1)
+    tensor([0.6667, 2.0000])
+    """
+    own = loss_mask.sum(1).float()  # (B,)
+    return own.mean() / own
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

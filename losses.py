@@ -81,6 +81,8 @@ class Objective(Portions):
     """weight of the entropy bonus [paper: 1e-3]"""
     sampler_is_cap: float = 2.0
     """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
+    loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
+    """what counts alike in the loss: each token, or each trajectory [paper: token-mean]"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
 
@@ -282,7 +284,7 @@ def sampler_is_weights(
 
 @dataclass(frozen=True)
 class Scored:
-    """A micro-batch as the policy sees it now; (B, T) each."""
+    """A micro-batch as the policy sees it now; (B, T) each, but for weights."""
 
     log_probs: Tensor  # with gradient
     entropy: Tensor  # with gradient
@@ -291,6 +293,7 @@ class Scored:
     ref_log_probs: Tensor | None  # None: no reference is kept
     advantages: Tensor
     loss_mask: Tensor
+    weights: Tensor | None = None  # (B,) of trajectories in the clipped loss; None: all alike
 
 
 class LossTerm(NamedTuple):
@@ -325,10 +328,10 @@ def policy_objective(
 
     Args:
         denominator: policy tokens of the whole mini-batch.
-        signal_share: policy tokens of the batch over those of the step. Groups whose samples all
-            did equally well are not in the batch, since their advantages are 0, but they count: a
-            step in which one group in eight says something is an eighth as sure of its direction.
-            The other terms are as strong on every token as on the ones that are here.
+        signal_share: policy tokens of the batch over those of the step (with seq-mean: rows).
+            Groups whose samples all did equally well are not in the batch, since their advantages
+            are 0, but they count: a step in which one group in eight says something is an eighth as
+            sure of its direction. The other terms are as strong on every token as on these.
     Returns:
         The loss, a scalar with gradient; and metrics, shares of a mean over policy tokens (those
         whose name begins with "max:" of a maximum).
@@ -337,15 +340,10 @@ def policy_objective(
     weights = None
     if cap:
         weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
-    clipped = policy_loss(
-        s.log_probs,
-        s.old_log_probs,
-        s.advantages,
-        mask,
-        objective.clip_ratio,
-        denominator,
-        is_weights=weights,
-    )
+    # A positive factor of an advantage is one of the token's loss: the clip does not see it.
+    advantages = s.advantages if s.weights is None else s.advantages * s.weights[:, None]
+    ratio = s.log_probs, s.old_log_probs
+    clipped = policy_loss(*ratio, advantages, mask, objective.clip_ratio, denominator, weights)
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:
         coefficient = term.coefficient(objective)

@@ -176,7 +176,10 @@ def usable_trajectories(
     for t in valid:
         t.used_in_loss = True
     used, all_tokens = (sum(sum(t.loss_mask) for t in each) for each in (valid, compared))
-    return valid, {"data/policy_tokens": used, "data/signal_share": used / max(all_tokens, 1)}
+    share = used / max(all_tokens, 1)
+    if config.loss_agg == "seq-mean":  # a mean over trajectories, then
+        share = len(valid) / max(len(compared), 1)
+    return valid, {"data/policy_tokens": used, "data/signal_share": share}
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batching import Batch, micro_batches, padding_share
+from batching import Batch, even_weights, micro_batches, padding_share
 from losses import (
     Objective,
     Scored,
@@ -270,6 +270,8 @@ def update_policy(
             "several optimizer steps need old_log_probs, computed before the first of them"
         )
     objective, device = suited(objective, batch), learner.accelerator.device
+    if objective.loss_agg == "seq-mean":
+        batch = replace(batch, weights=even_weights(batch.loss_mask))
 
     def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = forward_policy(learner.model, part, objective, device)  # (B, T) each
@@ -284,6 +286,7 @@ def update_policy(
             ref_log_probs=b.ref_log_probs,
             advantages=b.advantages,
             loss_mask=b.loss_mask,
+            weights=b.weights,
         )
         return policy_objective(scored, objective, denominator, signal_share)
 

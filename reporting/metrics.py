@@ -96,10 +96,10 @@ METRICS: dict[str, str] = {
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
     "data/epoch": "passes over the training tasks so far (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
+    "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
     "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
     "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
-    "data/signal_share": "those over the policy tokens of all comparable trajectories (0..1)",
     # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json. Of several
     # worlds the mean over them.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",

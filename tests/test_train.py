@@ -272,6 +272,8 @@ def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
     used, counts = usable_trajectories(trajectories, Config())
     assert used == undecided
     assert counts == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
+    _, counts = usable_trajectories(trajectories, Config(loss_agg="seq-mean"))
+    assert counts == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
     used, counts = usable_trajectories(trajectories, Config(skip_zero_variance=False))
     assert used == undecided + decided and counts["data/signal_share"] == 1.0
     used, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))

@@ -185,14 +185,16 @@ def test_several_optimizer_steps_without_old_log_probs_are_refused(accelerator, 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 14, 24, 40])
+@pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean"])
 def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
-    accelerator, batch, advantages, max_tokens, share_prefix
+    accelerator, batch, advantages, max_tokens, share_prefix, loss_agg
 ):
     options = dict(
         old_log_probs=log_probs_of(make_policy(1), batch),
         ref_log_probs=log_probs_of(make_policy(2), batch),
     )
     objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
+    objective = replace(objective, loss_agg=loss_agg)
     split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
     assert len(cut(batch, list(range(len(batch))), split)) > 1
     whole, whole_metrics = moved(accelerator, batch, advantages, objective, **options)
@@ -214,12 +216,19 @@ def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
             accelerator, batch, advantages, replace(WIDE, max_tokens_per_micro_batch=max_tokens)
         )
         torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
+    # A mean of means is another loss, in which every trajectory counts alike, if asked for.
     policy.zero_grad()
     log_probs, _ = policy(batch.input_ids, batch.loss_mask)
     row_means = (log_probs * advantages).sum(-1) / batch.loss_mask.sum(-1)
     (-row_means.mean()).backward()
-    wrong = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    assert (wrong - expected).abs().max() > 1e-2
+    other = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert (other - expected).abs().max() > 1e-2
+    for max_tokens in (1, 10_000):
+        asked = replace(WIDE, max_tokens_per_micro_batch=max_tokens, loss_agg="seq-mean")
+        step, metrics = moved(accelerator, batch, advantages, asked)
+        torch.testing.assert_close(step, -other, atol=1e-5, rtol=1e-5)
+        even = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # every ratio is 1
+        assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
 
 
 def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, advantages):
@@ -482,13 +491,16 @@ def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_high
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize(
+    ("loss_agg", "share"),
+    [("token-mean", sum(POLICY_TOKENS[:4]) / sum(POLICY_TOKENS)), ("seq-mean", 4 / 6)],
+)
 def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
-    accelerator, batch, advantages, share_prefix
+    accelerator, batch, advantages, share_prefix, loss_agg, share
 ):
     advantages[4:] = 0.0  # both samples of the third task returned the same
-    objective = replace(WIDE, share_prefix=share_prefix)
+    objective = replace(WIDE, share_prefix=share_prefix, loss_agg=loss_agg)
     whole, _ = moved(accelerator, batch, advantages, objective)
-    share = sum(POLICY_TOKENS[:4]) / sum(POLICY_TOKENS)
     kept = batch.rows([0, 1, 2, 3])
     width = kept.loss_mask.shape[1]
     step, metrics = moved(accelerator, kept, advantages[:4, :width], objective, signal_share=share)
