@@ -128,6 +128,14 @@ def test_tutorials_are_numbered_and_linked_in_the_order_to_read_them():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_exercise_has_its_answer(page):
+    exercises = TEXTS[page.stem].split("## Change this and predict what happens")[1]
+    asked, answers = exercises.split("<details><summary>Answers</summary>")
+    numbers = [re.findall(r"^(\d)\. ", part, re.MULTILINE) for part in (asked, answers)]
+    assert numbers[0] == numbers[1] == [str(n + 1) for n in range(len(numbers[0]))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_says_how_to_run_it_and_its_links_lead_somewhere(page):
     text = TEXTS[page.stem]
     opening = text.split("\n## ")[0].replace("\n", " ")
