@@ -134,7 +134,8 @@ def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
     name = f"{options.arm}-{options.seed}"
     run_dir = options.runs / name
     arguments = arm_arguments(options.arm, options.seed, run_dir, extra)
-    config = load_config(arguments)
+    # Of a run that is not there: one that is is resumed, not refused.
+    config = load_config(arm_arguments(options.arm, options.seed, run_dir / "none", extra))
     grid: dict[str, Any] = {}
     if options.arm == "sft":
         folders = run_sft(arguments, run_dir, config.steps, options.learning_rates)

@@ -69,6 +69,22 @@ def test_options_of_train_py_reach_every_arm_alike(tmp_path):
         assert common.load_config(arguments).steps == 7
 
 
+@pytest.mark.parametrize("recipe", [learns, worlds])
+def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch, recipe):
+    """A folder that holds a run is refused by train.py unless it is told to resume."""
+    done = []
+    name = "rl-3" if recipe is learns else "babyai-3"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr(recipe, "train", lambda words, run_dir, steps: done.append(steps))
+    monkeypatch.setattr(recipe, "record", lambda run_dir, steps: {"steps": steps})
+    monkeypatch.setattr(recipe, "write_result", lambda path, result: done.append(path.name))
+    options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--seed", "3"]
+    own = ["--arm", "rl"] if recipe is learns else ["--env", "babyai"]
+    assert recipe.main(["run", *options, *own, "--test-samples", "0", "--steps", "7"]) == 0
+    assert done == [7, f"{name}.json"]
+
+
 def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
     with pytest.raises(ValueError, match="--arm dpo is unknown; choose one of: rl sft shuffled"):
         learns.arm_arguments("dpo", 0, tmp_path)
