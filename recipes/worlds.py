@@ -19,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ from recipes.common import (  # noqa: E402
     markdown,
     pooled_at,
     pooled_curve,
+    read_json,
     record,
     results_of,
     train,
@@ -114,6 +116,30 @@ def table(by_env: Mapping[str, Sequence[Result]]) -> list[str]:
     return markdown(titles, rows)
 
 
+def tried_table(folder: Path) -> list[str]:
+    """Markdown: of each short trial, worlds/tried/*.json, its last ten steps beside the same steps
+    of the default run, whose goals are the same. Chosen by these: training goals, no test goal."""
+    rows = []
+    for path in sorted((folder / "worlds" / "tried").glob("*.json")):
+        trial = read_json(path)
+        last = range(trial["steps"] - 9, trial["steps"] + 1)
+        default = read_json(folder / "worlds" / f"{trial['env']}-{trial['seed']}.json")
+        curves = [
+            [row for row in result["curve"] if row["step"] in last] for result in (trial, default)
+        ]
+        cells = []
+        for name, scale, digits in (
+            ("train/success_rate", 100, 0),
+            ("train/trajectories_used", 1, 0),
+            ("policy/entropy", 1, 2),
+        ):
+            means = [fmean(scale * row[name] for row in curve if name in row) for curve in curves]
+            cells.append(f"{means[0]:.{digits}f} ({means[1]:.{digits}f})")
+        rows.append((f"`{trial['options']}`", f"{last[0]} to {last[-1]}", *cells))
+    titles = "instead of the default | steps | solved, % | trajectories that teach, of 64"
+    return markdown(f"{titles} | entropy, nats a token", rows) if rows else []
+
+
 def report(folder: Path) -> str:
     """Reads the results present, writes worlds.png, returns the table."""
     by_env = read_results(folder)
@@ -124,6 +150,13 @@ def report(folder: Path) -> str:
     if tested := tested_runs(by_env):
         lines += ["", "Published test split, at most 30 turns:", ""]
         lines += published.split_table(published.analyse_test(tested))
+    if trials := tried_table(folder):
+        lines += [
+            "",
+            "Tried, once each (in brackets the default, same seed and goals):",
+            "",
+            *trials,
+        ]
     return "\n".join(lines)
 
 
