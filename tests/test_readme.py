@@ -24,7 +24,7 @@ from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
 from recipes import miniature_plan, worlds
 from recipes.common import difference, mean_over_seeds
-from recipes.evidence import at, brackets, common_budget, compare, end, shares, start
+from recipes.evidence import at, brackets, common_budget, compare, end, over_seeds, shares, start
 from recipes.learns_report import analyse, held_out_table, read_results
 from recipes.miniature_report import passes
 from recipes.published import analyse_test, split_table
@@ -286,7 +286,8 @@ def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
     )
     shown = f"from {first:.0f} % in the first five steps to {last:.0f} % in the last five"
     assert shown in measured
-    seconds = " and ".join(f"{run['step_s']:.0f}" for run in runs)
+    *others, last_one = (f"{run['step_s']:.0f}" for run in runs)
+    seconds = f"{', '.join(others)} and {last_one}"
     peak = max(run["peak_gb"] for run in runs)
     assert f"{seconds} s a step (medians)" in measured and f"at most {peak:.1f} GB" in measured
     assert f"A step took {seconds} s" in said and f"Memory: {peak:.1f} GB at most" in said
@@ -300,12 +301,34 @@ def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
     by_depth = worlds.analyse("textcraft", runs)
     ones, twos = (100 * by_depth[f"depth {d}"]["difference"]["value"] for d in (1, 2))
     assert f"Depth 1 rises by {ones:.0f} points and depth 2 by {twos:.0f};" in said
-    count = {1: "one", 2: "two", 3: "three"}[len(runs)]
+    count = {2: "two", 3: "three"}[len(runs)]
     assert f"`make train` has {count}," in said and f"({count.title()} seeds for TextCraft" in said
+    gains = [[end["avg"]["value"] for end in run["held_out"]] for run in runs]
+    tests = [
+        [run["test"][at]["rows"]["all"]["avg"]["value"] for at in ("before", "after")]
+        for run in runs
+    ]
+    for what in (gains, tests):
+        by_seed = [each[-1] - each[0] for each in what]
+        *others, last_one = (f"{100 * gain:+.1f}" for gain in by_seed)
+        assert f"{', '.join(others)} and {last_one}" in measured
+        assert brackets(over_seeds(by_seed), signed=True) in measured
     for step, place in ((0, 0), (config.steps, -1)):  # what seed 0 printed
         avg = runs[0]["held_out"][place]["avg"]
         shown = f"{avg['value']:.1%} [{avg['low']:.1%}, {avg['high']:.1%}], {len(test)} tasks"
         assert f"step {step}: held-out success {shown}" in said
+
+
+def test_what_is_said_of_the_trials_is_what_they_gave() -> None:
+    """And of how hard failures pull: the mean over tokens is no worse than the one over rows."""
+    folder = ROOT / "recipes" / "results"
+    assert [line for line in worlds.tried_table(folder) if line not in MEASURED] == []
+    trial = json.loads((folder / "worlds/tried/textcraft-seq-mean.json").read_text())
+    pulls = trial["default_pulls"]
+    away = -pulls["advantage_below_0_per_token"] / pulls["advantage_above_0_per_token"]
+    longer = pulls["policy_tokens_of_a_failure"] / pulls["policy_tokens_of_a_success"]
+    assert f"pull {away:.1f} times as hard as the successes" in MEASURED.replace("\n", " ")
+    assert 1.7 < longer < 2.1, "take twice as many turns"
 
 
 def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:
