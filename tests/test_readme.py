@@ -328,7 +328,7 @@ def test_what_is_said_of_the_trials_is_what_they_gave() -> None:
     away = -pulls["advantage_below_0_per_token"] / pulls["advantage_above_0_per_token"]
     longer = pulls["policy_tokens_of_a_failure"] / pulls["policy_tokens_of_a_success"]
     assert f"pull {away:.1f} times as hard as the successes" in MEASURED.replace("\n", " ")
-    assert 1.7 < longer < 2.1, "take twice as many turns"
+    assert 1.7 < longer < 2, "are nearly twice as long"
 
 
 def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:
