@@ -117,6 +117,8 @@ def even_weights(loss_mask: torch.Tensor) -> torch.Tensor:
 
         1/N Σ_b w_b Σₜ ℓ = 1/B Σ_b 1/n_b Σₜ ℓ        n_b policy tokens of row b, N of all B rows
 
+    The rows are those of one mini-batch, for that is what N is counted over.
+
     >>> even_weights(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))  # 4 / (2 · 3), 4 / (2 · 1)
     tensor([0.6667, 2.0000])
     """

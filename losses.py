@@ -82,7 +82,7 @@ class Objective(Portions):
     sampler_is_cap: float = 2.0
     """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """what counts alike in the loss: each token, or each trajectory [paper: token-mean]"""
+    """what counts alike in the clipped loss, a token or a trajectory; not in KL, entropy, critic"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
 

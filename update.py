@@ -95,6 +95,7 @@ def optimize(
     on_rows: Callable[[float], None] = lambda num_rows: None,
     count: Callable[[Batch], float] = num_policy_tokens,
     cuts_of: CutsOf | None = None,
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
@@ -103,6 +104,7 @@ def optimize(
             neither the cut nor the number of processes changes the step.
         count: what that number counts in a mini-batch, if not its policy tokens.
         cuts_of: rows of a mini-batch -> rows of its micro-batches, if not `cut`.
+        weigh: loss_mask of a mini-batch -> weights of its rows; None: the batch's own, if any.
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
         on_rows: called after each backward pass with the number of rows that it stands for.
@@ -115,7 +117,11 @@ def optimize(
     norms: list[float] = []
     num_skipped = 0
     mini_batches = list(_mini_batches(batch, objective, seed))
+    if weigh is not None:
+        batch = replace(batch, weights=torch.ones(len(batch)))
     for rows in mini_batches:
+        if weigh is not None and batch.weights is not None:
+            batch.weights[rows] = weigh(batch.loss_mask[rows])
         denominator = count(batch.rows(rows))
         sums: dict[str, float] = {}  # of this rank's micro-batches
         finite = True
@@ -270,8 +276,7 @@ def update_policy(
             "several optimizer steps need old_log_probs, computed before the first of them"
         )
     objective, device = suited(objective, batch), learner.accelerator.device
-    if objective.loss_agg == "seq-mean":
-        batch = replace(batch, weights=even_weights(batch.loss_mask))
+    weigh = even_weights if objective.loss_agg == "seq-mean" else None
 
     def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = forward_policy(learner.model, part, objective, device)  # (B, T) each
@@ -292,7 +297,7 @@ def update_policy(
 
     total = len(batch) * objective.ppo_epochs
     with phase("update", total, "trajectories") as tick:
-        metrics = optimize(learner, batch, loss_of, objective, seed, tick)
+        metrics = optimize(learner, batch, loss_of, objective, seed, tick, weigh=weigh)
     named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
