@@ -231,7 +231,8 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     count, seed = settings.num_demonstrations, settings.seed
 
     def manner_of(env: str) -> Manner:
-        """Of several worlds each is shown as in a run of its own."""
+        """Of several worlds each has the slips and thoughts of a run of its own; how many are
+        shown, and how they are learned, is one for all."""
         own = starts.settings_for(config.model, env)
         return Manner(own.slips, own.thoughts)
 

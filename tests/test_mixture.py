@@ -360,7 +360,7 @@ def test_the_return_rises_in_both(worlds, tmp_path):
         assert fmean(returns[-5:]) - fmean(returns[:5]) > 0.1, (world, returns)
 
 
-def test_a_warm_start_shows_each_world_as_in_a_run_of_its_own(monkeypatch, tmp_path):
+def test_a_warm_start_shows_each_world_in_the_manner_of_a_run_of_its_own(monkeypatch, tmp_path):
     """TextCraft's oracle as the start that comes with the project had it, BabyAI's as ever."""
     asked = {}
 
