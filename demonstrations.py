@@ -50,10 +50,10 @@ NUM_CLIENTS = 4  # episodes side by side
 class Manner(NamedTuple):
     """How an oracle shows what it can.
 
-    slips: chance that a turn is a wrong move before the next right one (one in twenty happens to
-        be right). What is right later is played now, or once more what was right before: crafting
-        without the ingredients, say. Such a turn has "loss" false, so that its answer and the way
-        out of it are shown, and it is not imitated.
+    slips: chance that a turn is a wrong move before the next right one. What is right later is
+        played now, or once more what was right before: crafting without the ingredients, say. Such
+        a turn has "loss" false, so that its answer and the way out of it are shown, and it is not
+        imitated.
     thoughts: whether it says why it acts; else its turns are the actions alone, which are a third
         as long.
     """

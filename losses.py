@@ -342,8 +342,9 @@ def policy_objective(
         weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
     # A positive factor of an advantage is one of the token's loss: the clip does not see it.
     advantages = s.advantages if s.weights is None else s.advantages * s.weights[:, None]
-    ratio = s.log_probs, s.old_log_probs
-    clipped = policy_loss(*ratio, advantages, mask, objective.clip_ratio, denominator, weights)
+    clipped = policy_loss(
+        s.log_probs, s.old_log_probs, advantages, mask, objective.clip_ratio, denominator, weights
+    )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:
         coefficient = term.coefficient(objective)

@@ -7,6 +7,9 @@
     N = policy tokens of the mini-batch over all processes
     s = policy tokens of the batch over those of the step, groups without signal included
 
+With `--loss-agg seq-mean` the term of ρ is a mean over trajectories, each token times N / (B n_b)
+(`batching.even_weights`), and s counts trajectories; KL and entropy stay means over tokens.
+
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
 w corrects for that.
@@ -117,11 +120,11 @@ def optimize(
     norms: list[float] = []
     num_skipped = 0
     mini_batches = list(_mini_batches(batch, objective, seed))
-    if weigh is not None:
-        batch = replace(batch, weights=torch.ones(len(batch)))
     for rows in mini_batches:
-        if weigh is not None and batch.weights is not None:
-            batch.weights[rows] = weigh(batch.loss_mask[rows])
+        if weigh is not None:
+            weights = torch.zeros(len(batch))  # other rows are not read
+            weights[rows] = weigh(batch.loss_mask[rows])
+            batch = replace(batch, weights=weights)
         denominator = count(batch.rows(rows))
         sums: dict[str, float] = {}  # of this rank's micro-batches
         finite = True

@@ -218,6 +218,11 @@ def warm_start(
     return str(folder)
 
 
+def manner_of(settings: SftSettings) -> Manner:
+    """How the oracle shows what such a start imitates."""
+    return Manner(settings.slips, settings.thoughts)
+
+
 def start_model(config: RunConfig, accelerator: Any) -> str:
     """Path of the weights that RL starts from: as given, or warmed up on demonstrations.
     Collective."""
@@ -230,13 +235,12 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     settings = starts.settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed
 
-    def manner_of(env: str) -> Manner:
+    def manner_in(env: str) -> Manner:
         """Of several worlds each has the slips and thoughts of a run of its own; how many are
         shown, and how they are learned, is one for all."""
-        own = starts.settings_for(config.model, env)
-        return Manner(own.slips, own.thoughts)
+        return manner_of(starts.settings_for(config.model, env))
 
-    show = partial(shown_in_each, config, count, seed, manner_of)
+    show = partial(shown_in_each, config, count, seed, manner_in)
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 
@@ -250,10 +254,8 @@ def main(config: StartConfig) -> int:
             return list(data_of(config))
         split = None if config.tasks else "train"
         tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-        manner = Manner(config.slips, config.thoughts)
-        return demonstrations(
-            config.env, tasks, config.num_demonstrations, config.seed, manner=manner
-        )
+        count, manner = settings.num_demonstrations, manner_of(settings)
+        return demonstrations(config.env, tasks, count, settings.seed, manner=manner)
 
     with refusing():
         records = distributed.first("demonstrations", shown)

@@ -91,6 +91,15 @@ def load_config(arguments: Sequence[str]) -> Any:
     return training_options(arguments, "recipe", "", Config)
 
 
+def planned(arguments: Sequence[str]) -> Any:
+    """The `Config` of a run that begins with these arguments, or has begun: train.py refuses a
+    --run-dir that holds a run."""
+    if "--run-dir" not in arguments:
+        return load_config(arguments)
+    at = list(arguments).index("--run-dir")
+    return load_config([*arguments[:at], *arguments[at + 2 :]])
+
+
 def run(command: Sequence[str]) -> None:
     """A command of this project, shown before it runs.
 

@@ -49,6 +49,7 @@ from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
     load_config,
+    planned,
     read_evaluations,
     record,
     run,
@@ -134,8 +135,7 @@ def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
     name = f"{options.arm}-{options.seed}"
     run_dir = options.runs / name
     arguments = arm_arguments(options.arm, options.seed, run_dir, extra)
-    # Of a run that is not there: one that is is resumed, not refused.
-    config = load_config(arm_arguments(options.arm, options.seed, run_dir / "none", extra))
+    config = planned(arguments)
     grid: dict[str, Any] = {}
     if options.arm == "sft":
         folders = run_sft(arguments, run_dir, config.steps, options.learning_rates)

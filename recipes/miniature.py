@@ -45,6 +45,7 @@ from recipes.common import (  # noqa: E402
     Result,
     circumstances_of,
     load_config,
+    planned,
     read_json,
     read_lines,
     run,
@@ -96,9 +97,7 @@ def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Re
         return {"arm": name, "seed": seed} | play_teacher()
     run_dir = runs / f"{name}-{seed}"
     arguments = arguments_of(arm, seed, run_dir, extra)
-    steps = load_config(
-        arguments_of(arm, seed, run_dir / "none", extra)
-    ).steps  # not there: no check
+    steps = planned(arguments).steps
     if arm.learner == "train":
         train(arguments, run_dir, steps)
     elif steps_done(run_dir) < steps:

@@ -40,8 +40,8 @@ from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
     Result,
-    load_config,
     markdown,
+    planned,
     read_json,
     run,
     train,
@@ -140,7 +140,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     words = ["--config", str(BASE), *ARMS[options.arm], "--seed", str(options.seed), *extra]
     if "--model" not in extra and not Path(read_json(BASE)["model"]).is_dir():
         raise ValueError("there is no model yet; make it: python recipes/several.py start")
-    steps = load_config([*words, "--run-dir", str(run_dir / "none")]).steps  # not there: no check
+    steps = planned(words).steps
     train([*words, "--run-dir", str(run_dir)], run_dir, steps)
     result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
     write_json(options.results / f"{name}.json", result)

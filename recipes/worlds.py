@@ -33,8 +33,8 @@ from recipes.common import (  # noqa: E402
     Result,
     change,
     change_cells,
-    load_config,
     markdown,
+    planned,
     pooled_at,
     pooled_curve,
     read_json,
@@ -58,8 +58,8 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     name = f"{options.env}-{options.seed}"
     run_dir = options.runs / name
     arguments = ["--env", options.env, "--seed", str(options.seed), "--save-every", "5", *extra]
-    config = load_config(arguments)  # before --run-dir: what is there is resumed, not refused
     arguments += ["--run-dir", str(run_dir)]
+    config = planned(arguments)
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, config.steps)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)

@@ -69,7 +69,7 @@ METRICS: dict[str, str] = {
     },
     "horizon/max_rounds": "turns the scheduler allowed at this step, of worlds the most (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
-    "policy/loss": "clipped policy loss with its KL and entropy terms, per policy token (nats)",
+    "policy/loss": "clipped policy loss, by token or --loss-agg, with KL and entropy terms (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
     "policy/approx_kl": "KL(policy before this update || policy now), per policy token (nats)",
     "policy/entropy": "entropy of the next-token distribution at policy tokens, mean (nats)",

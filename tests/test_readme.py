@@ -329,6 +329,24 @@ def test_what_is_said_of_the_trials_is_what_they_gave() -> None:
     longer = pulls["policy_tokens_of_a_failure"] / pulls["policy_tokens_of_a_success"]
     assert f"pull {away:.1f} times as hard as the successes" in MEASURED.replace("\n", " ")
     assert 1.7 < longer < 2, "are nearly twice as long"
+    cells = {
+        line.split("`")[1]: [float(x) for x in re.findall(r"[\d.]+", line.split("|", 3)[3])]
+        for line in worlds.tried_table(folder)[2:]
+    }
+    for option, (solved, by_default, teach, as_many, entropy, usual) in cells.items():
+        if option == "--learning-rate 1e-4":
+            assert solved < by_default - 15 and teach < as_many / 3 and entropy < usual / 2
+        elif option.endswith(" 2e-4"):
+            assert solved < by_default - 5 and min(entropy / usual, teach / as_many) > 1.6
+        else:
+            assert abs(solved - by_default) < 3, option
+    rate = json.loads((folder / "worlds/tried/textcraft-rate-1e-4.json").read_text())["curve"]
+    parts = [rate[:10], rate[-10:]]
+    first, last = (fmean(row["train/success_rate"] for row in part) for part in parts)
+    assert abs(first - last) < 0.05, "it stays where it began"
+    assert rate[9]["policy/entropy"] < rate[0]["policy/entropy"] / 2, "within ten steps"
+    default = json.loads((folder / "worlds/textcraft-0.json").read_text())["config"]
+    assert default["tasks_per_step"] * default["group_size"] == 64, "of 64"
 
 
 def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:

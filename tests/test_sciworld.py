@@ -485,6 +485,24 @@ def test_an_easy_task_is_the_same_variation_with_the_way_open(env):
     solve(env, easy(STARTS[7]))  # a circuit: nothing that it needs is simplified away
 
 
+@pytest.mark.parametrize(("task_index", "score"), [(4065, 25), (4346, 25), (3766, 100)])
+def test_the_oracles_list_is_not_planned_anew_after_a_wrong_door(env, task_index, score):
+    """A limit, which lesson 09 states: who walked into the hallway may be lost."""
+    env.reset(task_index)
+    for action in ("open door to hallway", "go to hallway"):
+        env.step(action)
+    ended = False
+    for _ in range(40):
+        if ended:
+            break
+        _, _, terminated, truncated, info = env.step(env.oracle()[1])
+        ended = terminated or truncated
+    assert info["score"] == score
+    page = (ROOT / "tutorials/09_a_science_lab.md").read_text(encoding="utf-8")
+    said = "tasks 4065 and 4346 stop at 25 points, where 3766 recovers"
+    assert said in " ".join(page.split())
+
+
 def test_sixteen_threads_on_one_process_all_score_full(java):
     """Without the lock the worlds corrupt each other."""
     worlds = [SciWorld() for _ in range(16)]
