@@ -295,6 +295,7 @@ PAPER: dict[str, Any] = {
     "learning_rate_decay_steps": 0,
     "kl_loss_coef": 1e-3,
     "entropy_coef": 1e-3,
+    "loss_agg": "seq-mean",  # its scripts: a mean per micro-batch, one trajectory in each
     "save_every": 25,
     "eval_every": 25,
 }

@@ -82,7 +82,7 @@ class Objective(Portions):
     sampler_is_cap: float = 2.0
     """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """what counts alike in the clipped loss, a token or a trajectory; not in KL, entropy, critic"""
+    """what counts alike in the policy's loss, a token or a trajectory [paper: seq-mean]"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
 
@@ -293,11 +293,11 @@ class Scored:
     ref_log_probs: Tensor | None  # None: no reference is kept
     advantages: Tensor
     loss_mask: Tensor
-    weights: Tensor | None = None  # (B,) of trajectories in the clipped loss; None: all alike
+    weights: Tensor | None = None  # (B,) of trajectories in the loss; None: every token alike
 
 
 class LossTerm(NamedTuple):
-    """An addition to the clipped loss: coefficient · mean over policy tokens of function."""
+    """An addition to the clipped loss: coefficient · mean of function, which is logged by token."""
 
     metric: str  # the name it is logged under
     coefficient: Callable[[Objective], float]
@@ -331,7 +331,7 @@ def policy_objective(
         signal_share: policy tokens of the batch over those of the step (with seq-mean: rows).
             Groups whose samples all did equally well are not in the batch, since their advantages
             are 0, but they count: a step in which one group in eight says something is an eighth as
-            sure of its direction. The other terms are as strong on every token as on these.
+            sure of its direction. The other terms are means over what is in the batch.
     Returns:
         The loss, a scalar with gradient; and metrics, shares of a mean over policy tokens (those
         whose name begins with "max:" of a maximum).
@@ -349,10 +349,12 @@ def policy_objective(
     for term in LOSS_TERMS:
         coefficient = term.coefficient(objective)
         if coefficient or term.always_measured:
-            value = masked_mean(term.function(s, objective), mask, denominator)
-            terms[term.metric] = value
+            value = term.function(s, objective)  # (B, T)
+            terms[term.metric] = masked_mean(value, mask, denominator)
             if coefficient:
-                loss, unscaled = loss + coefficient * value, unscaled + coefficient * value
+                even = value if s.weights is None else value * s.weights[:, None]
+                added = coefficient * masked_mean(even, mask, denominator)
+                loss, unscaled = loss + added, unscaled + added
     gap = torch.where(mask.bool(), (s.old_log_probs - s.rollout_log_probs).abs(), 0.0)
     metrics = {
         "policy/loss": unscaled,

@@ -7,8 +7,8 @@
     N = policy tokens of the mini-batch over all processes
     s = policy tokens of the batch over those of the step, groups without signal included
 
-With `--loss-agg seq-mean` the term of ρ is a mean over trajectories, each token times N / (B n_b)
-(`batching.even_weights`), and s counts trajectories; KL and entropy stay means over tokens.
+With `--loss-agg seq-mean` all three are means over trajectories, each token times N / (B n_b)
+(`batching.even_weights`), and s counts trajectories; KL and entropy are logged by token.
 
 π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
 computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);

@@ -231,6 +231,28 @@ def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
         assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
 
 
+def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(
+    accelerator, batch, advantages
+):
+    """One forward over all rows, written out: what AgentGym-RL's micro-batches of one row do."""
+    ref = log_probs_of(make_policy(2), batch)
+    objective = replace(WIDE, entropy_coef=0.3, kl_loss_coef=0.2, loss_agg="seq-mean")
+    policy, mask = make_policy(), batch.loss_mask
+    log_probs, entropy = policy(batch.input_ids, mask)
+    gap = torch.where(mask.bool(), ref - log_probs, 0.0)
+    kl = gap.exp() - gap - 1  # k3
+    by_token = (log_probs - log_probs.detach()).exp() * -advantages + 0.2 * kl - 0.3 * entropy
+    (torch.where(mask.bool(), by_token, 0.0).sum(-1) / mask.sum(-1)).mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    for max_tokens in (1, 10_000):
+        asked = replace(objective, max_tokens_per_micro_batch=max_tokens)
+        step, metrics = moved(accelerator, batch, advantages, asked, ref_log_probs=ref)
+        torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
+        for name, value in (("policy/kl", kl), ("policy/entropy", entropy)):
+            mean = float((value.detach() * mask).sum() / mask.sum())
+            assert metrics[name] == pytest.approx(mean, rel=1e-4), name
+
+
 def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbours_are(
     accelerator, batch, advantages
 ):
