@@ -31,7 +31,8 @@ from runtime.prompts import with_prompt
 
 # How far, where and how much at a time: what a resumed run may change.
 CHANGEABLE = {
-    *("steps", "env_addr", "run_dir", "resume", "save_every", "keep_last", "record_state"),
+    *("steps", "learning_rate_decay_steps", "env_addr", "run_dir", "resume", "save_every"),
+    *("keep_last", "record_state"),
     *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }

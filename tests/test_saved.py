@@ -114,6 +114,16 @@ def test_a_resumed_run_notices_another_prompt_and_takes_the_same_one(tmp_path):
         training_options(given, "train.py", "")
 
 
+def test_who_goes_on_further_than_meant_stretches_the_fall_of_the_rate_and_nothing_else(tmp_path):
+    keep(tmp_path / "run", training_options(["--model", "tiny"], "train.py", ""))
+    again = ["--resume", "--run-dir", str(tmp_path / "run"), "--steps", "600"]
+    assert training_options(again, "train.py", "").learning_rate_decay_steps < 600
+    stretched = training_options([*again, "--learning-rate-decay-steps", "600"], "train.py", "")
+    assert (stretched.steps, stretched.learning_rate_decay_steps) == (600, 600)
+    with pytest.raises(Misuse, match="leave out --learning-rate"):
+        training_options([*again, "--learning-rate", "1e-3"], "train.py", "")
+
+
 # --- From another folder -------------------------------------------------------------------------
 
 
