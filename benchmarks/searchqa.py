@@ -5,8 +5,9 @@ For every sub-task, test questions, top 3 passages:
     raw         an answer stands in what the question itself finds: the most that one search gives,
                 to a reader who never errs
     oracle's    every step of the plan is shown by the first query that the plan has for it
-    no search   the training questions' most frequent answer is given, or, where there are two to
-                choose from, the first: what a guess gets
+    no search   to what is asked for (a currency, a capital) the answer that the training questions
+                have most often is given, or, where there are two to choose from, the first: what
+                who never searches can learn
     oracle      plays over HTTP: exact match, and the turns it takes
 
 Questions whose plan found nothing with BM25 were left out when they were generated, so BM25's
@@ -41,7 +42,8 @@ from envs.searchqa.questions import (  # noqa: E402
     splits,
 )
 from envs.searchqa.retrieval import open_retriever  # noqa: E402
-from envs.searchqa.text import exact_match  # noqa: E402
+from envs.searchqa.text import exact_match, normalize  # noqa: E402
+from envs.searchqa.wording import FIELDS  # noqa: E402
 from recipes.common import markdown  # noqa: E402
 
 TOP_K = 3
@@ -70,14 +72,30 @@ def retrieval_rates(retriever: Any, questions: Sequence[Question]) -> dict[str, 
 
 def guessed(kind: str, questions: Sequence[Question]) -> float:
     """Exact match of who never searches."""
-    taught = [q for q, split in zip(own_questions(), splits(), strict=True) if split == "train"]
-    answers = collections.Counter(q.golden_answers[0] for q in taught if q.kind == kind)
-    ((likeliest, _),) = answers.most_common(1)
+    if kind == "comparison":
+        return statistics.fmean(
+            exact_match(first_choice(q.question), q.golden_answers) for q in questions
+        )
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for question, split in zip(own_questions(), splits(), strict=True):
+        if split == "train" and question.kind == kind:
+            counts[asked_for(question)].update({normalize(a) for a in question.golden_answers})
+    likeliest = {asked: answers.most_common(1)[0][0] for asked, answers in counts.items()}
+    return statistics.fmean(
+        exact_match(likeliest.get(asked_for(q), ""), q.golden_answers) for q in questions
+    )
 
-    def guess(question: Question) -> str:
-        return first_choice(question.question) if kind == "comparison" else likeliest
 
-    return statistics.fmean(exact_match(guess(q), q.golden_answers) for q in questions)
+def asked_for(question: Question) -> str:
+    """
+    >>> asked_for(Question("What is the currency of the country whose capital is X?", (), "bridge"))
+    'currency'
+    """
+    for field, words in FIELDS.items():
+        before, _, after = words.question.partition("{}")
+        if question.question.startswith(before) and question.question.endswith(after):
+            return field
+    raise ValueError(f"no template asks: {question.question}")
 
 
 def first_choice(question: str) -> str:

@@ -58,7 +58,7 @@ NUMBER_PATHS = {
 ADJECTIVE = "People and Society/Nationality/adjective"
 BORDERS = "Geography/Land boundaries/border countries"
 
-SPOKEN_APART = ("capital", "highest", "anthem")  # "Port-au-Prince", "Port au Prince"
+WRITTEN_ONE_WAY = ("code", "prefix")  # others too as "Port au Prince", "St. George's"
 
 # Nobody lives there, or the page is about more than one place.
 SKIPPED = set("at ax ay bq bv cr dx ee fs hm ip jn pf pg sv sx um wq xx".split())
@@ -125,8 +125,9 @@ def _country(code: str, page: dict[str, Any]) -> Country:
         found = READERS[field](code, text) if text else ()
         if found:
             more = [*aliases.ANSWERS.get(found[0], ()), *map(without_accents, found)]
-            if field in SPOKEN_APART:
-                more += [form.replace("-", " ") for form in found]
+            if field not in WRITTEN_ONE_WAY:
+                more += [re.sub("[-/]", " ", form) for form in found]
+                more += [form.replace("Saint ", "St. ") for form in found]
             forms = without_repeats([*found, *more])
             # The first is one that the corpus has: a part in brackets may stand inside the name.
             first = next((form for form in forms if occurs(form, text)), forms[0])

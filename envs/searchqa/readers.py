@@ -65,11 +65,7 @@ def read_capital(code: str, text: str) -> Fact:
     others = [] if re.search(r"\b(on|city)\b", inside) else re.split(r"[/,] ?", inside.strip(")"))
     if code == "up":
         others = ["Kiev"]
-    return tuple(_saints([name, *others]))
-
-
-def _saints(names: Sequence[str]) -> list[str]:
-    return [form for name in names for form in (name, name.replace("Saint ", "St. "))]
+    return (name, *others)
 
 
 def read_code(code: str, text: str) -> Fact:
@@ -208,7 +204,7 @@ def read_holiday_date(code: str, text: str) -> Fact:
         return ()
     date = re.search(_DATE, match[0])
     assert date is not None  # _HOLIDAY holds one
-    with_year = _dates(date, match[5])[:1] if match[5] else ()  # as the book has it
+    with_year = _dates(date, match[5]) if match[5] else ()
     return (*_dates(date, ""), *with_year)
 
 
@@ -219,7 +215,7 @@ def read_anthem(code: str, text: str) -> Fact:
     if match[1] in aliases.SHARED_ANTHEMS and code not in aliases.SHARED_ANTHEMS[match[1]]:
         return ()
     translated = (match[2] or "").strip('"')
-    return (match[1], "" if "National Anthem" in translated else translated)
+    return (match[1], "" if normalize(translated) == "national anthem" else translated)
 
 
 def read_former(code: str, text: str) -> Fact:
