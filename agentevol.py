@@ -161,7 +161,7 @@ def evolve(
         said, metrics = w.explore(
             iteration + 1, step, config.tasks_per_iteration, config.group_size
         )
-        new = selected(said, config, f"iteration {iteration + 1}")
+        new = selected(said, config, f"iteration {iteration + 1}", before)
         evolving = before + new
         origins = Counter(record["origin"] for record in evolving)
         told = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
@@ -182,17 +182,23 @@ def evolve(
     return evolving, summary["metrics"]
 
 
-def selected(said: Sequence[Conversation], config: EvolConfig, origin: str) -> list[Conversation]:
-    """What of an iteration's exploration joins the set: of each task the best, no two alike, each
-    with its origin and its weight."""
+def selected(
+    said: Sequence[Conversation],
+    config: EvolConfig,
+    origin: str,
+    before: Sequence[Conversation] = (),
+) -> list[Conversation]:
+    """What of an iteration's exploration joins the set: of each task the best, none like another or
+    like what was there before (an easy task would count once more each time), each with its origin
+    and its weight."""
     chosen: list[Conversation] = []
     per_task: Counter[str] = Counter()
-    texts: set[tuple[str, ...]] = set()
+    texts = {_texts(record) for record in before}
     blind = config.ignore_returns
     ordered = said if blind else sorted(said, key=lambda r: -r["return"])  # stable: as played
     for record in ordered:
         earned = math.inf if blind else record["return"]
-        text = tuple(turn["value"] for turn in record["conversations"])
+        text = _texts(record)
         full = per_task[record["item_id"]] >= config.keep_per_task
         if earned <= config.min_return + ROUNDING or full or text in texts:
             continue
@@ -201,6 +207,13 @@ def selected(said: Sequence[Conversation], config: EvolConfig, origin: str) -> l
         weight = 1.0 if blind or config.weighting == "one" else earned
         chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
+
+
+def _texts(record: Conversation) -> tuple[str, ...]:
+    """What the world said and what was answered, up to the last action; the world's last word is
+    not always kept."""
+    values = [turn["value"] for turn in record["conversations"]]
+    return tuple(values[: -1 if record["conversations"][-1]["from"] == "human" else None])
 
 
 def begin_again(worker: MethodWorker, config: EvolConfig) -> None:

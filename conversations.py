@@ -233,7 +233,7 @@ def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversati
         for turn, sampled in zip(actions, turns, strict=False):
             start, end = sampled.action_span
             turn["ids"] = played.input_ids[start:end]
-    return record | {"return": earned}
+    return record | {"return": earned, "seed": played.seed}
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Conversation:

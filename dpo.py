@@ -150,7 +150,7 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     def read() -> list[Pair]:
         settings = settings_of(config)
         if config.pairs:
-            return [p for name in config.pairs for p in read_pairs(Path(name), settings, counts)]
+            return read_pairs([Path(name) for name in config.pairs], settings, counts)
         if config.data:
             return pairs_of(conversations_of("data", config.data), settings, counts)
         expert = conversations_of("expert", config.expert)

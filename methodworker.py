@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from batching import Batch, make_batch
+from chat import ChatTemplate
 from config import Misuse, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
 from demonstrations import shown_in_each
@@ -65,40 +66,8 @@ class MethodWorker(Worker):
         what: str = "conversations",
     ) -> None:
         super().__init__(config, run, stack, stop)
-        self.shown = self.fitting(given, what) if given else []
-
-    def fitting(self, records: Sequence[Conversation], what: str) -> list[Conversation]:
-        """Those of at most --max-trajectory-tokens; what was left out, and what had to be encoded
-        again for this tokenizer, is said.
-
-        Raises:
-            Misuse: a conversation that is none, or nothing is left.
-        """
-        limit = self.config.max_trajectory_tokens
-
-        def look() -> tuple[list[int], int]:
-            kept, again = [], 0
-            with phase(f"encoding {what}", len(records), "conversations") as tick:
-                for place, record in enumerate(records):
-                    handler = from_agenttraj(self.chat, record)
-                    if len(handler.input_ids) <= limit:
-                        kept.append(place)
-                        again += was_encoded_again(handler, record)
-                    tick()
-            return kept, again
-
-        with refusing():
-            kept, again = distributed.first("encoding", look)
-        if len(kept) < len(records):
-            out = f"{len(records) - len(kept)} of {len(records)} {what}"
-            distributed.say(f"{out} have more than {limit} tokens and are left out")
-        if again:
-            distributed.say(f"{again} {what} of another tokenizer are encoded again, from text")
-        if not kept:
-            raise Misuse(
-                f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
-            )
-        return [records[place] for place in kept]
+        limit = config.max_trajectory_tokens
+        self.shown = fitting(self.chat, given, limit, what) if given else []
 
     def batch_of(self, records: Sequence[Conversation]) -> Batch:
         """Conversations as a batch, each weighted by its "weight", 1 where it has none."""
@@ -132,6 +101,41 @@ class MethodWorker(Worker):
         return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
+def fitting(
+    chat: ChatTemplate, records: Sequence[Conversation], limit: int, what: str
+) -> list[Conversation]:
+    """Those of at most `limit` tokens (--max-trajectory-tokens); what was left out, and what had to
+    be encoded again for this tokenizer, is said. Collective.
+
+    Raises:
+        Misuse: a conversation that is none, or nothing is left.
+    """
+
+    def look() -> tuple[list[int], int]:
+        kept, again = [], 0
+        with phase(f"encoding {what}", len(records), "conversations") as tick:
+            for place, record in enumerate(records):
+                handler = from_agenttraj(chat, record)
+                if len(handler.input_ids) <= limit:
+                    kept.append(place)
+                    again += was_encoded_again(handler, record)
+                tick()
+        return kept, again
+
+    with refusing():
+        kept, again = distributed.first("encoding", look)
+    if len(kept) < len(records):
+        out = f"{len(records) - len(kept)} of {len(records)} {what}"
+        distributed.say(f"{out} have more than {limit} tokens and are left out")
+    if again:
+        distributed.say(f"{again} {what} of another tokenizer are encoded again, from text")
+    if not kept:
+        raise Misuse(
+            f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
+        )
+    return [records[place] for place in kept]
+
+
 def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) -> list[Conversation]:
     """The conversations of --data, or the oracle's. Collective.
 
@@ -145,6 +149,8 @@ def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) ->
     def read() -> list[Conversation]:
         if data:
             found = list(conversations_of("data", data, min_return))
+            # A weight there is AgentEvol's own, of another set; here all begin alike.
+            found = [{n: v for n, v in each.items() if n != "weight"} for each in found]
             if not found:
                 enough = "" if min_return is None else f" that earned {min_return:g}"
                 raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")

@@ -205,13 +205,19 @@ class CriticModel(nn.Module):
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal LM from a local path or hub id; ValueError with what to do when there is none."""
-    from transformers import AutoModelForCausalLM
+    """A causal LM from a local path or hub id; ValueError with what to do when there is none.
+
+    Without dropout: what is scored must be what was sampled, and an update's ratio starts at 1.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        config = AutoConfig.from_pretrained(path)
+        dropouts = [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]
+        config.update({name: 0.0 for name in dropouts if getattr(config, name)})
+        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_no_model(path, error)) from error
 

@@ -21,6 +21,7 @@ Read next: rollout.py.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ def _order_of(epoch: int, count: int, key: str) -> list[int]:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One trajectory to roll: which sample of which group, the environment's seed, and how many
-    turns it may take, which is a matter of the world and of the schedule."""
+    """One trajectory to roll: of which group, which sample of its task, the environment's seed, and
+    how many turns it may take, which is a matter of the world and of the schedule."""
 
     task: Task
     group_id: int
@@ -111,8 +112,9 @@ def draw(
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
-    """What is played at the `turn`-th time, named by `step`; all samples of a task share
-    the environment's seed.
+    """What is played at the `turn`-th time, named by `step`; all samples of a group share the
+    environment's seed. A task that comes twice in a turn goes on counting its samples, which are
+    what tells the random numbers of one from those of another.
 
     Args:
         horizons: most turns in each world.
@@ -120,11 +122,13 @@ def draw(
     """
     by_world = list(tasks_by_world(tasks).values())
     counts = [len(own) for own in by_world]
-    requests, first = [], (turn - 1) * num_tasks
+    requests, first, before = [], (turn - 1) * num_tasks, Counter[str]()
     for n, (world, index) in enumerate(drawn(turn, counts, num_tasks, str(seed), weights)):
         task, env_seed = by_world[world][index], seed * 1_000_003 + first + n
-        rounds = horizons[task.env]
-        requests += [RolloutRequest(task, n, k, env_seed, step, rounds) for k in range(group_size)]
+        rounds, k = horizons[task.env], before[task.task_id]
+        before[task.task_id] += group_size
+        samples = range(k, k + group_size)
+        requests += [RolloutRequest(task, n, k, env_seed, step, rounds) for k in samples]
     return requests
 
 

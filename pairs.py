@@ -13,7 +13,9 @@ Both sides must be of one task and open with the same prompt and first observati
 is played with another seed may be another world, and who came further there may just have had the
 easier one: such a pair teaches luck. The method's equation stands on it too: log Z(x), which nobody
 can compute, is in the reward of both sides and drops out of their difference only where x is the
-same. What the world says later may differ: it answers other actions, and is not learned.
+same. Trajectories that note their seeds are compared where these are the same; an opening alone
+does not tell, where the world leaves to chance what comes later. What it says then may differ: it
+answers other actions, and is not learned.
 
 Left out, and counted: gaps that may be noise, chosen sides that earned too little to be an example,
 sides on which the policy said the same (the world told them apart), what another pair says already,
@@ -37,7 +39,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def pairs_of(
                     "trajectories have it, since the better of two is asked for"
                 )
         members.sort(key=lambda side: -(side.earned or 0.0))  # so that the better comes first
-    found = {key: list(combinations(members, 2)) for key, members in groups.items()}
+    found = {key: _of_one_seed(combinations(members, 2)) for key, members in groups.items()}
     return _select(found, settings, counts)
 
 
@@ -125,7 +127,7 @@ def pairs_of_experts(
     """
     experts, others = _grouped(expert), _grouped(experience)
     keys = experts.keys() | others.keys()
-    found = {key: list(product(experts.get(key, ()), others.get(key, ()))) for key in keys}
+    found = {key: _of_one_seed(product(experts.get(key, ()), others.get(key, ()))) for key in keys}
     return _select(found, settings, counts)
 
 
@@ -141,6 +143,7 @@ class _Side:
     opening: Said  # prompt and first observation
     own: Said  # from the first action to the last
     earned: float | None
+    seed: int | None  # of the world, where it is known
 
 
 Candidate = tuple[_Side, _Side]  # chosen, rejected
@@ -152,7 +155,14 @@ def _side(record: Conversation) -> _Side:
     opening = tuple((turn["from"], turn["value"]) for turn in [*prompt, observation])
     own = tuple((turn["from"], turn["value"]) for turn in turns)
     own = own[: len(own) - (len(own) + 1) % 2]  # what the world said last is not encoded either
-    return _Side(record, str(record.get("item_id")), opening, own, return_of(record))
+    task_id, seed = str(record.get("item_id")), record.get("seed")
+    return _Side(record, task_id, opening, own, return_of(record), seed)
+
+
+def _of_one_seed(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Without those of which it is known that they played the task under two seeds: the opening may
+    be the same where the world goes on differently (ScienceWorld's leaves much to chance)."""
+    return [(a, b) for a, b in candidates if a.seed == b.seed or None in (a.seed, b.seed)]
 
 
 def _grouped(records: Iterable[Conversation]) -> dict[Group, list[_Side]]:
@@ -193,7 +203,7 @@ def _kept(
         gap, texts = _gap(chosen, rejected), (chosen.opening, chosen.own, rejected.own)
         if gap is not None and gap <= max(ROUNDING, settings.min_gap - ROUNDING):
             counts["gap"] += 1
-        elif gap is not None and (chosen.earned or 0.0) < settings.min_return - ROUNDING:
+        elif chosen.earned is not None and chosen.earned < settings.min_return - ROUNDING:
             counts["low return"] += 1
         elif chosen.own[::2] == rejected.own[::2] or texts in seen:
             counts["equal texts"] += 1
@@ -222,16 +232,18 @@ def _gap(chosen: _Side, rejected: _Side) -> float | None:
 # ------------------------------------------------------------------------------------------- files
 
 
-def read_pairs(path: Path, settings: PairSettings, counts: Counter[str]) -> list[Pair]:
-    """The pairs of a file, in its order; of a task the first ones.
+def read_pairs(paths: Sequence[Path], settings: PairSettings, counts: Counter[str]) -> list[Pair]:
+    """The pairs of files, in their order; of a task the first ones.
 
     Raises:
         ValueError: a line that names file, line and what is wrong there; or no pair is left.
-        OSError: the file cannot be read.
+        OSError: a file cannot be read.
     """
-    pairs = list(_kept(_candidates_of(path), settings, counts))
+    candidates = chain.from_iterable(map(_candidates_of, paths))
+    pairs = list(_kept(candidates, settings, counts))
     if not pairs:
-        raise ValueError(f"{path}: no pair left ({why_left_out(counts) or 'it is empty'})")
+        named, why = " ".join(map(str, paths)), why_left_out(counts) or "it is empty"
+        raise ValueError(f"{named}: no pair left ({why})")
     return pairs
 
 

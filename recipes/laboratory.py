@@ -99,14 +99,16 @@ def read_prompt() -> list[dict[str, str]]:
 
 def demonstrate(
     count: int, seed: int = 0, kinds: Sequence[str] = tuple(TIERS)
-) -> tuple[list[Conversation], str]:
-    """`count` solved episodes on the teacher's own seeds, and a table of all that it played."""
+) -> tuple[list[Conversation], str, int]:
+    """`count` solved episodes on the teacher's own seeds, a table of all that it played, and the
+    turns of all, of those too that came to nothing."""
     from envs.babyai.env import BabyAI
 
     rng, world = random.Random(seed), BabyAI()
     shown: list[Conversation] = []
     tried: Counter[str] = Counter()
     turns: dict[str, list[int]] = {tier: [] for tier in kinds}
+    played = 0
     while len(shown) < count:
         (tier,) = rng.choices(kinds, [SHARES[kind] for kind in kinds])
         index = task_index_of(rng.choice(TIERS[tier]), rng.choice(TEACHER_SEEDS))
@@ -115,9 +117,11 @@ def demonstrate(
             record, solved = show(world, index, rng)
         except RuntimeError:  # the oracle is lost
             continue
+        took = sum(t["from"] == "gpt" for t in record["conversations"])
+        played += took
         if solved:
             shown.append(record)
-            turns[tier].append(sum(t["from"] == "gpt" for t in record["conversations"]))
+            turns[tier].append(took)
     rows = [
         (tier, tried[tier])
         + tuple(
@@ -125,7 +129,7 @@ def demonstrate(
         )
         for tier in kinds
     ]
-    return shown, "\n".join(markdown(TITLES, rows))
+    return shown, "\n".join(markdown(TITLES, rows)), played
 
 
 BUDGETS = (4, 8, 16, 32)
@@ -140,7 +144,7 @@ def make_start(out: Path, count: int, kinds: Sequence[str]) -> None:
     from runtime.default_models import build_small
 
     out.mkdir(parents=True, exist_ok=True)
-    records, table = demonstrate(count, kinds=kinds)
+    records, table, _ = demonstrate(count, kinds=kinds)
     print(table, flush=True)
     write_json(out / "demonstrations.json", records)
     texts = [turn["value"] for record in records[:1000] for turn in record["conversations"]]

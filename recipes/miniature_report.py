@@ -267,7 +267,8 @@ def curves(
     size = (4.0 * len(panels), 4.2)
     with figure(path, size, ncols=len(panels), squeeze=False) as (picture, axes):
         for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
-            for place, (name, color) in enumerate(zip(names, PALETTE, strict=False)):
+            colors = (*PALETTE, GREY)[: len(names)]
+            for place, (name, color) in enumerate(zip(names, colors, strict=True)):
                 if runs.get(name):
                     points = pooled(runs[name], unit, tier, within)
                     band(axis, points, color, name, 100, fill=False, shift=3.0 * place)

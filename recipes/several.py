@@ -9,7 +9,7 @@ of a world as the others do:
     craft, maze  one of them alone, 8 tasks a step
 
 Held-out goals are crafting goals that neither the teacher showed nor RL plays, every third of the
-training split's, and the laboratory's mazes.
+training split's (some are ingredients of goals that are played), and the laboratory's mazes.
 
     python recipes/several.py start                        the model: 45 minutes, by estimate
     python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
@@ -115,7 +115,7 @@ def make_start(out: Path, crafted: int, mazes: int) -> None:
 
     tasks = load_tasks("textcraft", file=IDS / "craft_train.json")
     crafting, _ = careless.demonstrate(tasks, crafted, careless.ERROR, seed=0)
-    walking, table = laboratory.demonstrate(mazes)
+    walking, table, _ = laboratory.demonstrate(mazes)
     print(table, flush=True)
     texts = [turn["value"] for r in (*crafting, *walking[:1000]) for turn in r["conversations"]]
     shown = [*crafting, *walking]

@@ -116,7 +116,7 @@ def test_what_a_run_earned_comes_with_it(tmp_path, chat):
     second.turns[0].reward = 0.5
     records = read(run_of(tmp_path / "run", [first, second]))
     assert [record["return"] for record in records] == [1.0, 0.75]
-    assert [list(record) for record in records] == [["item_id", "conversations", "return"]] * 2
+    assert [list(r) for r in records] == [["item_id", "conversations", "return", "seed"]] * 2
     # Written and read again it is the same, and can be chosen by what it earned.
     kept = written(tmp_path / "kept.json", json.dumps(records))
     assert read(kept) == records

@@ -57,7 +57,7 @@ def test_without_errors_the_teacher_is_the_oracle_and_with_them_it_takes_longer(
 
 
 def test_far_goals_take_the_teacher_longest(world):
-    records, table = laboratory.demonstrate(30, seed=1)
+    records, table, _ = laboratory.demonstrate(30, seed=1)
     assert records == laboratory.demonstrate(30, seed=1)[0]
     assert len(records) == 30
     within = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in table.splitlines()}
@@ -72,6 +72,6 @@ def test_far_goals_take_the_teacher_longest(world):
 )
 def test_the_starts_were_made_by_the_commands_beside_them(world, name, count, kinds):
     about = read_json(laboratory.START.parent / name / "sft.json")
-    records, _ = laboratory.demonstrate(count, kinds=kinds)
+    records, *_ = laboratory.demonstrate(count, kinds=kinds)
     assert about["records"] == hash_of(records)
     assert about["settings"]["batch_size"] == 16 and about["settings"]["epochs"] == 1

@@ -351,6 +351,24 @@ def test_steps_follow_from_epochs_and_the_rate_falls_over_them(tmp_path, url):
     assert [row["train/trajectories_used"] for row in rows] == [4, 1] * 3
 
 
+def test_epochs_are_counted_of_what_fits(tmp_path, url, capsys):
+    data = tmp_path / "data.jsonl"
+    texts = ["ab"] * 4 + ["ab" * 400] * 4
+    records = [conversation(n, text) for n, text in enumerate(texts)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    changes = {"data": (str(data),), "steps": 0, "epochs": 2, "max_trajectory_tokens": 200}
+    assert run("sft", settings("sft", tmp_path, url, hold_out=0.0, **changes)) == 0
+    assert "4 of 8 conversations have more than 200 tokens" in capsys.readouterr().out
+    assert [row["data/epoch"] for row in read_metrics(str(tmp_path / "run"))] == [1, 2]
+
+
+def test_a_weight_in_a_file_is_of_another_set_and_does_not_count_here(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(conversation(1, weight="high")) + "\n")
+    (record,) = methodworker.shown_by(SftConfig(data=(str(data),)))
+    assert "weight" not in record
+
+
 def test_what_is_held_out_is_measured_and_never_learned(tmp_path, url, capsys):
     values = settings("sft", tmp_path, url, eval_every=2, hold_out=0.25, num_demonstrations=8)
     assert run("sft", values) == 0
@@ -585,6 +603,9 @@ def test_the_best_of_each_task_join_once_with_their_weights():
     assert control == [("letters_0", 0.2), ("letters_0", 1.0), ("letters_1", 0.6), ("letters_2", 0)]
     assert {r["weight"] for r in agentevol.selected(said, blind, "x")} == {1.0}
     assert agentevol.selected(said, EvolConfig(min_return=1.0), "x") == []
+    # What the set has already does not join again, and takes no place of what is new.
+    again = agentevol.selected(said, EvolConfig(keep_per_task=1, min_return=0.1), "x", chosen[:1])
+    assert [r["return"] for r in again] == [0.7, 0.6]
 
 
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_path, url):

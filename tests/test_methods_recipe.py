@@ -1,13 +1,21 @@
 """recipes/methods.py: its arms are command lines that the programs take, its turns count those of a
 teacher, its table puts the methods beside RL."""
 
+import json
+from pathlib import Path
+
 import pytest
 from test_miniature import result, write
 
-from recipes import methods
+from chat import ChatTemplate
+from conversations import from_agenttraj
+from models import load_tokenizer
+from recipes import laboratory, methods
 from runtime.cli import training_options
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 
+ROOT = Path(__file__).resolve().parents[1]
+TAUGHT = 10.2  # turns that an episode of the teacher costs, his failures included
 KINDS = {kind.program: kind for kind in (SftConfig, DpoConfig, EvolConfig)}
 
 
@@ -15,7 +23,13 @@ KINDS = {kind.program: kind for kind in (SftConfig, DpoConfig, EvolConfig)}
 def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
     arm, run_dir = methods.ARMS[name], tmp_path / f"{name}-1"
     if arm.shown:
-        methods.show(methods.shown_file(run_dir), 20, seed=1)
+        cost = methods.show(methods.shown_file(run_dir), 20, seed=1)
+        shown = json.loads(methods.shown_file(run_dir).read_text())
+        turns = [t for each in shown for t in each["conversations"] if t["from"] == "gpt"]
+        assert len(shown) == 20 and 20 * cost >= len(turns)
+        assert methods.show(methods.shown_file(run_dir), 20, seed=1) == cost
+        methods.show(methods.shown_file(run_dir), 21, seed=1)  # of another plan: made anew
+        assert len(json.loads(methods.shown_file(run_dir).read_text())) == 21
     words, kind = methods.arguments_of(arm, 1, run_dir), KINDS[arm.program]
     config = training_options(words, arm.program, "", kind, check_method)
     assert config.model.endswith("tiny-babyai") and config.warm_start == "never"
@@ -33,7 +47,21 @@ def test_methods_spend_about_as_many_turns_as_short_in_all():
             int(words[words.index(f"--{option}") + 1])
             for option in ("iterations", "tasks-per-iteration", "group-size")
         )
-        assert iterations * tasks * samples * 3.1 == pytest.approx(turns, rel=0.15)
+        shown = methods.ARMS[name].shown * TAUGHT
+        assert iterations * tasks * samples * 3.1 + shown == pytest.approx(turns, rel=0.15)
+    assert methods.ARMS["sft"].shown * TAUGHT == pytest.approx(turns, rel=0.15)
+    assert methods.ARMS["sft"].steps * 64 == methods.ARMS["sft"].shown, "each seen once"
+
+
+def test_the_teachers_failures_are_counted_and_all_his_episodes_fit():
+    shown, _, turns = laboratory.demonstrate(600, seed=3)
+    taken = [sum(turn["from"] == "gpt" for turn in each["conversations"]) for each in shown]
+    assert turns > 1.05 * sum(taken) and turns / 600 == pytest.approx(TAUGHT, rel=0.1)
+    chat = ChatTemplate(load_tokenizer(str(ROOT / "recipes/starts/tiny-babyai")))
+    longest = max(shown, key=lambda each: len(each["conversations"]))
+    assert len(longest["conversations"]) >= 60
+    limit = int(methods.TURNS[methods.TURNS.index("--max-trajectory-tokens") + 1])
+    assert len(from_agenttraj(chat, longest).input_ids) < limit
 
 
 def test_a_teachers_turns_are_counted_when_they_are_learned():

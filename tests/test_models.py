@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import models
 from models import (
@@ -28,6 +35,18 @@ MASK = torch.tensor(
         [0, 0, 0, 1, 1, 0, 0, 0, 0],
     ]
 )
+
+
+def test_a_model_is_trained_without_its_dropout(tmp_path):
+    """Else what is scored is a draw: DPO's reference, the held-out loss, the ratio's start."""
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path)).train()
+    ids = torch.randint(40, MASK.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first, second = (policy(ids, MASK)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def small_lm(tied=True):

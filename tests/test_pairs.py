@@ -96,6 +96,17 @@ def test_who_opens_otherwise_is_no_partner():
     assert (pairs, counts) == ([], {"no partner": 4})
 
 
+def test_who_played_under_another_seed_is_no_partner_though_it_opens_alike():
+    tries = [
+        played("a", text, earned) | {"seed": seed}
+        for text, earned, seed in (("open", 1.0, 7), ("go", 0.0, 7), ("take", 0.0, 8))
+    ]
+    pairs, counts = pairs_and_counts(tries)
+    assert (shown(pairs), counts) == ([("a", "open", "go", 1.0)], {})
+    expert = [played("a", "light", 1.0)]  # of a seed that nobody noted
+    assert len(pairs_of_experts(expert, tries, PairSettings(), Counter())) == 2
+
+
 def test_worlds_of_one_task_share_what_it_may_have():
     tries = [
         played("a", "open", 1.0),
@@ -336,7 +347,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, pairs, as_list, is_asci
     file = tmp_path_factory.mktemp("pairs") / "pairs.json"
     file.write_text(dump(contents) if as_list else "\n".join(map(dump, contents)), "utf-8")
     counts: Counter[str] = Counter()
-    assert read_pairs(file, ALL, counts) == pairs
+    assert read_pairs([file], ALL, counts) == pairs
     assert not counts
 
 
@@ -348,7 +359,7 @@ def test_the_pairs_of_a_run_are_the_same_from_their_file(tmp_path_factory, tries
         file = tmp_path_factory.mktemp("pairs") / "pairs.json"
         file.write_text(json.dumps(list(map(to_agentgym, pairs))))
         counts: Counter[str] = Counter()
-        assert read_pairs(file, settings, counts) == pairs
+        assert read_pairs([file], settings, counts) == pairs
         assert not counts
 
 
@@ -360,7 +371,7 @@ def test_files_that_note_what_is_not_learned_each_in_its_way_make_the_same_pair(
     pairs, _ = pairs_and_counts([expert], [other])
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps(list(map(to_agentgym, pairs))))
-    read = read_pairs(file, ALL, Counter())
+    read = read_pairs([file], ALL, Counter())
     both = [encode_pairs(words, each, 99, 0, Counter())[0] for each in (pairs, read)]
     assert both[0].loss_mask.tolist() == both[1].loss_mask.tolist()
     assert both[1].input_ids[both[1].loss_mask == 1].tolist() == ids_of("take<e>light<e>go<e>no<e>")
@@ -384,7 +395,7 @@ OTHER = GOOD | {"id": "b"} | {"chosen": gpt("light")}
 def read(path, text, settings=ALL):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     counts: Counter[str] = Counter()
-    return read_pairs(path, settings, counts), dict(counts)
+    return read_pairs([path], settings, counts), dict(counts)
 
 
 FORMS = {
@@ -489,7 +500,8 @@ def test_of_a_file_too_gaps_and_numbers_are_kept_to(tmp_path):
         line("a", "open", 0.4, -1.0),
         line("a", "open", 1.0, 0.0),
         line("a", "open", 1.0, 0.0),
-        line("a", "light", 0.1),  # one return is no gap
+        line("a", "light", 0.6),  # one return is no gap
+        line("a", "wait", 0.1),  # but may be too little for an example
         line("a", "home"),
         line("b", "home"),
         line("c", "take") | {"rejected": gpt("take")},
@@ -501,7 +513,18 @@ def test_of_a_file_too_gaps_and_numbers_are_kept_to(tmp_path):
     assert [(pair.task_id, pair.gap) for pair in pairs] == [
         *(("a", 1.0), ("a", None), ("b", None), ("c", None))
     ]
-    assert counts == {"gap": 2, "low return": 1, "equal texts": 3, "over pairs per task": 1}
+    assert counts == {"gap": 2, "low return": 2, "equal texts": 3, "over pairs per task": 1}
+
+
+def test_what_a_task_may_have_and_what_is_the_same_is_counted_over_all_files(tmp_path):
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file, texts in zip(files, (("open", "light"), ("open", "wait", "go on")), strict=True):
+        lines = [GOOD | {"id": "a", "chosen": gpt(text)} for text in texts]
+        file.write_text(json.dumps(lines))
+    counts: Counter[str] = Counter()
+    pairs = read_pairs(files, PairSettings(pairs_per_task=3), counts)
+    assert [p.chosen["conversations"][1]["value"] for p in pairs] == ["open", "light", "wait"]
+    assert counts == {"equal texts": 1, "over pairs per task": 1}
 
 
 HALF = "\ud83d"
@@ -599,7 +622,7 @@ def test_a_file_of_which_no_pair_is_left_is_refused_with_the_reasons(tmp_path):
         with pytest.raises(ValueError, match=r"no pair left \(it is empty\)"):
             read(file, empty)
     with pytest.raises(OSError, match="missing"):
-        read_pairs(tmp_path / "missing.json", ALL, Counter())
+        read_pairs([tmp_path / "missing.json"], ALL, Counter())
 
 
 def test_what_was_left_out_is_told_in_words():
@@ -729,7 +752,7 @@ def test_the_very_ids_that_were_sampled_are_in_the_rows(tmp_path):
     pairs, _ = pairs_and_counts(read_conversations([run]))
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([to_agentgym(pair) for pair in pairs]))
-    for source in (pairs, read_pairs(file, ALL, Counter())):
+    for source in (pairs, read_pairs([file], ALL, Counter())):
         batch, _ = encode_pairs(chat, source, 999, 0, Counter())
         for b, handler in enumerate((first, second)):
             length = int(batch.lengths[b])
