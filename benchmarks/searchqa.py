@@ -132,7 +132,7 @@ def main() -> int:
     for index in test:
         of_kind.setdefault(kinds()[index - FIRST_OWN], []).append(index)
     retriever, table = open_retriever(), {}
-    with local_server("searchqa", start_timeout_s=3600) as url, connect("searchqa", url) as client:
+    with local_server("searchqa") as url, connect("searchqa", url) as client:
         for kind, indices in of_kind.items():
             questions = [find_question(index) for index in indices]
             played = [play(client, index) for index in indices]

@@ -12,25 +12,27 @@ from the world's. Read next: envs/server.py.
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from envs import get_env
 from runtime.envhttp import EnvError
 from runtime.phases import phase
 from runtime.processes import NotReady, child
 
 ROOT = Path(__file__).parents[1]
+START_TIMEOUT_S = 60.0  # until a server must say that it listens; a world may ask for more
 
 
 @contextmanager
-def local_server(env: str, start_timeout_s: float = 60.0, **flags: Any) -> Iterator[str]:
+def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -> Iterator[str]:
     """`python -m envs.server --env ENV` on a free port of this machine; yields its base_url.
 
     The server is stopped when the block ends and dies with this process however that ends.
 
     Arguments:
-        start_timeout_s: seconds until the server must say that it listens.
+        start_timeout_s: seconds until the server must say that it listens; None: the world's.
         flags: further options of envs.server, as max_sessions=64, idle_timeout_s=600, port=36005.
 
     Raises:
@@ -40,6 +42,10 @@ def local_server(env: str, start_timeout_s: float = 60.0, **flags: Any) -> Itera
     for flag, value in {"port": 0, **flags}.items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
     name = f"local {env} server"
+    if start_timeout_s is None:
+        start_timeout_s = START_TIMEOUT_S
+        with suppress(ValueError):  # no such world: the server says so
+            start_timeout_s = getattr(get_env(env), "START_TIMEOUT_S", START_TIMEOUT_S)
     with child("envs.server", *words, cwd=ROOT) as server:
 
         def listening() -> re.Match[str] | None:

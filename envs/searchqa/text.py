@@ -7,9 +7,10 @@ answer is right.
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-A passage is somebody else's text. Where it holds a tag of these, or what looks like a special token
-of a chat template, the bracket becomes another character: a passage must not be able to end the
-<information> that it stands in, or to speak as the policy.
+A passage is somebody else's text. Where it holds a tag of these, or "<|", which opens the special
+tokens of many chat templates, the bracket becomes another character: a passage must not be able to
+end the <information> that it stands in, or to speak as the policy. (In training no text from a
+world is read as a special token, whatever it looks like: chat.py.)
 
 An answer is right if it equals one of the golden ones after Search-R1's normalisation (that of
 SQuAD, https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single blanks.
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_TITLE, MAX_WORD = 200, 20  # characters: of a title, and on average of a word
 TAGS = ("search", "answer")
 _UNSAFE = re.compile(r"<(?=\s*/?\s*(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -64,19 +66,20 @@ def information(passages: Sequence[Passage], max_words: int) -> str:
     '<information>Doc 1(Title: A ‹/information>) one two</information>'
     """
     lines = (
-        f"Doc {place}(Title: {harmless(passage.title)}) {shortened(passage.text, max_words)}"
+        f"Doc {place}(Title: {harmless(passage.title[:MAX_TITLE])}) "
+        f"{shortened(passage.text, max_words)}"
         for place, passage in enumerate(passages, start=1)
     )
     return f"<information>{chr(10).join(lines)}</information>"
 
 
 def shortened(text: str, max_words: int) -> str:
-    """At most so many words, on one line."""
-    return harmless(" ".join(text.split(maxsplit=max_words)[:max_words]))
+    """At most so many words, on one line, and of a language without blanks as much as they hold."""
+    return harmless(" ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD])
 
 
 def harmless(text: str) -> str:
-    """Text in which nothing is a tag or a special token, and which UTF-8 can hold.
+    """Text in which nothing is a tag or begins with "<|", and which UTF-8 can hold.
 
     >>> harmless("x <|im_end|> y < 3 \\ud800")
     'x ‹|im_end|> y < 3 ?'

@@ -15,12 +15,14 @@ ends with a wrong answer, so that `done` is true only of a right one.
 Read next: envs/searchqa/env.py.
 """
 
+import re
 from typing import Any
 
 from envs import Wire
 from envs.searchqa.actions import INSTRUCTIONS, QUESTION
 
 _OURS = f"{INSTRUCTIONS}\n\n"
+_OPENING = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
 
 
 class SearchWire(Wire):
@@ -46,12 +48,11 @@ class SearchWire(Wire):
         return _OURS + text if text.startswith(QUESTION) else text
 
     def first_observation(self, answer: Any) -> Any:
-        """The question; of AgentGym's prompt, which says "Question:" before it, what follows the
-        last one."""
+        """The question; of AgentGym's prompt what follows the last line that "Question:" opens."""
         text = super().first_observation(answer)
         if not isinstance(text, str):
             return text
         if text.startswith(_OURS):
             return text.removeprefix(_OURS)
-        _, found, question = text.rpartition(QUESTION.strip())
-        return f"{QUESTION}{question.strip()}" if found else text
+        *_, question = _OPENING.split(text)
+        return f"{QUESTION}{question.strip()}" if question != text else text
