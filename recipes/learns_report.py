@@ -57,7 +57,7 @@ def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
                 str(r["seed"]): [r["held_out"][i]["avg"]["value"] for i in (0, -1)] for r in results
             },
             "curve": pooled_curve(results),
-            "test": analyse_test([result for result in results if result["test"]]),
+            "test": analyse_test("textcraft", [result for result in results if result["test"]]),
         }
     against = {
         arm: difference(after[arm], after["rl"]) for arm in after if arm != "rl" and "rl" in after

@@ -1,8 +1,12 @@
-"""AgentGym's published TextCraft test split before a run and after it: 100 goals of all depths, of
-which most were never trained on, with at most 30 turns, so that what a run forgets shows as well.
+"""A world's whole test list before a run and after it, which trains on a part of the kinds alone.
+
+    textcraft    AgentGym's published split, 100 goals of all depths, with at most 30 turns
+    searchqa     questions of one hop, two and three, with at most 8
+
+So what a run forgets shows as well, and what it can do with kinds that it never played.
 
     evaluate_test     both evaluations, played once and kept beside the run
-    analyse_test      by depth and over all: before, after, difference paired by goal; seeds pooled
+    analyse_test      by kind and over all: before, after, difference paired by task; seeds pooled
     split_table       its lines in RESULTS.md
 
 Read first: learns.py or worlds.py, which ask for it.
@@ -27,28 +31,37 @@ from recipes.common import (
     run,
 )
 
-ENV = "textcraft"
+ROUNDS = {"textcraft": (6, 30), "searchqa": (8,)}  # most turns; of several each is measured
+SAID = {
+    "textcraft": "Published test split, at most 30 turns:",
+    "searchqa": "Test questions of one hop to three, at most 8 turns:",
+}
 
 
-def evaluate_test_split(model: str, folder: Path, seed: int, samples: int) -> dict[str, Any]:
-    """evaluate.py on the published test split under 30 turns; kept in `folder`, played once."""
+def evaluate_test_split(
+    env: str, model: str, folder: Path, seed: int, samples: int
+) -> dict[str, Any]:
+    """evaluate.py on a world's test list; kept in `folder`, played once."""
     if not (folder / "eval.json").exists():
         aside = folder.with_name(f".{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        command = [sys.executable, "evaluate.py", "--env", ENV, "--split", "test"]
-        command += ["--model", model, "--max-rounds", "6", "30", "--samples", str(samples)]
-        command += ["--max-tokens-per-turn", "80", "--seed", str(seed), "--out", str(aside)]
-        run(command)
+        command = [sys.executable, "evaluate.py", "--env", env, "--split", "test"]
+        command += ["--model", model, "--max-rounds", *map(str, ROUNDS[env])]
+        command += ["--samples", str(samples), "--max-tokens-per-turn", "80"]
+        run([*command, "--seed", str(seed), "--out", str(aside)])
         aside.rename(folder)
     summary = read_json(folder / "eval.json")
     rows = {"all": summary["overall"], **summary["subtasks"]}
-    return {
-        "max_rounds": 30,
+    found = {
+        "max_rounds": ROUNDS[env][-1],
         "samples": samples,
         "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
         "items": item_shares(summary),
-        "crafted_ingredient": crafted_ingredient(read_lines(folder / "trajectories.jsonl")),
     }
+    if env == "textcraft":
+        lines = read_lines(folder / "trajectories.jsonl")
+        found["crafted_ingredient"] = crafted_ingredient(lines)
+    return found
 
 
 def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -61,8 +74,8 @@ def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]
     return counts
 
 
-def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result:
-    """The published test split before a run and after it; {} for no samples."""
+def evaluate_test(env: str, seed: int, run_dir: Path, config: Any, samples: int) -> Result:
+    """A world's test list before a run and after it; {} for no samples."""
     from runtime.checkpoint import folder_of
     from runtime.distributed import make_accelerator
     from runtime.precision import choose
@@ -73,26 +86,26 @@ def evaluate_test(seed: int, run_dir: Path, config: Any, samples: int) -> Result
     accelerator = make_accelerator(choose(config.precision).autocast)
     start = start_model(config, accelerator)  # out of the cache: the run made it
     last = str(folder_of(run_dir, config.steps))
-    before = run_dir.parent / f"test-start-{seed}"  # every arm's
+    before = run_dir.parent / f"test-start-{env}-{seed}"  # every arm's
     return {
-        "before": evaluate_test_split(start, before, seed, samples),
-        "after": evaluate_test_split(last, run_dir / "test", seed, samples),
+        "before": evaluate_test_split(env, start, before, seed, samples),
+        "after": evaluate_test_split(env, last, run_dir / "test", seed, samples),
     }
 
 
-def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
-    """The published test split, per depth and over all: before, after, paired difference."""
+def analyse_test(env: str, results: Sequence[Result]) -> dict[str, Any]:
+    """A world's test list, by kind and over all: before, after, paired difference."""
     if not results:
         return {}
     pooled = [
         mean_over_seeds([result["test"][when]["items"] for result in results])
         for when in ("before", "after")
     ]
-    depth_of = {task.task_id: task.subtask for task in load_tasks(ENV, "test")}
+    kind_of = {task.task_id: task.subtask for task in load_tasks(env, "test")}
     rows = {}
-    for name in [*sorted(set(depth_of.values())), "all"]:
+    for name in [*dict.fromkeys(kind_of.values()), "all"]:
         before, after = (
-            {i: x for i, x in items.items() if name in ("all", depth_of[i])} for items in pooled
+            {i: x for i, x in items.items() if name in ("all", kind_of[i])} for items in pooled
         )
         if before and after:
             rows[name] = change(before, after)
@@ -100,6 +113,6 @@ def analyse_test(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def split_table(rows: Mapping[str, Any]) -> list[str]:
-    """Markdown: one row per depth of the published test split; RESULTS.md shows these lines too."""
+    """Markdown: one row per kind of a test list; RESULTS.md shows these lines too."""
     titles = "sub-task | goals | before, % | after, % | difference, points"
     return markdown(titles, ((name, *change_cells(each)) for name, each in rows.items()))

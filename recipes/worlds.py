@@ -5,7 +5,7 @@ end: held-out tasks before the first step and after the last, never the best one
 interval is the task: tasks are resampled, a task's value being its mean over samples and seeds, and
 differences are paired by task.
 
-TextCraft's is measured on AgentGym's published test split as well, before and after.
+TextCraft's and SearchQA's are measured on all kinds of test tasks as well (published.py).
 
     python recipes/worlds.py run --env babyai --seed 0      runs or resumes: results/worlds/
     python recipes/worlds.py report                         tables and worlds.png of what is there
@@ -63,9 +63,9 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, config.steps)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)
-    if options.env == published.ENV:
-        samples = options.test_samples
-        result |= {"test": published.evaluate_test(options.seed, run_dir, config, samples)}
+    if options.env in published.ROUNDS:
+        asked = (options.env, options.seed, run_dir, config, options.test_samples)
+        result |= {"test": published.evaluate_test(*asked)}
     write_result(options.results / "worlds" / f"{name}.json", result)
 
 
@@ -147,9 +147,10 @@ def report(folder: Path) -> str:
     labels = ("training steps", "held-out tasks solved, %")
     plot_estimates(folder / "worlds.png", curves, "step", labels, "95 % intervals over tasks")
     lines = table(by_env)
-    if tested := tested_runs(by_env):
-        lines += ["", "Published test split, at most 30 turns:", ""]
-        lines += published.split_table(published.analyse_test(tested))
+    for env in published.ROUNDS:
+        if tested := tested_runs(by_env, env):
+            lines += ["", published.SAID[env], ""]
+            lines += published.split_table(published.analyse_test(env, tested))
     if trials := tried_table(folder):
         lines += [
             "",
@@ -160,15 +161,15 @@ def report(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def tested_runs(by_env: Mapping[str, Sequence[Result]]) -> list[Result]:
-    """Those that the published test split was played before and after."""
-    return [result for result in by_env.get(published.ENV, ()) if result.get("test")]
+def tested_runs(by_env: Mapping[str, Sequence[Result]], env: str) -> list[Result]:
+    """Those of a world that its test list was played before and after."""
+    return [result for result in by_env.get(env, ()) if result.get("test")]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", choices=COLORS, required=True)
     parser.add_argument(
-        "--test-samples", type=int, default=1, help="of TextCraft's published split; 0: skip it"
+        "--test-samples", type=int, default=1, help="of TextCraft's and SearchQA's; 0: skip it"
     )
 
 

@@ -291,7 +291,7 @@ def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
     peak = max(run["peak_gb"] for run in runs)
     assert f"{seconds} s a step (medians)" in measured and f"at most {peak:.1f} GB" in measured
     assert f"A step took {seconds} s" in said and f"Memory: {peak:.1f} GB at most" in said
-    tested = analyse_test(worlds.tested_runs({"textcraft": runs}))
+    tested = analyse_test("textcraft", worlds.tested_runs({"textcraft": runs}, "textcraft"))
     assert [line for line in split_table(tested) if line not in MEASURED] == []
     gained = 100 * tested["all"]["difference"]["value"]
     assert (
