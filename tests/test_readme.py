@@ -23,7 +23,7 @@ from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
 from recipes import miniature_plan, worlds
-from recipes.common import difference, mean_over_seeds
+from recipes.common import difference, mean_over_seeds, percent
 from recipes.evidence import at, brackets, common_budget, compare, end, over_seeds, shares, start
 from recipes.learns_report import analyse, held_out_table, read_results
 from recipes.miniature_report import passes
@@ -168,8 +168,7 @@ def test_what_set_up_asks_for_is_what_is_said() -> None:
 
 def test_the_short_results_are_those_of_the_long_page() -> None:
     short = rows("## Results")
-    assert len(short) == 3
-    for row, env in zip(short, ("textcraft", "babyai", "sciworld"), strict=True):
+    for row, env in zip(short, ("textcraft", "babyai", "sciworld", "searchqa"), strict=True):
         assert f"| {env} | all | {' | '.join(row[1:])} |" in MEASURED
     section = README.split("## Results", 1)[1].split("\n## ", 1)[0].replace("\n", " ")
     section = section.replace(" points [", " [")
@@ -262,7 +261,41 @@ def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() ->
         )
         assert f"--env {env} --seed 0` runs or resumes it ({run['hours']:.1f} hours" in said
     hours = {env: f"{by_env[env][0]['hours']:.1f} hours" for env in by_env}
-    assert f"{hours['babyai']} for BabyAI, {hours['sciworld']} for SciWorld" in recipes
+    for env, name in (("babyai", "BabyAI"), ("sciworld", "SciWorld"), ("searchqa", "SearchQA")):
+        assert f"{hours[env]} for {name}" in recipes
+
+
+def test_what_is_said_of_deep_searchs_run_is_what_it_gave() -> None:
+    (run,) = worlds.read_results(ROOT / "recipes" / "results")["searchqa"]  # "one seed: a trial"
+    said, measured = " ".join(README.split()), " ".join(MEASURED.split())
+    config, first, last = run["config"], run["held_out"][0], run["held_out"][-1]
+    assert (
+        f"{config['steps']} steps of GRPO, {config['tasks_per_step']} tasks x "
+        f"{config['group_size']} samples, at most {config['rounds'][0]} turns, on "
+        f"{len(load_tasks('searchqa', file=config['tasks'])):,} questions of one hop"
+    ) in measured
+    gain = percent(difference(first["items"], last["items"]), signed=True)
+    ends = [f"{100 * each['avg']['value']:.1f}" for each in (first, last)]
+    assert f"from {ends[0]} to {ends[1]} % ({gain}, one seed: a trial)" in measured
+    assert f"| {percent(first['avg'])} | {percent(last['avg'])} | {gain} |" in said
+    tested = analyse_test("searchqa", [run])
+    assert [line for line in split_table(tested) if line not in MEASURED] == []
+    samples = {"held out": first["samples"], "test": run["test"]["before"]["samples"]}
+    assert samples == {"held out": 2, "test": 1}, "a third sample"
+    before, after = (
+        {i: (2 * share + run["test"][when]["items"][i]) / 3 for i, share in each["items"].items()}
+        for when, each in (("before", first), ("after", last))
+    )
+    pooled = [f"{100 * fmean(items.values()):.1f}" for items in (before, after)]
+    third = percent(difference(before, after), signed=True)
+    assert f"from {pooled[0]} to {pooled[1]} % ({third})" in measured
+    assert f"makes its gain [{third.split()[0]}]" in said
+    used = [row["train/trajectories_used"] for row in run["curve"]]
+    early = fmean(row["train/success_rate"] for row in run["curve"][:10])
+    assert f"in {100 * early:.0f} % of the episodes" in measured
+    assert f"{fmean(used[:10]):.0f} of the 32 trajectories of a step taught" in measured
+    assert f"in the first ten steps, {fmean(used[10:]):.0f} after that." in measured
+    assert f"--env searchqa --seed 0` runs or resumes it ({run['hours']:.1f} hours" in measured
 
 
 def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
