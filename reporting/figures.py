@@ -130,11 +130,11 @@ def plot_estimates(
         labels: of the two axes.
         note: above the figure.
     """
-    with figure(path, (7.5, 4.5)) as (_, axis):
+    with figure(path, (7.5, 4.5)) as (picture, axis):
         for label, color, points in curves:
             band(axis, [(point[x], point) for point in points], color, label, scale=100)
         axis.set(xlabel=labels[0], ylabel=labels[1])
-        axis.legend(loc="upper left")
+        picture.legend(loc="outside lower center", ncols=len(curves))  # covers no curve
         axis.set_title(note, fontsize=9, fontweight="normal", color="#57606a")
 
 

@@ -279,6 +279,10 @@ def test_what_is_said_of_deep_searchs_run_is_what_it_gave() -> None:
     assert f"from {ends[0]} to {ends[1]} % ({gain}, one seed: a trial)" in measured
     assert f"| {percent(first['avg'])} | {percent(last['avg'])} | {gain} |" in said
     tested = analyse_test("searchqa", [run])
+    lesson = (ROOT / "tutorials" / "13_deep_search.md").read_text(encoding="utf-8")
+    assert f"{ends[0]} % of 100 questions about other countries before, {ends[1]} % after" in lesson
+    bridges = [f"{100 * tested['bridge'][when]['value']:.0f} %" for when in ("before", "after")]
+    assert "{} of the bridges\nbefore and {} after".format(*bridges) in lesson
     assert [line for line in split_table(tested) if line not in MEASURED] == []
     samples = {"held out": first["samples"], "test": run["test"]["before"]["samples"]}
     assert samples == {"held out": 2, "test": 1}, "a third sample"
