@@ -13,6 +13,7 @@ from recipes.common import change, percent
 from runtime.starts import STARTS, hash_of
 
 ROOT = Path(__file__).resolve().parent.parent
+WORLDS = ROOT / "recipes/results/worlds"
 START = STARTS / "tiny-careless"
 
 
@@ -50,7 +51,18 @@ def test_what_the_page_says_of_short_goals_is_what_was_played():
     page = (STARTS / "README.md").read_text(encoding="utf-8")
     assert rows_of(without["items"], slipped["items"]) <= set(page.splitlines())
     assert rows_of(slipped["items"], silent["items"]) <= set(page.splitlines())
-    for each in (without, slipped, silent):
+    more = found["1,152 demonstrations"]
+    assert rows_of(silent["items"], more["items"]) <= set(page.splitlines())
+    tried = json.loads((WORLDS / "tried/textcraft-1152-demonstrations.json").read_text())
+    default = json.loads((WORLDS / "textcraft-0.json").read_text())
+    results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    both = [[percent(e["avg"]) for e in run["held_out"][:2]] for run in (tried, default)]
+    assert [e["step"] for run in (tried, default) for e in run["held_out"][:2]] == [0, 25] * 2
+    for texts in both:
+        for text in texts:
+            assert text.replace(" [", " % [") in page, text
+            assert text.split()[0] in results
+    for each in (without, slipped, silent, more):
         looped = each["failed with three or more repeated actions"]
         assert f"{looped} of {each['failed']}" in page
     tokens = (slipped["tokens a turn"], silent["tokens a turn"])

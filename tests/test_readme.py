@@ -373,6 +373,8 @@ def test_what_is_said_of_the_trials_is_what_they_gave() -> None:
     for option, (solved, by_default, teach, as_many, entropy, usual) in cells.items():
         if option == "--learning-rate 1e-4":
             assert solved < by_default - 15 and teach < as_many / 3 and entropy < usual / 2
+        elif option == "1,152 demonstrations":
+            assert solved > 1.5 * by_default and teach > as_many
         elif option.endswith(" 2e-4"):
             assert solved < by_default - 5 and min(entropy / usual, teach / as_many) > 1.6
         else:
