@@ -264,8 +264,11 @@ def _asked(config: EvalConfig, env: str) -> dict[str, Any]:
     """What a result depends on, as eval.json names it."""
     options = ("temperature", "seed", "samples", "limit")
     budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
+    folder = Path(model_of(config))
     return (
         {"env": env, "model": model_of(config)}
+        | ({"weights": str(folder.resolve())} if folder.is_dir() else {})  # `best` is a link
+        | ({"api_base": config.api_base} if config.api_base else {})
         | {name: getattr(config, name) for name in options + budgets}
         | {"max_rounds": config.horizons(env)}
         | ({"prompt": config.prompt} if config.prompt else {})
@@ -315,6 +318,8 @@ def _measure(
             outcome = Outcome(130, f"stopped; {len(ended)} of {len(requests)} episodes had ended")
         except (EngineError, EnvError, TooManyEnvFailures) as error:
             outcome = Outcome(1, str(error))
+        except Exception as error:  # of the sampler, of a full disk: hours of play are kept
+            outcome = Outcome(1, f"{type(error).__name__}: {error}")
         os.fsync(log.fileno())  # before the result that is made of it
     summary = asked | {"complete": outcome.problem is None}
     summary |= summarize(ended, config.samples, asked["max_rounds"], seed=config.seed)

@@ -65,8 +65,16 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.text and (options.trajectory or options.failures or options.file):
         parser.error("--trajectory, --failures and --file go with --text")
+    if options.text and options.export:
+        parser.error("--text prints and --export writes a page: give one of them")
+    if options.limit is not None and not options.export:
+        parser.error("--limit goes with --export")
     if bool(options.api_base) != bool(options.api_model):
         parser.error("--api-base and --api-model go together")
+    if options.api_key_env and not os.environ.get(options.api_key_env):
+        parser.error(
+            f"--api-key-env {options.api_key_env}: there is no such variable, or it is empty"
+        )
     return options
 
 
@@ -90,7 +98,8 @@ def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
             raise NoSource(f"{source.path} has no {options.file}; it has {', '.join(names[-5:])}")
         if options.trajectory:
             try:
-                print(text.trajectory_text(source, *text.find(source, options.trajectory)))
+                found = text.find(source, options.trajectory, options.file)
+                print(text.trajectory_text(source, *found))
             except LookupError as error:
                 raise NoSource(str(error)) from None
             continue
@@ -145,9 +154,12 @@ def model_of(options: argparse.Namespace) -> ChatApi | None:
         return None
     from reporting.chatapi import ChatApi
 
-    return ChatApi(
-        options.api_base, options.api_model, os.environ.get(options.api_key_env or "") or None
-    )
+    try:
+        return ChatApi(
+            options.api_base, options.api_model, os.environ.get(options.api_key_env or "") or None
+        )
+    except ValueError as error:  # no address
+        raise NoSource(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -274,7 +274,9 @@ def run_api_episode(
             text = api.complete(
                 t.messages, settings.max_tokens_per_turn, settings.temperature, seed
             )
-        except ContextFull:
+        except ContextFull as error:
+            if not t.turns:  # nothing was said yet: it is the request that does not fit, always
+                raise ApiRefused(f"{error}; a smaller --max-tokens-per-turn may") from None
             return t.stop("length")
         generated = time.perf_counter()
         result = client.step(text)

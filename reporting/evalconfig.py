@@ -233,7 +233,9 @@ def as_in_run(folder: str, given: set[str], env: str | None = None) -> EvalConfi
     own = replace(own, model=str(checkpoint), max_rounds=(c.evaluation_rounds,))
     own = replace(own, temperature=c.temperature, max_tokens_per_turn=c.max_tokens_per_turn)
     own = replace(own, max_trajectory_tokens=c.max_trajectory_tokens)
-    if given & {"tasks", "split", "env"}:
+    if "env" in given and env not in (None, c.env):  # another world: with its own words and turns
+        return replace(own, env=env, prompt=None, max_rounds=())
+    if given & {"tasks", "split"}:
         return own
     if not c.eval_every and not c.eval_tasks:
         return replace(own, tasks=c.tasks, split=c.split, subtasks=c.subtasks)

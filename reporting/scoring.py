@@ -326,16 +326,22 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
 
     Raises: ValueError when a file is no result of an evaluation, or no task is in both.
     """
-    shares = []
+    shares, results = [], []
     for path in (before_path, after_path):
         try:
-            items = json.loads(Path(path).read_text(encoding="utf-8"))["items"]
+            results.append(json.loads(Path(path).read_text(encoding="utf-8")))
+            items = results[-1]["items"]
             shares.append({task_id: float(item["avg"]) for task_id, item in items.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no items with an avg each"
             raise ValueError(
                 f"{path} is not a result of evaluate.py ({why}); --compare takes two eval.json"
             ) from None
+        if results[-1].get("complete") is False:
+            raise ValueError(
+                f"{path} is of an evaluation that was stopped: what ended first is no fair sample, "
+                "since solved episodes are shorter; let it end"
+            )
     before, after = shares
     both = before.keys() & after.keys()
     if not both:
@@ -348,4 +354,19 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
         f"{means[0]:.1f} % -> {means[1]:.1f} %: {100 * d['value']:+.1f} points "
         f"[{100 * d['low']:+.1f}, {100 * d['high']:+.1f}], paired over {d['items']} tasks"
         + (f" ({left_out} tasks in one file only, left out)" if left_out else "")
+        + _differing(*results)
     )
+
+
+# Settings of an evaluation that change what its shares mean.
+SETTINGS = ("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_trajectory_tokens")
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """`; measured otherwise: max_rounds [30] and [5]`, or nothing."""
+    told = [
+        f"{name} {before[name]} and {after[name]}"
+        for name in SETTINGS
+        if name in before and name in after and before[name] != after[name]
+    ]
+    return f"; measured otherwise: {', '.join(told)}" if told else ""

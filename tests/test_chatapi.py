@@ -485,6 +485,12 @@ def test_a_full_context_ends_the_episode_with_length(serve):
     assert (t.stop_reason, len(t.turns), t.is_valid) == ("length", 1, True)
 
 
+def test_a_request_that_no_context_holds_is_refused_and_is_no_failure_of_the_model(serve):
+    server = serve(fails(400, "max_tokens=512: this model's maximum context length is 256"))
+    with pytest.raises(ApiRefused, match="smaller --max-tokens-per-turn"):
+        collect_api(api_of(server), LocalPool(), requests_of(TASKS[:1]), settings_of())
+
+
 def test_the_samples_of_a_task_are_asked_for_with_different_seeds(serve):
     server = serve(says("Action: inventory"))
     collect_api(api_of(server), LocalPool(), requests_of(TASKS[:2], 3, 1), settings_of())

@@ -30,6 +30,14 @@ def test_a_run_is_measured_as_it_measures_itself(tmp_path):
     assert as_in_run(str(tmp_path), set()).model.endswith("checkpoints/best")
 
 
+def test_another_world_than_the_runs_has_its_own_words_and_turns(tmp_path):
+    a_run(tmp_path, prompt='[{"role": "system", "content": "Craft."}]')
+    other = as_in_run(str(tmp_path), {"env"}, "babyai")
+    assert (other.env, other.prompt, other.max_rounds, other.tasks) == ("babyai", None, (), None)
+    own = as_in_run(str(tmp_path), {"env"}, "textcraft")  # named or not, the same tasks
+    assert own == as_in_run(str(tmp_path), set())
+
+
 def test_a_run_without_held_out_tasks_is_measured_on_those_it_trains_on(tmp_path):
     a_run(tmp_path, eval_every=0, eval_tasks=None, tasks="family_train", subtasks=("depth 2",))
     own = as_in_run(str(tmp_path), set())

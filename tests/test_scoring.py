@@ -190,6 +190,18 @@ def test_compare_says_the_difference_in_one_line_and_what_it_left_out(tmp_path):
     assert "(1 tasks in one file only, left out)" in line
 
 
+def test_compare_refuses_what_was_stopped_and_names_what_was_measured_otherwise(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, rounds in zip(files, ([30], [5]), strict=True):
+        write_result(path, {"t_1": 0.0, "t_2": 1.0})
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_rounds": rounds}))
+    assert compare(*files).endswith("; measured otherwise: max_rounds [30] and [5]")
+    assert "otherwise" not in compare(files[0], files[0])
+    files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"complete": False}))
+    with pytest.raises(ValueError, match=r"b.json is of an evaluation that was stopped"):
+        compare(*files)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"items": 3}', '{"items": {"t": {}}}'])
 def test_compare_refuses_what_is_no_result(tmp_path, content):
     good = write_result(tmp_path / "a.json", {"t_1": 0.0})

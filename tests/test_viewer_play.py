@@ -1,6 +1,7 @@
 """Worlds that answer while somebody looks: recorded episodes played again, and play by hand."""
 
 import json
+import sys
 
 import pytest
 from played import COUNT, FOLDER
@@ -62,6 +63,13 @@ def test_what_cannot_be_played_is_said(worlds, task_id):
     env = "nowhere" if task_id == "nothing_3" else "textcraft"
     with pytest.raises(PlayError):
         reenact(worlds, line | {"env": env}, None)
+
+
+def test_a_file_that_is_looked_at_does_not_decide_what_is_imported(worlds):
+    line = recorded("textcraft")[0] | {"env": "this:Zen"}
+    with pytest.raises(PlayError, match="this:Zen is no world of this project"):
+        reenact(worlds, line, None)
+    assert "this" not in sys.modules
 
 
 @pytest.mark.parametrize(("env", "package"), [("textcraft", None), ("searchqa", "bm25s")])

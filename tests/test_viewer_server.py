@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 from made_run import HOSTILE, add_step, append, hostile_line, make_run, write_lines
 
 import replay
+from viewer.overview import held_out_sentence
 from viewer.server import create_app
 from viewer.sources import NoSource, open_source
 from viewer.trajectories import apart
@@ -320,6 +321,27 @@ def test_what_cannot_be_shown_is_said_in_one_line(run, tmp_path, capsys, monkeyp
     assert replay.main(words) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--text", "--export", "a.html"], "give one of them"),
+        (["--text", "--limit", "3"], "--limit goes with --export"),
+        (["--api-base", "http://a", "--api-model", "m", "--api-key-env", "NOSUCH"], "NOSUCH"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(run, capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        replay.main([str(run), *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_an_evaluation_that_measured_nothing_is_said():
+    lost = {"overall": {"value": None, "items": 0}, "step": 1}
+    assert "all were lost" in held_out_sentence([lost])
+    good = {"overall": {"value": 0.5, "items": 4}, "step": 2}
+    assert held_out_sentence([lost, good]).startswith("50 % of 4 held-out tasks solved")
 
 
 def test_a_port_in_use_is_said(run, capsys):

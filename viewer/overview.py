@@ -168,6 +168,9 @@ def headline(
 def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
         return "Nothing held out was evaluated."
+    evaluations = [e for e in evaluations if e["overall"].get("value") is not None]
+    if not evaluations:
+        return "No held-out episode could be measured: all were lost."
     first, last = evaluations[0], evaluations[-1]
     now = f"{percent(last['overall'])} of {last['overall'].get('items', '?')} held-out tasks solved"
     if first is last:

@@ -94,6 +94,8 @@ def reenact(worlds: Worlds, line: Mapping[str, Any], env: str | None) -> dict[st
     if task is None:
         raise PlayError(f"{line.get('task_id')} names no task of a world")
     name, index = task
+    if name not in ENVS:  # a file that is looked at must not decide what is imported
+        raise PlayError(f"{name} is no world of this project, and is not started from here")
     opening = opening_of(line)
     recorded = str(opening[-1].get("content", "")) if opening else ""
     with contextlib.closing(worlds.client(name)) as client:

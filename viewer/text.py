@@ -108,8 +108,9 @@ def block(title: str, text: Any) -> list[str]:
     return [f"{title if i == 0 else '':>12}  {piece}" for i, piece in enumerate(said or [""])]
 
 
-def find(source: Source, trajectory_id: str) -> tuple[str, int]:
-    """(file, line) of a trajectory.
+def find(source: Source, trajectory_id: str, within: str | None = None) -> tuple[str, int]:
+    """(file, line) of a trajectory, in the newest file that has it, or in one file: an evaluation
+    gives the same ids as the step that it comes after.
 
     Raises: LookupError: there is none; the nearest ids are named.
     """
@@ -117,6 +118,8 @@ def find(source: Source, trajectory_id: str) -> tuple[str, int]:
 
     known: list[str] = []
     for file in reversed(source.files()):
+        if within not in (None, file.name):
+            continue
         ids = [str(i) for i in source.lines(file.name).columns["trajectory_id"]]
         if trajectory_id in ids:
             return file.name, ids.index(trajectory_id)

@@ -158,7 +158,7 @@ def one(source: Source, name: str, number: int) -> dict[str, Any]:
         "command": command_for(line, source.env),
         "previous": number - 1 if number else None,
         "next": number + 1 if number + 1 < len(lines) else None,
-        "can_reenact": bool(turns) and task_of(line, source.env) is not None,
+        "can_reenact": bool(turns) and command_for(line, source.env) is not None,
     }
 
 
