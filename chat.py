@@ -31,6 +31,7 @@ Read next: `rollout.py`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
@@ -40,15 +41,15 @@ class ChatTemplate:
     """The pieces of a tokenizer's chat template.
 
     Attributes: end_of_turn: id that ends an assistant turn (what the policy must sample to stop).
-        stop_token_ids: `end_of_turn` and the tokenizer's end-of-sequence id: sampling ends at any
-        of them.
+        stop_token_ids: `end_of_turn`, the tokenizer's end-of-sequence id and `more_stops`
+        (models.stop_ids_of): sampling ends at any of them, and none is part of what was said.
 
     Raises:
         ValueError: the template cannot be cut (an assistant turn has no end marker, or contents are
             rewritten).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         # NOTE: whether control tokens are recognised is a switch inside the tokenizer, set by each
         # call; threads that share one tokenizer flip it under each other. Plain text has its own.
@@ -75,7 +76,8 @@ class ChatTemplate:
                 f"{between!r}"
             )
         self.end_of_turn, self._between = ids[0], ids[1:]
-        self.stop_token_ids = tuple(sorted({self.end_of_turn, tokenizer.eos_token_id} - {None}))
+        stops = {self.end_of_turn, tokenizer.eos_token_id, *more_stops}
+        self.stop_token_ids = tuple(sorted(stops - {None}))
 
     def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
         """Ids from the start of the sequence to where the assistant speaks first.

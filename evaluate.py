@@ -228,13 +228,13 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
         )
 
     from chat import ChatTemplate
-    from models import load_tokenizer
+    from models import load_tokenizer, stop_ids_of
     from runtime.default_models import resolve_model
     from runtime.vllm_engine import make_engine
 
     path = resolve_model(model_of(config))
     tokenizer = load_tokenizer(path)
-    chat = ChatTemplate(tokenizer)
+    chat = ChatTemplate(tokenizer, stop_ids_of(path))
     kind = "transformers" if config.deterministic else config.engine
     with phase("starting the sampler"):
         engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)

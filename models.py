@@ -248,6 +248,18 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+def stop_ids_of(path: str) -> tuple[int, ...]:
+    """Ids that end a turn by the checkpoint's generation_config.json, at which vLLM stops too; ()
+    if it has none. Qwen2.5's has two, <|im_end|> and <|endoftext|>."""
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError, KeyError):
+        return ()
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
 def save_policy(
     policy: PolicyModel,
     tokenizer: Any,

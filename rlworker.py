@@ -77,7 +77,7 @@ class RLWorker(Worker):
         self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
         self.reference: Any = None
         if self.has_reference and not c.lora_rank:
-            frozen = load_policy(self.start, c.share_prefix).to(self.device).eval()
+            frozen = load_policy(self.start, c.share_prefix).eval()
             self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
 
     def rounds_at(self, step: int) -> dict[str, int]:

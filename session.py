@@ -108,7 +108,10 @@ class Session(Generic[WorkerType]):
         path, worker = self.run.path, self.worker
         loaded = None
         if self.config.resume:
+            worker.rest()  # on a GPU the optimizer's state needs the sampler's memory
             loaded = checkpoint.load_newest(path, self.identity(), worker.parts())
+            if self.config.plays:
+                worker.load_into_engine()
         if loaded:
             step, state = loaded
             try:
@@ -133,8 +136,6 @@ class Session(Generic[WorkerType]):
         if loaded:
             for timings in read_log(path / "timings.jsonl") if self.run.writes else []:
                 self.time_left.note(timings)
-            if self.config.plays:
-                worker.load_into_engine()
             self.tidy_up(self.completed_step)
             distributed.say(f"resumed after step {self.completed_step}")
 

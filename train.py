@@ -161,14 +161,14 @@ def usable_trajectories(
 
     Out go: those the infrastructure lost or without a policy token; for algorithms that compare
     within a group, groups left with one member and, with --skip-zero-variance, groups whose returns
-    are all equal (advantage 0).
+    are all equal (advantage 0), unless --kl-coef takes from each what it has drifted.
     """
     valid = [t for t in trajectories if t.is_valid]
     compared = valid
     if ESTIMATORS[config.algorithm].needs_group:
         size = Counter(t.group_id for t in valid)
         compared = valid = [t for t in valid if size[t.group_id] > 1]
-        if config.skip_zero_variance:
+        if config.skip_zero_variance and not config.kl_coef:  # which makes equal returns differ
             returns: dict[int, set[float]] = {}
             for t in valid:
                 returns.setdefault(t.group_id, set()).add(t.total_return)

@@ -179,8 +179,9 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
     for _ in range(objective.ppo_epochs):
         order = torch.randperm(len(groups), generator=generator).tolist()
         rows = [row for i in order for row in groups[i]]
-        for start in range(0, len(rows), objective.mini_batch_size):
-            yield rows[start : start + objective.mini_batch_size]
+        parts = math.ceil(len(rows) / objective.mini_batch_size)
+        for n in range(parts):  # of equal sizes: a rest of a few rows would count as much as 64
+            yield rows[n * len(rows) // parts : (n + 1) * len(rows) // parts]
 
 
 def cut(batch: Batch, rows: list[int], objective: Objective) -> list[list[int]]:
@@ -195,7 +196,8 @@ def cut(batch: Batch, rows: list[int], objective: Objective) -> list[list[int]]:
 
     cuts = cuts_of(limit)
     if len(cuts) < ranks:
-        cuts = cuts_of(math.ceil(sum(_costs(batch, cuts)) / ranks))
+        finer = cuts_of(min(limit, math.ceil(sum(_costs(batch, cuts)) / ranks)))
+        cuts = finer if len(finer) > len(cuts) else cuts
     return cuts
 
 
@@ -372,6 +374,7 @@ def update_critic(
     measured = {name: value for name, value in metrics.items() if "/" in name}
     return measured | {
         "critic/grad_norm": metrics["grad_norm"],
+        "critic/skipped_steps": metrics["skipped_steps"],
         "critic/explained_variance": 1 - unexplained / variance if variance > 0 else 0.0,
     }
 

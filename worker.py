@@ -35,7 +35,14 @@ from envs import env_name, tasks_by_world
 from evaluate import evaluate_policy
 from kl import FixedKLController
 from mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
-from models import describe, load_policy, load_tokenizer, num_parameters, num_trained
+from models import (
+    describe,
+    load_policy,
+    load_tokenizer,
+    num_parameters,
+    num_trained,
+    stop_ids_of,
+)
 from order import RolloutRequest, share_of
 from reporting.plan import plan
 from rollout import RolloutLog, RolloutSettings, check_failures, collect, sampling_seed
@@ -46,6 +53,7 @@ from runtime.lora import add_lora, save_adapter
 from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
 from runtime.recompute import keep_for_backward, what_to_keep
+from runtime.room import sampler_share
 from runtime.servers import Served, start_servers
 from runtime.vllm_engine import make_engine
 from trajectory import RolloutHandler
@@ -96,7 +104,7 @@ class Worker:
             self.start = start_model(config, self.accelerator)
         with refusing():
             self.tokenizer = load_tokenizer(self.start)
-            self.chat = ChatTemplate(self.tokenizer)
+            self.chat = ChatTemplate(self.tokenizer, stop_ids_of(self.start))
         distributed.say(f"model: {config.model} ({describe(self.start)}) from {self.start}")
         self.pad_id = self.tokenizer.pad_token_id or 0
         if config.plays:
@@ -180,6 +188,7 @@ class Worker:
         options: dict[str, Any] = {}
         if c.engine == "vllm":
             options = {"seed": seed_of(distributed.rank()), "dtype": self.precision.dtype}
+            options |= {"gpu_memory_utilization": sampler_share(c)}
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def check_budget(self) -> None:

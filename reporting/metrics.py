@@ -88,6 +88,7 @@ METRICS: dict[str, str] = {
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
+    "critic/skipped_steps": "its mini-batches without a step: not finite (count)",
     "critic/explained_variance": "1 - Var[returns - values] / Var[returns] at policy tokens (1)",
     "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
     "sampler/log_prob_diff_max": "largest such difference in the step (nats)",

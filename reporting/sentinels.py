@@ -267,7 +267,8 @@ class Sentinels:
 
 def _skipped(metrics: Mapping[str, Any]) -> float | None:
     """Mini-batches that were not finite; None: there was no update to judge."""
-    skipped = _finite(metrics.get("policy/skipped_steps")) or 0.0
+    counts = [metrics.get(f"{part}/skipped_steps") for part in ("policy", "critic")]
+    skipped = sum(_finite(count) or 0.0 for count in counts)
     shown = [metrics.get(name) for name in ("policy/loss", "policy/grad_norm")]
     if any(value is not None and _finite(value) is None for value in shown):
         return max(skipped, 1.0)

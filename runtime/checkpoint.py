@@ -124,7 +124,14 @@ def _folder_aside(folder: Path) -> Path:
 
 
 def _write(folder: Path, part: tuple[Any, Any]) -> None:
+    fresh = not part[1].state
     model, optimizer = get_state_dict(*part, options=_TRAINED)
+    if fresh:
+        # NOTE: of an optimizer that has done nothing torch takes a step, without gradients, to have
+        # a state to save; that must not count as one, or a save before the first update changes it.
+        for state in part[1].state.values():
+            if "step" in state:
+                state["step"].zero_()
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
         dcp.save(

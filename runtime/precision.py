@@ -66,7 +66,9 @@ def choose(asked: str, deterministic: bool = False) -> Precision:
     if asked in ("bf16", "fp32"):
         return Precision(asked, f"--precision {asked}")  # type: ignore[arg-type]
     if torch.cuda.is_available():
-        return Precision("bf16", "on a GPU")
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Precision("bf16", "on a GPU")
+        return Precision("fp32", "this GPU has no bfloat16")  # a T4, say; nor would vLLM take it
     seconds = measured()
     faster, slower = sorted(seconds, key=seconds.__getitem__)
     ratio = seconds[slower] / seconds[faster]

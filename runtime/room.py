@@ -42,6 +42,7 @@ PROGRAMS = 1.5 * GIB
 # What a heap loses between buffers, with the C library's malloc and tcmalloc: over fifteen steps
 # the laptop's run peaked at 9.1 GB where the parts are 5.6 (benchmarks/default_run.py).
 CPU_MARGIN, TCMALLOC_MARGIN = 1.6, 1.25
+CONTEXT, LEAST_SHARE = 0.05, 0.1  # of a card: CUDA's own and graphs; vLLM's, whatever is left
 CLEARLY = 1.25  # so many times the memory are refused; less is a warning
 
 
@@ -59,6 +60,7 @@ class Need(NamedTuple):
 
     state: float
     peak: float
+    held: float = 0.0  # of `state` while the agent plays: all but gradients
 
 
 def check_room(config: RunConfig, room: Room | None = None) -> str | None:
@@ -98,6 +100,7 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     if not (rl and (rl.kl_coef or rl.kl_loss_coef)):
         parts["reference"] = 0
     state = sum(parts.values())
+    gradients = parts["gradients"] * (2 if rl and rl.needs_critic else 1)
     if rl and rl.needs_critic:
         state += sum(parts[name] for name in ("weights", "gradients", "moments"))
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
@@ -109,7 +112,8 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     sampler = 0.0 if c.engine_url or c.engine_devices else 2 * shape.parameters + sequence
     if is_gpu:
         beside = (MARGIN * state + sampler) if sampler else 0.0
-        return Need(state, max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update)))
+        peak = max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update))
+        return Need(state, peak, state - gradients)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own = 0.0
     if sampler and c.engine == "vllm":  # float32 unless it was asked not to be
@@ -119,6 +123,17 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
         state * processes,
         heap_margin() * processes * (state + update + sampler + own + PROGRAMS),
     )
+
+
+def sampler_share(config: RunConfig, room: Room | None = None) -> float:
+    """Of a card, what vLLM may take beside the trainer: half of it, or what weights, moments and
+    reference leave, since it takes its memory back after each update while they are there."""
+    shape = shape_of(config.model, model_config(config.model) or {})
+    room = room or room_here()
+    if shape is None or room is None or not room.is_gpu:
+        return SAMPLER_SHARE
+    held = needed(config, shape, is_gpu=True).held
+    return max(min(SAMPLER_SHARE, 1 - MARGIN * held / room.total - CONTEXT), LEAST_SHARE)
 
 
 def advice(config: RunConfig, room: Room) -> str:

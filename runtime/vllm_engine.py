@@ -203,7 +203,8 @@ class VLLMEngine:
         if self._is_asleep:
             self._wake("kv_cache")
             self._is_asleep = False
-        self._llm.reset_prefix_cache()  # keys and values of the old weights
+        if self._llm.reset_prefix_cache() is False:
+            raise EngineError("vLLM still holds keys and values of the old weights")
         self._has_weights = True
 
     def sleep(self) -> None:

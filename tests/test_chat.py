@@ -90,6 +90,17 @@ def family(request):
     return build(), end_of_turn
 
 
+def test_an_end_that_the_sampler_knows_is_no_part_of_what_was_said(family):
+    tokenizer, _ = family
+    plain = ChatTemplate(tokenizer)
+    (other,) = plain.plain("~")[:1]
+    chat = ChatTemplate(tokenizer, (other,))
+    assert set(chat.stop_token_ids) == {*plain.stop_token_ids, other}
+    said = chat.plain("go on")
+    for end in chat.stop_token_ids:
+        assert chat.text_of([*said, end]) == "go on"
+
+
 def rendered(tokenizer, messages):
     """What the tokenizer's own template makes of a conversation, as the model's makers meant it."""
     if "start_of_turn" in tokenizer.chat_template and messages[0]["role"] == "system":

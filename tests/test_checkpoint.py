@@ -42,6 +42,20 @@ def make_parts(value=1.0):
     return parts
 
 
+@pytest.mark.parametrize("saved_first", [False, True])
+def test_a_save_before_the_first_update_does_not_change_it(tmp_path, model, saved_first):
+    """Ctrl-C in the first step, or no signal before the first --save-every."""
+    (net, _) = make_parts()["policy"]
+    start = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    if saved_first:
+        save(tmp_path, 0, model, parts={"policy": (net, optimizer)})
+    net(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    moves = [float((p - q).abs().max()) for p, q in zip(net.parameters(), start, strict=True)]
+    assert moves == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first step is the rate itself
+
+
 def numbers(parts):
     """All weights and moments as one vector."""
     found = []

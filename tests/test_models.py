@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     Qwen2Config,
@@ -24,6 +25,7 @@ from models import (
     load_tokenizer,
     num_parameters,
     save_policy,
+    stop_ids_of,
 )
 from runtime.default_models import CHATML, resolve_model
 
@@ -47,6 +49,13 @@ def test_a_model_is_trained_without_its_dropout(tmp_path):
     with torch.no_grad():
         first, second = (policy(ids, MASK)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_all_ends_of_a_turn_that_a_checkpoint_names_are_known(tmp_path):
+    assert stop_ids_of(str(tmp_path)) == ()
+    for named, ids in ((7, (7,)), ([7, 9], (7, 9)), (None, ())):
+        GenerationConfig(eos_token_id=named).save_pretrained(tmp_path)
+        assert stop_ids_of(str(tmp_path)) == ids
 
 
 def small_lm(tied=True):

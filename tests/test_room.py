@@ -12,7 +12,7 @@ from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.find_model import model_config
 from runtime.memory import CPU_CACHE_AT_MOST, GIB, GPU_HEAD_BYTES, Shape, cpu_cache_bytes, shape_of
-from runtime.room import Room, check_room, cpu_room, needed
+from runtime.room import Room, check_room, cpu_room, needed, sampler_share
 
 LAPTOP = with_preset("laptop")
 QWEN_3B = Shape("3B", 151936, 2048, 11008, 36, 16, 2)
@@ -40,6 +40,19 @@ def test_the_laptops_run_needs_what_it_was_seen_to_take(monkeypatch):
     assert 7.5e9 < need.peak < 10e9  # 9.1 GB were seen
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 ")
     assert 7.2e9 < bytes_of(LAPTOP).peak < 8.6e9  # 7.2 and 7.8 GB in recipes/results/worlds
+
+
+def test_beside_the_trainer_the_sampler_takes_what_is_left_when_it_wakes(monkeypatch):
+    """The weights, moments and reference of 3B are 46 GiB: half of an 80 GB card is not free."""
+    monkeypatch.setattr(room, "shape_of", lambda *_: QWEN_3B)
+    paper = with_preset("paper")
+    held = bytes_of(paper, True, QWEN_3B).held
+    assert held == pytest.approx(16 * QWEN_3B.parameters)  # 20 bytes each, less the gradients' 4
+    for gib in (79.1, 94.0):
+        share = sampler_share(paper, machine(gib, is_gpu=True))
+        assert 0.3 < share < 0.5 and held + share * gib * GIB < gib * GIB
+    assert sampler_share(paper, machine(140.0, is_gpu=True)) == 0.5
+    assert sampler_share(paper, machine(24.0)) == 0.5  # no card: nobody asks
 
 
 def test_tcmalloc_loses_less_between_buffers(monkeypatch):

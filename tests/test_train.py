@@ -276,6 +276,8 @@ def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
     assert counts == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
     used, counts = usable_trajectories(trajectories, Config(skip_zero_variance=False))
     assert used == undecided + decided and counts["data/signal_share"] == 1.0
+    used, _ = usable_trajectories(trajectories, Config(kl_coef=0.1))  # by which equal ones differ
+    assert used == undecided + decided
     used, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))
     assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
 

@@ -180,6 +180,15 @@ def test_several_optimizer_steps_without_old_log_probs_are_refused(accelerator, 
         policy_step(accelerator, policy, sgd(policy), batch, advantages, objective)
 
 
+def test_a_critics_mini_batches_that_were_not_finite_are_counted(accelerator, batch, advantages):
+    critic = make_critic()
+    values = values_of(critic, batch)
+    objective = replace(WIDE, mini_batch_size=3)
+    returns = advantages.masked_fill(batch.loss_mask.bool(), math.inf)
+    metrics = critic_step(accelerator, critic, sgd(critic), batch, values, returns, objective)
+    assert metrics["critic/skipped_steps"] == 2
+
+
 # --- Trap 14: a mean per micro-batch and then the mean of means depends on the split -------------
 
 
@@ -251,6 +260,28 @@ def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(
         for name, value in (("policy/kl", kl), ("policy/entropy", entropy)):
             mean = float((value.detach() * mask).sum() / mask.sum())
             assert metrics[name] == pytest.approx(mean, rel=1e-4), name
+
+
+@pytest.mark.parametrize(("size", "parts"), [(4, [3, 3]), (5, [3, 3]), (6, [6]), (2, [2, 2, 2])])
+def test_mini_batches_are_of_equal_sizes(batch, size, parts):
+    """A rest of a few rows would take as large a step as all the others together."""
+    objective = replace(WIDE, mini_batch_size=size)
+    found = list(update._mini_batches(batch, objective, seed=0))
+    assert [len(rows) for rows in found] == parts == sorted(parts)
+    assert sorted(row for rows in found for row in rows) == list(range(6))
+    assert len(found) == objective.num_optimizer_steps(6)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_more_processes_never_make_larger_or_fewer_micro_batches(batch, share_prefix, monkeypatch):
+    objective = replace(WIDE, share_prefix=share_prefix)
+    for limit in (14, 20, 24, 30, 40):
+        asked = replace(objective, max_tokens_per_micro_batch=limit)
+        alone = cut(batch, list(range(6)), asked)
+        for ranks in (2, 4, 8):
+            monkeypatch.setattr(update.distributed, "world_size", lambda ranks=ranks: ranks)
+            assert len(cut(batch, list(range(6)), asked)) >= len(alone)
+        monkeypatch.undo()
 
 
 def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbours_are(
