@@ -277,6 +277,7 @@ def curves(
                 value = 100 * statistics.fmean(solved.values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(title)
+            axis.margins(x=max(0.05, 0.012 * len(names)))  # points are shifted, not to hide others
             axis.set(ylabel="solved, %", xlabel=label)
             axis.locator_params(axis="x", nbins=5)
         lines = axes[0][0].get_legend_handles_labels()

@@ -39,6 +39,14 @@ def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
     assert config.ignore_returns == (name == "unweighted") if arm.program == "agentevol.py" else 1
 
 
+def test_the_page_has_the_table_of_the_committed_runs():
+    page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
+    done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
+    assert done == ["sft"], "RESULTS.md speaks of one run of SFT"
+    assert f"{methods.ARMS['sft'].shown:,} more lessons of the careless teacher" in page
+
+
 def test_methods_spend_about_as_many_turns_as_short_in_all():
     turns = 198 * 180  # of `short`: turns a step, steps
     for name in ("dpo", "agentevol"):
