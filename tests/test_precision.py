@@ -55,7 +55,13 @@ def test_what_was_asked_for_is_not_measured(cache, monkeypatch):
     assert precision.choose("fp32").format == "fp32"
     assert precision.choose("auto", deterministic=True).format == "fp32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert precision.choose("auto").format == "bf16"
+    for has, chosen in ((True, "bf16"), (False, "fp32")):  # a T4 only emulates it
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True, has=has: has or including_emulation,
+        )
+        assert precision.choose("auto").format == chosen
     assert not cache.exists()
 
 

@@ -27,6 +27,7 @@ HEALTHY = {
     "policy/grad_norm": 0.3,
     "policy/optimizer_steps": 4,
     "policy/skipped_steps": 0,
+    "critic/skipped_steps": 0,
     "policy/entropy": 0.1,
     "policy/approx_kl": 0.001,
     "policy/kl": 0.02,
