@@ -51,13 +51,19 @@ if __name__ == "__main__":  # before the imports below take their seconds
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import program
 from config import Misuse
 from conversations import ROUNDING, Conversation, return_of
-from methodworker import Kept, MethodWorker, count_learned, shown_by, sync_if_measured
+from methodworker import (
+    Kept,
+    MethodWorker,
+    count_learned,
+    fitting,
+    shown_by,
+    sync_if_measured,
+)
 from order import portion
 from runtime import distributed
 from runtime.clock import Clock
@@ -80,8 +86,7 @@ def train(config: EvolConfig) -> Run:
     config = program.checked(config, check_method)
     length = config.steps_per_iteration
     given = demonstrated(config)
-    make_worker = partial(MethodWorker, given=given, what="demonstrations")
-    with at_work(config, make_worker) as session:
+    with at_work(config, MethodWorker) as session:
         w = session.worker
         kept = Kept(session.run.path / "evolving", session.run.writes)
         kept.forget_after(session.completed_step // length + 1)
@@ -94,7 +99,7 @@ def train(config: EvolConfig) -> Run:
             # ------------------------------------------------------------------- 1 the evolving set
             if place == 0 or not evolving:
                 with clock("time/rollout_s"):
-                    evolving, found = evolve(session, kept, step)
+                    evolving, found = evolve(session, kept, step, given)
                 if place == 0:
                     metrics |= found
                     if iteration:  # the first begins with the start as it is
@@ -140,11 +145,11 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
             found.append(record | {"origin": DEMONSTRATED, "weight": weight})
     if not found:
         raise Misuse(f"nothing in --data earned more than --min-return {config.min_return:g}")
-    return found
+    return fitting(config, found, "demonstrations")
 
 
 def evolve(
-    session: Session[MethodWorker], kept: Kept, step: int
+    session: Session[MethodWorker], kept: Kept, step: int, given: Sequence[Conversation]
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The set of a step's iteration, and metrics of how it came: found in the run, or what was
     there before and what the policy, as it is now, has explored.
@@ -157,7 +162,7 @@ def evolve(
     iteration, place = divmod(step - 1, config.steps_per_iteration)
 
     def make() -> tuple[list[Conversation], dict[str, Any]]:
-        before = kept.of(iteration)[0] if iteration else list(w.shown)
+        before = kept.of(iteration)[0] if iteration else list(given)
         said, metrics = w.explore(
             iteration + 1, step, config.tasks_per_iteration, config.group_size
         )

@@ -12,7 +12,7 @@ in a file that is a JSON list, or holds one of them a line. All become AgentTraj
 becomes a trajectory by the path that sampling takes (`RolloutHandler`), so that imitation sees the
 very tokens that the policy will. Turns of `gpt` with `loss` true are learned (loss_mask 1), and of
 messages every assistant's but for those with `weight` 0. What an episode earned comes along as
-"return": always from a run, and from a file where its records have it.
+"return": always from a run, with the world's "seed", and from a file where its records have it.
 
 What a policy has sampled comes back with the ids that it sampled: text that is encoded again may
 come out as other tokens. Ids are taken where this tokenizer reads them as the same text; a model

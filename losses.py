@@ -340,21 +340,21 @@ def policy_objective(
     weights = None
     if cap:
         weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
+    rows = None if s.weights is None else s.weights[:, None]  # (B, 1)
     # A positive factor of an advantage is one of the token's loss: the clip does not see it.
-    advantages = s.advantages if s.weights is None else s.advantages * s.weights[:, None]
+    advantages, clip = s.advantages if rows is None else s.advantages * rows, objective.clip_ratio
     clipped = policy_loss(
-        s.log_probs, s.old_log_probs, advantages, mask, objective.clip_ratio, denominator, weights
+        s.log_probs, s.old_log_probs, advantages, mask, clip, denominator, weights
     )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:
         coefficient = term.coefficient(objective)
         if coefficient or term.always_measured:
             value = term.function(s, objective)  # (B, T)
-            terms[term.metric] = masked_mean(value, mask, denominator)
+            mean = terms[term.metric] = masked_mean(value, mask, denominator)
             if coefficient:
-                even = value if s.weights is None else value * s.weights[:, None]
-                added = coefficient * masked_mean(even, mask, denominator)
-                loss, unscaled = loss + added, unscaled + added
+                even = mean if rows is None else masked_mean(value * rows, mask, denominator)
+                loss, unscaled = loss + coefficient * even, unscaled + coefficient * even
     gap = torch.where(mask.bool(), (s.old_log_probs - s.rollout_log_probs).abs(), 0.0)
     metrics = {
         "policy/loss": unscaled,

@@ -14,7 +14,6 @@ Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,45 +28,25 @@ from conversations import Conversation, as_agenttraj, from_agenttraj, was_encode
 from demonstrations import shown_in_each
 from losses import Objective, Portions
 from mixture import horizons_of, in_each
+from models import load_tokenizer
 from order import draw
 from reporting.metrics import summarize_trajectories
-from runtime import distributed, rundir
+from runtime import distributed
 from runtime.clock import Clock
 from runtime.files import write_json, write_text
-from runtime.interrupt import StopRequests
 from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.phases import phase
 from session import Session, TrainingError, is_due
+from warmstart import given_model
 from worker import Worker
 
 Lines = list[dict[str, Any]]
 
 
 class MethodWorker(Worker):
-    """A worker that encodes conversations, and plays for new ones.
-
-    Args:
-        given: conversations that the method begins with, and `what` to call them.
-    Attributes:
-        shown: those of them that fit.
-    Raises:
-        Misuse: what only the model, the first prompt or the conversations reveal.
-    """
+    """A worker that encodes conversations, and plays for new ones."""
 
     config: MethodConfig
-
-    def __init__(
-        self,
-        config: MethodConfig,
-        run: rundir.Run,
-        stack: contextlib.ExitStack,
-        stop: StopRequests,
-        given: Sequence[Conversation] = (),
-        what: str = "conversations",
-    ) -> None:
-        super().__init__(config, run, stack, stop)
-        limit = config.max_trajectory_tokens
-        self.shown = fitting(self.chat, given, limit, what) if given else []
 
     def batch_of(self, records: Sequence[Conversation]) -> Batch:
         """Conversations as a batch, each weighted by its "weight", 1 where it has none."""
@@ -101,15 +80,18 @@ class MethodWorker(Worker):
         return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
-def fitting(
-    chat: ChatTemplate, records: Sequence[Conversation], limit: int, what: str
-) -> list[Conversation]:
-    """Those of at most `limit` tokens (--max-trajectory-tokens); what was left out, and what had to
-    be encoded again for this tokenizer, is said. Collective.
+def fitting(config: MethodConfig, records: Sequence[Conversation], what: str) -> list[Conversation]:
+    """Those of at most --max-trajectory-tokens, found before there is a run; what was left out, and
+    what had to be encoded again for this tokenizer, is said. Collective.
 
+    Args:
+        what: to call them.
     Raises:
-        Misuse: a conversation that is none, or nothing is left.
+        Misuse: no model, a conversation that is none, or nothing is left.
     """
+    limit, path = config.max_trajectory_tokens, given_model(config)
+    with refusing():
+        chat = ChatTemplate(load_tokenizer(path))
 
     def look() -> tuple[list[int], int]:
         kept, again = [], 0

@@ -249,8 +249,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_ids_of(path: str) -> tuple[int, ...]:
-    """Ids that end a turn by the checkpoint's generation_config.json, at which vLLM stops too; ()
-    if it has none. Qwen2.5's has two, <|im_end|> and <|endoftext|>."""
+    """Ids that end a turn by the checkpoint's generation_config.json, one or several, at which vLLM
+    stops too; () if it has none."""
     from transformers import GenerationConfig
 
     try:

@@ -42,15 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import program
-from chat import ChatTemplate
-from config import Misuse, refusing
+from config import Misuse
 from conversations import Conversation
 from methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
-from models import load_tokenizer
 from order import portion
 from runtime import distributed
 from runtime.clock import Clock
-from runtime.default_models import resolve_model
 from runtime.rundir import Run
 from session import at_work, is_due
 from update import imitate, score_policy
@@ -68,7 +65,7 @@ def train(config: SftConfig) -> Run:
     """
     config = program.checked(config, check_method)
     records = shown_by(config, config.min_return)
-    fit = fitting(chat_of(config), records, config.max_trajectory_tokens, "conversations")
+    fit = fitting(config, records, "conversations")  # which decides how many steps there are
     parts = parted(len(fit), config.hold_out, config.seed)
     shown, hidden = ([fit[i] for i in part] for part in parts)
     steps = config.steps or config.epochs * math.ceil(len(shown) / config.mini_batch_size)
@@ -102,18 +99,6 @@ def train(config: SftConfig) -> Run:
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
     return session.run
-
-
-def chat_of(config: SftConfig) -> ChatTemplate:
-    """How the model's conversations are written: before there is a run, since how many fit decides
-    how many steps it has. Collective."""
-
-    def path() -> str:
-        is_given = config.warm_start not in ("auto", "never")
-        return config.warm_start if is_given else resolve_model(config.model)
-
-    with refusing():
-        return ChatTemplate(load_tokenizer(distributed.first("fetching the model", path)))
 
 
 def parted(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:

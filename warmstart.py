@@ -223,14 +223,19 @@ def manner_of(settings: SftSettings) -> Manner:
     return Manner(settings.slips, settings.thoughts)
 
 
-def start_model(config: RunConfig, accelerator: Any) -> str:
-    """Path of the weights that RL starts from: as given, or warmed up on demonstrations.
-    Collective."""
+def given_model(config: RunConfig) -> str:
+    """Path of the model that the options name, before any warm start here. Collective."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
     with refusing():
-        path = distributed.first("fetching the model", lambda: resolve_model(config.model))
-    if config.warm_start == "never" or config.model not in SMALL_MODELS:
+        return distributed.first("fetching the model", lambda: resolve_model(config.model))
+
+
+def start_model(config: RunConfig, accelerator: Any) -> str:
+    """Path of the weights that RL starts from: as given, or warmed up on demonstrations.
+    Collective."""
+    path = given_model(config)
+    if config.warm_start != "auto" or config.model not in SMALL_MODELS:
         return path
     settings = starts.settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed

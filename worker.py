@@ -188,7 +188,7 @@ class Worker:
         options: dict[str, Any] = {}
         if c.engine == "vllm":
             options = {"seed": seed_of(distributed.rank()), "dtype": self.precision.dtype}
-            options |= {"gpu_memory_utilization": sampler_share(c)}
+            options["gpu_memory_utilization"] = sampler_share(c)
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def check_budget(self) -> None:

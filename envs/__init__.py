@@ -27,7 +27,8 @@ or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever 
 
 What it may have beside that:
 
-    HORIZON, PAPER, LAPTOP, PACKAGE, ID_PREFIXES    its own numbers; `Settings` has the defaults
+    HORIZON, PAPER, LAPTOP, PACKAGE, START_TIMEOUT_S, ID_PREFIXES
+                                     its own numbers; `Settings` has the defaults
     NAME                             of a world outside envs/, where the class's own will not do
     open_shared(), close_shared()    of the class: what all sessions of a server use
     variant() -> str                 of the class: options and simulator version, which decide the
@@ -122,6 +123,7 @@ class Settings:
     paper: Mapping[str, Any] = field(default_factory=dict)
     laptop: Mapping[str, Any] = field(default_factory=dict)
     package: str | None = None  # what must be importable where the world is played
+    start_timeout_s: float = 60.0  # until its server must say that it listens
     id_prefixes: tuple[str, ...] = ()  # what its task ids begin with; its name, unless it says
 
 

@@ -57,6 +57,11 @@ def end(result: Result, within: float = math.inf) -> Shares:
     return shares(result["held_out"][-1], within)
 
 
+def only(reading: Reading, keeps: Callable[[str], bool]) -> Reading:
+    """A reading of some goals alone."""
+    return lambda result: {i: v for i, v in reading(result).items() if keeps(i)}
+
+
 def spent_at(result: Result, step: int, unit: str) -> float:
     """Turns, tokens or seconds until the end of a step."""
     return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)

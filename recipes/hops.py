@@ -28,18 +28,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from envs import load_tasks  # noqa: E402
-from recipes.common import RESULTS, Recipe, Result, markdown, planned, train, write_json  # noqa: E402
+from recipes.common import RESULTS, Recipe, markdown  # noqa: E402
 from recipes.evidence import (  # noqa: E402
     Reading,
-    Shares,
     at,
     cell,
     common_budget,
     compare,
+    only,
     seeds_cell,
     start,
 )
-from recipes.miniature import record  # noqa: E402
+from recipes.miniature import train_arm  # noqa: E402
 from recipes.miniature_plan import read_results  # noqa: E402
 
 FOLDER = RESULTS / "hops"
@@ -59,21 +59,14 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def arguments_of(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
-    """train.py's."""
-    return [*BASE, *ARMS[arm], "--seed", str(seed), *extra, "--run-dir", str(run_dir)]
+def arguments_of(arm: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
+    """train.py's, but for --run-dir."""
+    return [*BASE, *ARMS[arm], "--seed", str(seed), *extra]
 
 
 def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """One run, or the rest of it; its result."""
-    name = f"{options.arm}-{options.seed}"
-    run_dir = options.runs / name
-    arguments = arguments_of(options.arm, options.seed, run_dir, extra)
-    steps = planned(arguments).steps
-    train(arguments, run_dir, steps)
-    result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
-    write_json(options.results / f"{name}.json", result)
-    print(f"wrote {options.results / name}.json", flush=True)
+    train_arm(options, arguments_of(options.arm, options.seed, extra))
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -81,11 +74,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
 
 def of_kind(reading: Reading, kind: str, kinds: Mapping[str, str]) -> Reading:
     """The questions of one kind alone; "all": every one."""
-
-    def within(result: Result) -> Shares:
-        return {i: v for i, v in reading(result).items() if kind in ("all", kinds[i])}
-
-    return within
+    return only(reading, lambda task_id: kind in ("all", kinds[task_id]))
 
 
 def report(folder: Path) -> str:

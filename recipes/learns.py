@@ -148,9 +148,7 @@ def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
         train(arguments, run_dir, config.steps)
     result = {"arm": options.arm, "seed": options.seed} | record(run_dir, config.steps)
     result |= {"recipe": circumstances()["command"]}
-    result |= {
-        "test": evaluate_test("textcraft", options.seed, run_dir, config, options.test_samples)
-    }
+    result["test"] = evaluate_test("textcraft", options.seed, run_dir, config, options.test_samples)
     write_result(options.results / f"{name}.json", result | grid)
 
 

@@ -118,7 +118,8 @@ Not measured: no GPU has run these rows. GB (10⁹ bytes) a GPU.
 - update: the most that an update takes, state included, with one trajectory of the full context in
   a micro-batch; without and with `--gradient-checkpointing`.
 - card: the smallest of {cards} GiB that holds the update, with checkpointing, beside the sampler,
-  which takes {share} of the card and leaves it during the update; 140 is sold as 141 GB.
+  which has {share} of the card here (a run gives it less where less is left: `runtime/room.py`)
+  and leaves it during the update; 140 is sold as 141 GB.
 - PFLOP and minutes: {TRAJECTORIES} trajectories of the full length, scored twice and trained on
   once, with checkpointing, at {speed}, which is an assumption. Sampling is not in
   them, and real trajectories are shorter.

@@ -106,6 +106,18 @@ def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Re
     return {"arm": name, "seed": seed} | record(run_dir, steps)
 
 
+def train_arm(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Train --arm with --seed to its end, or the rest of it, and write its result: for recipes
+    whose every arm is train.py with these arguments."""
+    name = f"{options.arm}-{options.seed}"
+    run_dir = options.runs / name
+    steps = planned(arguments).steps
+    train([*arguments, "--run-dir", str(run_dir)], run_dir, steps)
+    result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
+    write_json(options.results / f"{name}.json", result)
+    print(f"wrote {options.results / name}.json", flush=True)
+
+
 CURVE = (
     "train/success_rate",
     "train/turns_mean",

@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs import load_tasks
 from recipes.common import (
@@ -31,10 +31,15 @@ from recipes.common import (
     run,
 )
 
-ROUNDS = {"textcraft": (6, 30), "searchqa": (8,)}  # most turns; of several each is measured
-SAID = {
-    "textcraft": "Published test split, at most 30 turns:",
-    "searchqa": "Test questions of one hop to three, at most 8 turns:",
+
+class TestList(NamedTuple):
+    what: str
+    rounds: tuple[int, ...]  # most turns; of several each is measured, and the last is shown
+
+
+TESTS = {
+    "textcraft": TestList("Published test split", (6, 30)),
+    "searchqa": TestList("Test questions of one hop to three", (8,)),
 }
 
 
@@ -46,16 +51,19 @@ def evaluate_test_split(
         aside = folder.with_name(f".{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         command = [sys.executable, "evaluate.py", "--env", env, "--split", "test"]
-        command += ["--model", model, "--max-rounds", *map(str, ROUNDS[env])]
+        command += ["--model", model, "--max-rounds", *map(str, TESTS[env].rounds)]
         command += ["--samples", str(samples), "--max-tokens-per-turn", "80"]
         run([*command, "--seed", str(seed), "--out", str(aside)])
         aside.rename(folder)
     summary = read_json(folder / "eval.json")
     rows = {"all": summary["overall"], **summary["subtasks"]}
     found = {
-        "max_rounds": ROUNDS[env][-1],
+        "max_rounds": TESTS[env].rounds[-1],
         "samples": samples,
-        "rows": {name: {"items": row["items"], "avg": row["avg"]} for name, row in rows.items()},
+        "rows": {
+            name: {key: row[key] for key in ("items", "avg", "turns_mean")}
+            for name, row in rows.items()
+        },
         "items": item_shares(summary),
     }
     if env == "textcraft":

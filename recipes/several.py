@@ -41,14 +41,12 @@ from recipes.common import (  # noqa: E402
     Recipe,
     Result,
     markdown,
-    planned,
     read_json,
     run,
-    train,
     write_json,
 )
-from recipes.evidence import Reading, Shares, cell, compare, end, seeds_cell, start  # noqa: E402
-from recipes.miniature import record  # noqa: E402
+from recipes.evidence import Reading, cell, compare, end, only, seeds_cell, start  # noqa: E402
+from recipes.miniature import train_arm  # noqa: E402
 from recipes.miniature_plan import read_results  # noqa: E402
 
 BASE = ROOT / "recipes" / "several.json"
@@ -135,16 +133,10 @@ def make_start(out: Path, crafted: int, mazes: int) -> None:
 
 def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """One run, or the rest of it; its result."""
-    name = f"{options.arm}-{options.seed}"
-    run_dir = options.runs / name
     words = ["--config", str(BASE), *ARMS[options.arm], "--seed", str(options.seed), *extra]
     if "--model" not in extra and not Path(read_json(BASE)["model"]).is_dir():
         raise ValueError("there is no model yet; make it: python recipes/several.py start")
-    steps = planned(words).steps
-    train([*words, "--run-dir", str(run_dir)], run_dir, steps)
-    result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
-    write_json(options.results / f"{name}.json", result)
-    print(f"wrote {options.results / name}.json", flush=True)
+    train_arm(options, words)
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -153,11 +145,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
 def of_world(reading: Reading, world: str) -> Reading:
     """The goals of one world alone."""
     prefix = f"{CLASSES[world].ID_PREFIXES[0]}_"
-
-    def within(result: Result) -> Shares:
-        return {i: v for i, v in reading(result).items() if i.startswith(prefix)}
-
-    return within
+    return only(reading, lambda task_id: task_id.startswith(prefix))
 
 
 def report(folder: Path) -> str:

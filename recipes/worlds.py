@@ -63,9 +63,10 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, config.steps)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)
-    if options.env in published.ROUNDS:
-        asked = (options.env, options.seed, run_dir, config, options.test_samples)
-        result |= {"test": published.evaluate_test(*asked)}
+    if options.env in published.TESTS:
+        result["test"] = published.evaluate_test(
+            options.env, options.seed, run_dir, config, options.test_samples
+        )
     write_result(options.results / "worlds" / f"{name}.json", result)
 
 
@@ -147,9 +148,9 @@ def report(folder: Path) -> str:
     labels = ("training steps", "held-out tasks solved, %")
     plot_estimates(folder / "worlds.png", curves, "step", labels, "95 % intervals over tasks")
     lines = table(by_env)
-    for env in published.ROUNDS:
+    for env, test in published.TESTS.items():
         if tested := tested_runs(by_env, env):
-            lines += ["", published.SAID[env], ""]
+            lines += ["", f"{test.what}, at most {test.rounds[-1]} turns:", ""]
             lines += published.split_table(published.analyse_test(env, tested))
     if trials := tried_table(folder):
         lines += [

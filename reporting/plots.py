@@ -114,11 +114,10 @@ def _main(axis: Any, run: RunFiles) -> None:
     if successes != returns:  # where the only reward is 1 for success, they are one curve
         curve(axis, successes, SKY, "training: success", ls="--")
     samples = run.evaluations[-1]["samples"] if run.evaluations else 1
-    solved = [(step, e["value"]) for step, e in run.held_out("avg") if e["value"] is not None]
     # Of as many samples alone: the start is often measured with fewer, and solves fewer by that.
     alike = {e["step"] for e in run.evaluations if e["samples"] == samples}
-    tries = [(step, e["value"]) for step, e in run.held_out("pass") if step in alike]
-    tries = [(step, value) for step, value in tries if value is not None]
+    solved = [(step, e["value"]) for step, e in run.held_out("pass") if e["value"] is not None]
+    tries = [(step, value) for step, value in solved if step in alike]
     if tries and samples > 1:
         label = f"held-out tasks: pass@{samples}"
         axis.plot(*zip(*tries, strict=True), color=PURPLE, lw=1.2, ls="--", label=label)

@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from envs import get_env
+from envs import Settings, settings_of
 from runtime.envhttp import EnvError
 from runtime.phases import phase
 from runtime.processes import NotReady, child
 
 ROOT = Path(__file__).parents[1]
-START_TIMEOUT_S = 60.0  # until a server must say that it listens; a world may ask for more
 
 
 @contextmanager
@@ -43,9 +42,9 @@ def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -
         words += [f"--{flag.replace('_', '-')}", str(value)]
     name = f"local {env} server"
     if start_timeout_s is None:
-        start_timeout_s = START_TIMEOUT_S
+        start_timeout_s = Settings.start_timeout_s
         with suppress(ValueError):  # no such world: the server says so
-            start_timeout_s = getattr(get_env(env), "START_TIMEOUT_S", START_TIMEOUT_S)
+            start_timeout_s = settings_of(env).start_timeout_s
     with child("envs.server", *words, cwd=ROOT) as server:
 
         def listening() -> re.Match[str] | None:

@@ -60,7 +60,7 @@ class Need(NamedTuple):
 
     state: float
     peak: float
-    held: float = 0.0  # of `state` while the agent plays: all but gradients
+    held: float  # of `state` while the agent plays: all but gradients
 
 
 def check_room(config: RunConfig, room: Room | None = None) -> str | None:
@@ -122,6 +122,7 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     return Need(
         state * processes,
         heap_margin() * processes * (state + update + sampler + own + PROGRAMS),
+        (state - gradients) * processes,
     )
 
 

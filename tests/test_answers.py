@@ -65,6 +65,16 @@ def test_goals_of_depth_1_want_a_short_cap_unless_hardly_anything_works(horizons
     assert max(turns) == 4 and turns[2] > turns.total() / 2
 
 
+def test_with_a_sure_agent_twenty_rounds_leave_five_goals_that_nobody_solves(horizons):
+    needed = horizons[8]["needed"].values()
+    assert sum(turns >= 23 for turns in needed) == 5
+    assert sum(11 < turns < 23 for turns in needed) == 1
+    sure = horizons[8]["solved_within"](20, 11, 0.8) ** 8
+    assert sure > 0.9, "solved by all eight"
+    page = " ".join((TUTORIALS / "04_horizon.md").read_text(encoding="utf-8").split())
+    assert "what is left are the five of 23 moves and more" in page
+
+
 def test_so_many_questions_tell_two_rates_apart():
     variance = 2 * 0.387 * 0.613
     seen, found = ((z / 0.008) ** 2 * variance for z in (1.96, 1.96 + 0.842))

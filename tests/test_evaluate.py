@@ -758,6 +758,30 @@ def test_help_explains_every_flag(capsys):
         assert f"--{name.replace('_', '-')}" in text
 
 
+def test_what_was_played_is_kept_however_the_player_ends(tmp_path):
+    def player(pool, requests, settings, progress):
+        raise OSError(28, "No space left on device")
+
+    config, tasks = EvalConfig(env="textcraft", model="tiny"), load_tasks("textcraft", "test")[:1]
+    pool = SimpleNamespace(env="textcraft")
+    summary, outcome = evaluate._measure(config, player, pool, tasks, tmp_path)
+    assert outcome.exit_code == 1 and "No space left on device" in outcome.problem
+    assert not summary["complete"] and (tmp_path / "eval.json").exists()
+
+
+def test_a_link_that_has_moved_is_another_model(tmp_path):
+    for step in ("a", "b"):
+        (tmp_path / step).mkdir()
+    link, asked = tmp_path / "best", []
+    for step in ("a", "b"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(step)
+        asked.append(evaluate._asked(EvalConfig(env="textcraft", model=str(link)), "textcraft"))
+    assert asked[0]["model"] == asked[1]["model"] and asked[0] != asked[1]
+    other = EvalConfig(env="textcraft", api_base="http://a", api_model="m")
+    assert evaluate._asked(other, "textcraft")["api_base"] == "http://a"
+
+
 def test_states_are_kept_on_request_for_replay(tmp_path, monkeypatch):
     asked = []
 

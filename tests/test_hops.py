@@ -9,9 +9,9 @@ from recipes.common import load_config
 
 
 @pytest.mark.parametrize("arm", hops.ARMS)
-def test_every_arm_is_a_command_line_and_differs_in_its_horizon_alone(arm, tmp_path):
-    config = load_config(hops.arguments_of(arm, 1, tmp_path / "run", ["--group-size", "2"]))
-    other = load_config(hops.arguments_of("long", 1, tmp_path / "run", ["--group-size", "2"]))
+def test_every_arm_is_a_command_line_and_differs_in_its_horizon_alone(arm):
+    config = load_config(hops.arguments_of(arm, 1, ["--group-size", "2"]))
+    other = load_config(hops.arguments_of("long", 1, ["--group-size", "2"]))
     differing = {name for name in vars(config) if getattr(config, name) != getattr(other, name)}
     own = {"rounds", "steps", "eval_every", "rounds_scheduler", "steps_scaling_inter"}
     assert differing <= own
@@ -20,8 +20,8 @@ def test_every_arm_is_a_command_line_and_differs_in_its_horizon_alone(arm, tmp_p
     assert config.rounds[0] == (6 if arm == "long" else 2)
 
 
-def test_stepwise_plays_each_horizon_as_long(tmp_path):
-    config = load_config(hops.arguments_of("stepwise", 0, tmp_path / "run"))
+def test_stepwise_plays_each_horizon_as_long():
+    config = load_config(hops.arguments_of("stepwise", 0))
     assert config.rounds == (2, 4, 6) and config.steps == 3 * config.steps_scaling_inter
 
 

@@ -44,6 +44,14 @@ def test_the_page_has_the_table_of_the_committed_runs():
     assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
     done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
     assert done == ["sft"], "RESULTS.md speaks of one run of SFT"
+    rows = [line.split(" | ") for line in methods.table(methods.runs_in(methods.FOLDER))]
+    in_4 = {
+        row[0].strip("| "): float(row[2].split()[0])
+        for row in rows
+        if len(row) > 3 and row[1] == "3"
+    }
+    ends = [value for name, value in in_4.items() if name in methods.ESTIMATORS]
+    assert len(ends) == 4 and f"come to {min(ends)} to {max(ends)} % with as many turns" in page
     assert f"{methods.ARMS['sft'].shown:,} more lessons of the careless teacher" in page
 
 

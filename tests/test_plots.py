@@ -60,6 +60,8 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
         (tmp_path / "eval" / f"step_{step:06d}.json").write_text(
             json.dumps({"step": step, "samples": 4, "overall": overall})
         )
+    start = {"step": 0, "samples": 1, "overall": {"avg": estimate(0.1), "pass": estimate(0.1)}}
+    (tmp_path / "eval" / "step_000000.json").write_text(json.dumps(start))
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -78,8 +80,8 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     figure = drawn[0]
     assert figure.get_suptitle() == "textcraft · grpo · fixed 6 10   (12 steps)"
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
-    assert list(lines["held-out tasks: avg@4, 95 % interval"].get_xdata()) == [6, 12]
-    assert list(lines["held-out tasks: pass@4"].get_ydata()) == [0.8, 0.8]
+    assert list(lines["held-out tasks: avg@4, 95 % interval"].get_xdata()) == [0, 6, 12]
+    assert list(lines["held-out tasks: pass@4"].get_ydata()) == [0.8, 0.8]  # not one of one
     assert list(lines["at most"].get_ydata()) == [6] * 6 + [10] * 6
     assert list(lines["training: success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     assert list(lines["groups whose returns differ"].get_ydata()) == [0.75] * 12

@@ -294,6 +294,8 @@ def test_what_is_said_of_deep_searchs_run_is_what_it_gave() -> None:
     third = percent(difference(before, after), signed=True)
     assert f"from {pooled[0]} to {pooled[1]} % ({third})" in measured
     assert f"makes its gain [{third.split()[0]}]" in said
+    turns = [run["test"]["after"]["rows"][kind]["turns_mean"] for kind in ("bridge", "border")]
+    assert f"after {min(turns):.1f} to {max(turns):.1f} turns, one search" in measured
     used = [row["train/trajectories_used"] for row in run["curve"]]
     early = fmean(row["train/success_rate"] for row in run["curve"][:10])
     assert f"in {100 * early:.0f} % of the episodes" in measured
@@ -431,6 +433,22 @@ def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave()
         for turns, ids in sorted(groups.items())
     ]
     assert f"by the turns that the oracle needs: {', '.join(parts)}." in MEASURED.replace("\n", " ")
+
+
+def test_a_shuffled_run_plays_more_turns_in_as_many_steps_as_the_caption_says() -> None:
+    results = miniature_plan.read_results(miniature_plan.FOLDER)
+    ends = {arm: [results[arm, s]["curve"][-1] for s in range(3)] for arm in ("short", "shuffled")}
+    assert len({row["step"] for rows in ends.values() for row in rows}) == 1
+    assert min(r["turns"] for r in ends["shuffled"]) > max(r["turns"] for r in ends["short"])
+
+
+def test_the_defaults_for_gpus_are_the_papers_but_for_two() -> None:
+    said = "the paper's numbers (but for `--sampler-is-cap` and `--eval-samples`)"
+    config, helped = with_preset("paper"), (ROOT / "config.py", ROOT / "losses.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in helped)
+    assert said in README and "0 switches them off [paper: none]" in text
+    assert "per held-out task (trajectories) [paper: 1]" in text
+    assert (config.sampler_is_cap, config.eval_samples) == (2.0, 4)
 
 
 def test_what_is_said_of_horizons_is_what_the_laboratory_measured() -> None:

@@ -769,6 +769,26 @@ def test_a_crash_behind_the_last_checkpoint_is_played_again(tmp_path, uninterrup
     assert_same(run_dir, uninterrupted)
 
 
+def test_the_sampler_sleeps_while_a_resumed_run_is_loaded(tmp_path, monkeypatch):
+    """On a GPU the optimizer's state needs its memory; and it wakes with the weights of the run."""
+    done = []
+    spied = [(worker.Worker, "rest"), (checkpoint, "load_newest")]
+    spied.append((worker.Worker, "load_into_engine"))
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=1)
+        assert code == 0
+        for owner, name in spied:
+            original = getattr(owner, name)
+
+            def noted(*args, name=name, original=original, **kwargs):
+                done.append(name)
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noted)
+        assert train_main(["--resume", "--run-dir", str(run_dir), "--steps", "2"]) == 0
+    assert done[:3] == ["rest", "load_newest", "load_into_engine"]
+
+
 @pytest.mark.long
 def test_a_resumed_sampler_has_a_stream_of_its_own_however_many_checkpoints_are_left(
     tmp_path, monkeypatch

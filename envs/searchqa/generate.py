@@ -150,14 +150,12 @@ def all_drafts() -> Iterator[Draft]:
         all_hidden = len(golden) == len(draft.golden_answers)
         golden = _beyond_bridge(draft, golden)
         # "Mount Kenya" has a right form that stands in its question; of two hops that is a hint.
-        is_told = (
-            golden[:1] != draft.golden_answers[:1] if draft.kind == "one hop" else not all_hidden
-        )
+        is_hint = draft.kind != "one hop" and not all_hidden
         if not draft.split:
             continue
         if draft.kind == "comparison":
             yield draft
-        elif not is_told and golden[:1] == draft.golden_answers[:1]:
+        elif not is_hint and golden[:1] == draft.golden_answers[:1]:
             yield replace(draft, golden_answers=golden)
 
 
