@@ -174,7 +174,7 @@ def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
 
 def test_a_world_that_says_nothing_has_the_defaults():
     with registered() as name:
-        assert settings_of(name) == Settings(30, {}, {}, None, (name,))
+        assert settings_of(name) == Settings(30, id_prefixes=(name,))
 
 
 @pytest.mark.parametrize(
