@@ -10,12 +10,7 @@ Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c
 The second is the chance that k' samples drawn without replacement from the n_i hold a solved one.
 "Solved" is what the environment calls solved (`info["success"]`), never a score above 0.
 
-Error bars. Tasks differ far more than samples of one task, so the unit that is resampled is the
-task: draw m tasks with replacement 10,000 times, take the 2.5 and the 97.5 percentile of the means.
-When all tasks agree (0 of 31 solved) no resample shows any spread, and the percentiles would claim
-certainty. With q = 0.025^(1/m): if fewer than a share q of all tasks had this value v, m tasks that
-all have it would turn up in less than 2.5 % of the draws. So the mean lies in [q·v, q·v + 1 - q],
-which for v = 0 and v = 1 is the exact binomial interval of Clopper and Pearson.
+Every number has an interval over tasks (intervals.py).
 
 Test-time compute in turns costs one run. The policy is never told the horizon, and what is sampled
 in turn n depends on nothing after it; so an episode under max_rounds N is the first N turns of the
@@ -30,7 +25,6 @@ there were is part of the result.
     >>> summary["overall"]["avg"]
     {'value': None, 'low': None, 'high': None, 'items': 0}
 
-Shapes: m tasks, R resamples; weights (R, m) times values (m,) gives R means.
 Read next: evaluate.py, which plays the episodes and prints these numbers.
 """
 
@@ -39,18 +33,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from reporting.figures import GREEN, ORANGE, band, figure
+from reporting.intervals import Estimate, bootstrap, paired_bootstrap
 from trajectory import LOST, Trajectory
-
-Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
-
-NUM_RESAMPLES = 10_000
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -68,68 +56,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
             "expected 0 <= solved <= samples and 1 <= k <= samples"
         )
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
-
-
-@lru_cache(maxsize=8)
-def _resamples(num_items: int, num_resamples: int, seed: int) -> np.ndarray:
-    """How often each item is drawn, over the number of items: (num_resamples, num_items)."""
-    generator = np.random.default_rng(seed)
-    counts = generator.multinomial(num_items, np.full(num_items, 1 / num_items), num_resamples)
-    return counts / num_items
-
-
-def bootstrap(
-    values: Sequence[float],
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
-    bounds: tuple[float, float] = (0.0, 1.0),
-) -> Estimate:
-    """
-    Mean over items with its 95 % percentile interval.
-
-    Args:
-        values: one number per item (task).
-        bounds: the range that such a number can have.
-    Returns: value, low, high, items; the first three are None for no items.
-
-    >>> none_of_31 = bootstrap([0.0] * 31)
-    >>> none_of_31["low"], round(none_of_31["high"], 3)
-    (0.0, 0.112)
-    """
-    if not len(values):
-        return {"value": None, "low": None, "high": None, "items": 0}
-    x = np.asarray(values, dtype=np.float64)  # (m,)
-    if np.ptp(x) == 0:
-        q = 0.025 ** (1 / len(x))
-        low, high = (q * x[0] + (1 - q) * bound for bound in bounds)
-    else:
-        low, high = np.percentile(_resamples(len(x), num_resamples, seed) @ x, (2.5, 97.5))
-    return {"value": float(x.mean()), "low": float(low), "high": float(high), "items": len(x)}
-
-
-def paired_bootstrap(
-    before_by_item: Mapping[str, float],
-    after_by_item: Mapping[str, float],
-    n: int = NUM_RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
-    """
-    Mean difference after - before over the same tasks, with its 95 % interval.
-
-    Pairing removes what makes tasks differ: two agents can have wide, overlapping intervals and
-    still differ for certain, because one is better on nearly every task.
-
-    Args:
-        before_by_item, after_by_item: task_id -> a number in 0..1 (the share of solved samples).
-    Raises: ValueError if the two do not hold the same tasks.
-    """
-    if before_by_item.keys() != after_by_item.keys():
-        only = sorted(before_by_item.keys() ^ after_by_item.keys())
-        raise ValueError(
-            f"{len(only)} tasks are in one of the two only, first {only[0]}; pair them"
-        )
-    differences = [after_by_item[task] - before_by_item[task] for task in sorted(before_by_item)]
-    return bootstrap(differences, n, seed, bounds=(-1.0, 1.0))
 
 
 # ----------------------------------------------------------------------------------------------

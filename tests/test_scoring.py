@@ -9,15 +9,15 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reporting.intervals import binomial_interval, bootstrap, paired_bootstrap
 from reporting.scoring import (
-    bootstrap,
     compare,
     format_table,
-    paired_bootstrap,
     pass_at_k,
     plot_curves,
     summarize,
@@ -127,6 +127,46 @@ def test_tasks_that_all_agree_do_not_give_certainty_but_the_exact_binomial_bound
     assert all_["high"] == 1.0
     half = bootstrap([0.5] * num_items)
     assert half["low"] < 0.5 < half["high"]
+
+
+@pytest.mark.parametrize("solved", [1, 2, 3, 4])
+def test_a_few_of_many_have_the_exact_interval_of_a_share(solved):
+    values = [1.0] * solved + [0.0] * (40 - solved)
+    few, most = bootstrap(values), bootstrap([1 - x for x in values])
+    # At the ends so many, or more, and so many, or fewer, have a chance of 2.5 % (scipy's
+    # binomtest(k, 40).proportion_ci gives the same).
+    chance = [
+        math.comb(40, k) * few["high"] ** k * (1 - few["high"]) ** (40 - k) for k in range(41)
+    ]
+    assert sum(chance[: solved + 1]) == pytest.approx(0.025)
+    chance = [math.comb(40, k) * few["low"] ** k * (1 - few["low"]) ** (40 - k) for k in range(41)]
+    assert sum(chance[solved:]) == pytest.approx(0.025)
+    assert most["low"] == pytest.approx(1 - few["high"])
+    assert most["high"] == pytest.approx(1 - few["low"])
+
+
+def test_few_successes_are_covered_as_often_as_promised():
+    """Of 40 tasks, a true 8 %: the percentiles alone cover it in 88 evaluations of 100."""
+    generator = random.Random(3)
+    kept = [
+        bootstrap([float(generator.random() < 0.08) for _ in range(40)], num_resamples=1000)
+        for _ in range(400)
+    ]
+    assert sum(e["low"] <= 0.08 <= e["high"] for e in kept) / 400 >= 0.95
+
+
+def test_a_half_solved_task_among_unsolved_ones_reaches_no_lower_than_its_share():
+    estimate = bootstrap([0.5] + [0.0] * 30)
+    assert estimate["low"] == pytest.approx(binomial_interval(1, 31)[0] / 2)
+    assert estimate["value"] == pytest.approx(0.5 / 31)
+    assert estimate["high"] == pytest.approx(binomial_interval(1, 31)[1])
+
+
+def test_an_interval_over_many_tasks_is_the_same_in_slices():
+    values = np.random.default_rng(1).random(400)
+    whole = np.random.default_rng(0).multinomial(400, np.full(400, 1 / 400), 10_000) / 400 @ values
+    estimate = bootstrap(values.tolist())
+    assert [estimate["low"], estimate["high"]] == pytest.approx(np.percentile(whole, (2.5, 97.5)))
 
 
 def test_the_bootstrap_is_a_function_of_its_seed():
