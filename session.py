@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from config import RunConfig
 from envs import env_name
-from reporting.logs import LogError, read_log, require_steps
+from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_world
 from reporting.progress import Progress
 from reporting.timeleft import TimeLeft
@@ -130,6 +130,9 @@ class Session(Generic[WorkerType]):
             names = self.config.log_to if self.run.writes else ()
             trackers = Trackers(names, path, asdict(self.config), resume_step)
             writes, method = self.run.writes, self.config.method
+            if writes:
+                truncate_log(path / ALARMS, self.completed_step)
+                (path / ALARMS).touch()  # empty: no alarm so far
             self.logger = MetricsLogger(path, resume_step, writes, trackers, method)
         except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
@@ -250,9 +253,11 @@ class Session(Generic[WorkerType]):
     def watch(self, step: int, metrics: dict[str, Any]) -> str | None:
         """Say what the sentinels see in a step; why the run must stop, if it must."""
         seen = {n: v for n, v in metrics.items() if n not in self.config.unwatched}
-        lines, collapse = self.progress.watch(step, seen, self.config.on_collapse)
-        for line in lines:
-            distributed.say(line)
+        alarms, collapse = self.progress.watch(step, seen, self.config.on_collapse)
+        for alarm in alarms:
+            distributed.say(f"{alarm.severity}: {alarm.message}")
+            kept = {"severity": alarm.severity, "name": alarm.name, "text": alarm.message}
+            self.run.add_line(ALARMS, {"step": step} | kept)
         return collapse
 
     # Checkpoints

@@ -13,6 +13,8 @@ from typing import Any
 
 from runtime.files import write_text
 
+ALARMS = "alarms.jsonl"  # what the sentinels said while the run went on
+
 
 class LogError(ValueError):
     """A log is not what its run must have written; the message names it and says what to do."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kl import FixedKLController
-from reporting.sentinels import Sentinels
+from reporting.sentinels import Alarm, Sentinels
 
 
 @dataclass
@@ -66,22 +66,21 @@ class Progress:
 
     def watch(
         self, step: int, metrics: Mapping[str, Any], on_collapse: str
-    ) -> tuple[list[str], str | None]:
+    ) -> tuple[list[Alarm], str | None]:
         """
         Show a step to the sentinels.
 
         Args:
             on_collapse: off, warn or stop.
-        Returns: lines to print, and why the run must stop, if it must.
+        Returns: what to say, and why the run must stop, if it must.
         """
         alarms = self.sentinels.check(step, metrics)
         if on_collapse == "off":
             return [], None
-        lines = [f"{alarm.severity}: {alarm.message}" for alarm in alarms]
         stops = [alarm.message for alarm in alarms if alarm.severity == "stop"]
         if not stops or on_collapse == "warn":
-            return lines, None
-        return lines, (
+            return alarms, None
+        return alarms, (
             f"stopped after step {step}, the run is collapsing: {stops[0]}; {self._best_so_far()}; "
             "--resume with --on-collapse warn goes on all the same"
         )

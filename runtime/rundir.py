@@ -3,6 +3,7 @@
     runs/textcraft-grpo-20261121-101500/
         config.json        the method, every option resolved, versions, commit, hardware, command
         metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
+        alarms.jsonl       what the sentinels said
         trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
         eval/ checkpoints/ reward.png tokenizer/
 
@@ -81,6 +82,14 @@ class Run:
         folder = self.path / TOKENIZER
         if self.writes and not folder.exists():
             files.build_folder(folder, tokenizer.save_pretrained)
+
+    def add_line(self, name: str, row: dict[str, Any]) -> None:
+        """To a log of JSON lines, unless it is there: a resumed run may say once more what its last
+        checkpoint does not know of."""
+        path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
+        if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
 
     def write_json(self, name: str, content: Any) -> None:
         if self.writes:

@@ -133,6 +133,7 @@ def left_by(run_dir):
     best = run_dir / "checkpoints/best"
     return {
         "metrics": (run_dir / "metrics.jsonl").read_bytes(),
+        "alarms": (run_dir / "alarms.jsonl").read_bytes(),
         "trajectories": trajectories,
         "evaluations": {p.name: p.read_text() for p in sorted((run_dir / "eval").iterdir())},
         "best": os.readlink(best) if best.is_symlink() else None,

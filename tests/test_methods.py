@@ -157,6 +157,7 @@ def left_by(run_dir):
     kept = [p for name in ("pairs", "evolving") for p in sorted((path / name).glob("*"))]
     return {
         "metrics": (path / "metrics.jsonl").read_bytes(),
+        "alarms": (path / "alarms.jsonl").read_bytes(),
         "evaluations": [p.read_text() for p in sorted((path / "eval").glob("*.json"))],
         "kept": {p.name: p.read_text() for p in kept},
     }

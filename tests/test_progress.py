@@ -20,7 +20,7 @@ def progress_of(kl_controller=None):
 def stopping_step(progress, on_collapse="stop"):
     """What is said of the third broken update in a row."""
     for step in range(1, RULES["non_finite"].stop_after):
-        lines, reason = progress.watch(step, HEALTHY | BROKEN, on_collapse)
+        _, reason = progress.watch(step, HEALTHY | BROKEN, on_collapse)
         assert reason is None
     return progress.watch(step + 1, HEALTHY | BROKEN, on_collapse)
 
@@ -39,9 +39,9 @@ def test_a_healthy_step_says_nothing():
 
 
 def test_a_warning_is_a_line_and_no_reason_to_stop():
-    lines, reason = progress_of().watch(1, HEALTHY | BROKEN, "stop")
-    assert [line.partition(": ")[0] for line in lines] == ["warn"]
-    assert "step 1: non_finite" in lines[0]
+    alarms, reason = progress_of().watch(1, HEALTHY | BROKEN, "stop")
+    assert [alarm.severity for alarm in alarms] == ["warn"]
+    assert "step 1: non_finite" in alarms[0].message
     assert reason is None
 
 
@@ -57,8 +57,8 @@ def test_a_collapse_names_the_step_the_cause_and_the_best_policy(evaluations, be
     progress = progress_of()
     for step, avg in evaluations:
         progress.note_evaluation(step, avg)
-    lines, reason = stopping_step(progress)
-    assert lines[0].startswith("stop: step 3: non_finite: ")
+    alarms, reason = stopping_step(progress)
+    assert alarms[0].severity == "stop" and alarms[0].message.startswith("step 3: non_finite: ")
     assert "\n" not in reason
     assert reason.startswith("stopped after step 3, the run is collapsing: step 3: non_finite: ")
     assert f"; {best}" in reason
@@ -66,8 +66,8 @@ def test_a_collapse_names_the_step_the_cause_and_the_best_policy(evaluations, be
 
 
 def test_a_run_that_was_asked_to_warn_goes_on():
-    lines, reason = stopping_step(progress_of(), "warn")
-    assert lines[0].startswith("stop: ")
+    alarms, reason = stopping_step(progress_of(), "warn")
+    assert alarms[0].severity == "stop"
     assert reason is None
 
 
@@ -105,4 +105,4 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_says(cut):
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     said = [resumed.watch(step, row, "stop") for step, row in rows[cut:]]
     assert said == [whole.watch(step, row, "stop") for step, row in rows[cut:]]
-    assert cut == 70 or any(lines for lines, _ in said)
+    assert cut == 70 or any(alarms for alarms, _ in said)

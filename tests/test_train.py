@@ -40,6 +40,7 @@ from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
 from models import load_policy
 from reporting import metrics
+from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
 from runtime import checkpoint, files, rundir
@@ -896,9 +897,19 @@ def test_a_run_may_go_on_all_the_same(tmp_path, capsys, alarmed):
     with serve() as url:
         code, run_dir = run_in_process(tmp_path, url, steps=2, save_every=2)
         assert code == 1
+        log = run_dir / ALARMS
+        two, later = log.read_text(), {"step": 3, "severity": "stop", "name": "x", "text": "lost"}
+        with open(log, "a") as file:
+            file.write(json.dumps(later) + "\n")  # of a step that no checkpoint knows
         argv = ["--resume", "--run-dir", str(run_dir), "--steps", "3", "--on-collapse", "warn"]
         assert train_main(argv) == 0
     assert "stop: step 3: entropy is 0.0" in capsys.readouterr().out
+    assert read_log(log) == [
+        {"step": step, "severity": "stop", "name": "entropy_floor"}
+        | {"text": f"step {step}: entropy is 0.0"}
+        for step in (2, 3)
+    ]
+    assert log.read_text().startswith(two)
 
 
 def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, monkeypatch):

@@ -77,7 +77,16 @@ def test_the_overview_has_every_metric_with_its_sentence(run):
 PHASES = {"rollout": 2.0, "update": 3.0}
 
 
-def test_alarms_are_the_sentinels(run):
+def test_alarms_are_what_the_run_has_kept_and_not_what_its_numbers_would_say(run):
+    for step in range(4, 40):
+        append(run / "metrics.jsonl", {"step": step, "policy/entropy": 0.4 if step < 20 else 1e-6})
+    kept = {"step": 0, "severity": "warn", "name": "held_out", "text": "step 0: held_out: so"}
+    append(run / "alarms.jsonl", kept)
+    append(run / "alarms.jsonl", {"step": 1, "name": "of a later version"})
+    assert ask(client_of(run), "overview/0")["alarms"] == [kept]
+
+
+def test_of_a_run_that_kept_none_the_sentinels_judge_the_numbers(run):
     for step in range(4, 40):
         append(run / "metrics.jsonl", {"step": step, "policy/entropy": 0.4 if step < 20 else 1e-6})
     alarms = ask(client_of(run), "overview/0")["alarms"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from reporting.logs import ALARMS
 from reporting.metrics import GLOSSARY
 from reporting.sentinels import Sentinels
 from trajectory import LOST, STOP_REASONS
@@ -28,7 +29,7 @@ def overview(source: Source) -> dict[str, Any]:
     config = source.config()
     series, times = series_of(rows), series_of(timings)
     evaluations = evaluations_of(source)
-    alarms = alarms_of(rows)
+    alarms = alarms_of(source.path, rows)
     phases = {
         name.removeprefix("time/").removesuffix("_s"): points
         for name, points in times.items()
@@ -134,8 +135,13 @@ def evaluation(scores: Mapping[str, Any]) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------ in words
 
 
-def alarms_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the sentinels said while the run went on: the same rules, over the same numbers."""
+def alarms_of(path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the sentinels said while the run went on; of a run that did not keep it, what they say
+    of its numbers."""
+    if (path / ALARMS).exists():
+        fields = ("severity", "name", "text")
+        kept = read_rows(path / ALARMS)
+        return [row for row in kept if all(isinstance(row.get(field), str) for field in fields)]
     sentinels, alarms = Sentinels(), []
     for row in rows:
         for alarm in sentinels.check(row["step"], row):
