@@ -182,6 +182,23 @@ def test_a_step_that_is_written_while_one_looks_appears(serve, tmp_path, tab):
     until(tab, "document.querySelector('.goes-wrong').innerText.includes('step 3')")
 
 
+def test_a_page_on_a_run_that_slept_wakes_with_it(serve, tmp_path, tab):
+    """A step of a large model may take longer than a run may be silent, and one that was stopped
+    may be resumed, while the page is open."""
+    run = make_run(tmp_path / "run", steps=2, turns=3)
+    config = json.loads((run / "config.json").read_text())
+    config["config"]["steps"] = 9
+    (run / "config.json").write_text(json.dumps(config))
+    for path in (run, *run.rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    shown(tab, serve(run), ".goes-wrong li")
+    assert tab.locator(".live").count() == 0
+    line = open_source(0, run).lines("step_000001").read(0)
+    add_step(run, 3, [from_line(line | {"success": False})])
+    until(tab, "document.querySelector('.goes-wrong').innerText.includes('step 3')")
+    assert tab.inner_text(".live") == "live"
+
+
 # ------------------------------------------------------------------------------ worlds that answer
 
 

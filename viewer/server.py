@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,8 +63,22 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 def as_json(content: Any) -> str:
-    """In ASCII, so that half a surrogate in what a model wrote is no error."""
-    return json.dumps(content, ensure_ascii=True, separators=(",", ":"), default=str)
+    """In ASCII, so that half a surrogate in what a model wrote is no error; a number that is not
+    finite, which a file may hold (1e999) and a browser does not read, becomes null."""
+    told = partial(json.dumps, ensure_ascii=True, separators=(",", ":"), default=str)
+    try:
+        return told(content, allow_nan=False)
+    except ValueError:
+        return told(finite(json.loads(told(content))))
+
+
+def finite(content: Any) -> Any:
+    """The same JSON value without infinities and NaN."""
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [finite(value) for value in content]
+    return content if not isinstance(content, float) or math.isfinite(content) else None
 
 
 def answer(content: Any, status: int = 200) -> Response:

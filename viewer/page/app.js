@@ -17,6 +17,7 @@ import { themeToggle } from "./theme.js";
 import { trajectoryView } from "./trajectory.js";
 
 const VERSION_EVERY = 2000;
+const ASLEEP_EVERY = 10000; // a run that writes nothing for long, or was stopped, may go on
 const STATUS_EVERY = 10000; // "written 8 s ago" grows old without a new version
 const VIEWS = { overview: overviewView, list: listView, trajectory: trajectoryView, play: playView };
 
@@ -93,12 +94,14 @@ function showTools() {
 }
 
 async function refreshSite() {
+  const { live } = site;
   Object.assign(site, await get("sources"));
+  if (live !== site.live) showTools();
   showNavigation(parse(location.hash));
 }
 
 /** Ask for the version; a higher one renews what is on the screen. */
-async function beat(sinceStatus) {
+async function beat(sinceStatus, waited) {
   if (document.hidden) return sinceStatus;
   const { version } = await get("version");
   if (version !== site.version) {
@@ -106,7 +109,7 @@ async function beat(sinceStatus) {
     await view?.update?.();
     return 0;
   }
-  if (sinceStatus < STATUS_EVERY) return sinceStatus + VERSION_EVERY;
+  if (sinceStatus < STATUS_EVERY) return sinceStatus + waited;
   await refreshSite();
   view?.updateStatus?.();
   return 0;
@@ -116,9 +119,10 @@ async function keepBeating() {
   let sinceStatus = 0;
   let silent = false;
   for (;;) {
-    await new Promise((resolve) => setTimeout(resolve, VERSION_EVERY));
+    const pause = site.live ? VERSION_EVERY : ASLEEP_EVERY;
+    await new Promise((resolve) => setTimeout(resolve, pause));
     try {
-      sinceStatus = await beat(sinceStatus);
+      sinceStatus = await beat(sinceStatus, pause);
       silent = false;
     } catch (error) {
       if (!silent) sayError(error); // once, not every two seconds
@@ -141,10 +145,9 @@ async function start() {
     main.replaceChildren(problemView("Nothing to show", error).element);
     return;
   }
-  showTools();
   addEventListener("hashchange", () => show(true));
   await show(false);
-  if (site.live && !isExport) keepBeating();
+  if (!isExport) keepBeating();
 }
 
 start();
