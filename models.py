@@ -40,6 +40,7 @@ from losses import entropy_from_logits
 # a larger one goes back to the kernel and is faulted in again, page by page, at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
 TREE = "tree"  # the name of tree_attention among a model's attention implementations
+MOST_APART = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
 NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
 
 
@@ -112,9 +113,22 @@ class PolicyModel(nn.Module):
         self, states: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live here."""
-        logits = self.lm.get_output_embeddings()(states).float() / temperature  # (N, V)
+        logits = final_logits(self.lm.config, self.lm.get_output_embeddings()(states).float())
+        logits = logits / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
         return log_probs, entropy_from_logits(logits)
+
+
+def final_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
+    """What some families do to the output head's logits: Granite divides them, Cohere multiplies
+    them, Gemma caps them softly. `check_scores` refuses a model that does something else."""
+    if scale := getattr(config, "logits_scaling", None):
+        logits = logits / scale
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 def tree_attention(
@@ -223,8 +237,52 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
-    """The policy in float32: master weights, autocast does the rest."""
-    return PolicyModel(load_causal_lm(path), share_prefix)
+    """The policy in float32: master weights, autocast does the rest.
+
+    Raises:
+        ValueError: there is no such model, or this file does not score its tokens as it does.
+    """
+    policy = PolicyModel(load_causal_lm(path), share_prefix)
+    check_scores(policy, path, share_prefix)
+    return policy
+
+
+@torch.no_grad()
+def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
+    """Refuse a model whose log-probs would be others than its own, before anything is trained.
+
+    Two things are taken for granted above: that log-probs are a softmax of `final_logits`, and, in
+    a packed row, that tokens meet in attention alone. A model with convolutions or a recurrent
+    state carries one sample into the next.
+    """
+    ids = torch.randint(policy.lm.config.vocab_size, (2, 10), generator=torch.Generator())
+    ids[1, :4] = ids[0, :4]  # one opening of four tokens, two samples of six
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    # The row P a b: which position each token has, and behind which token it is predicted.
+    packed = {"parts": (4, 6, 6), "position_ids": torch.tensor([[*range(10), *range(4, 10)]])}
+    packed["source"] = torch.tensor([[0, *range(9), 3, *range(10, 15)]])
+    row = torch.cat([ids[:1], ids[1:, 4:]], dim=1)
+    row_mask = torch.tensor([[0] * 4 + [1] * 12])
+    was_training = policy.training
+    policy.eval()
+    try:
+        logits = policy.lm(input_ids=ids, use_cache=False).logits.float()
+        own = logits[:, 3:-1].log_softmax(-1).gather(-1, ids[:, 4:, None]).squeeze(-1)  # (2, 6)
+        if not (policy(ids, mask)[0][:, 4:] - own).abs().max() < MOST_APART:
+            raise ValueError(
+                f"--model {path}: its log-probs are no plain softmax of its output head; training "
+                "would learn from wrong ones. Take another model"
+            )
+        if share_prefix:
+            together = policy(row, row_mask, **packed)[0][0, 4:].view(2, 6)
+            if not (together - own).abs().max() < MOST_APART:
+                raise ValueError(
+                    f"--model {path} mixes tokens elsewhere than in attention, so that samples "
+                    "packed into one row would see each other: use --no-share-prefix"
+                )
+    finally:
+        policy.train(was_training)
 
 
 def load_critic(path: str) -> CriticModel:
@@ -277,12 +335,25 @@ def save_policy(
         weights = {
             name: p.detach().to(torch.bfloat16) for name, p in policy.lm.state_dict().items()
         }
+    _mend_sampling(policy.lm)
     policy.lm.save_pretrained(folder, state_dict=weights)
     # NOTE: save_pretrained writes the module's own dtype, float32, and vLLM would serve float16.
     config = copy.deepcopy(policy.lm.config)
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _mend_sampling(lm: Any) -> None:
+    """A checkpoint may come with a temperature and without do_sample: transformers loads it with a
+    warning, and refuses to save it."""
+    generation = getattr(lm, "generation_config", None)
+    if generation is None:
+        return
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
 
 
 def _no_model(path: str, error: Exception) -> str:

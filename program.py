@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from config import Misuse, Options, complete, refusing
 from engines import EngineError
 from envclient import EnvError
@@ -41,6 +43,7 @@ FAILURES = (
     checkpoint.CheckpointError,
     distributed.RankError,
     OutOfMemory,
+    SafetensorError,  # the disk is full
 )
 
 

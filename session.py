@@ -21,18 +21,20 @@ from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from config import RunConfig
+from engines import EngineError
 from envs import env_name
 from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_world
 from reporting.progress import Progress
 from reporting.timeleft import TimeLeft
 from reporting.trackers import TrackerError, Trackers
-from rollout import RolloutLog
+from rollout import RolloutLog, TooManyEnvFailures
 from runtime import checkpoint, distributed, phases, rundir
 from runtime.clock import Clock
 from runtime.interrupt import StopRequests
 from worker import Worker
 
+PLAYING_FAILED = (EngineError, distributed.RankError, TooManyEnvFailures)
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
 
@@ -80,6 +82,14 @@ def at_work(
                 f"  {run.resume_command()}"
             )
             distributed.meet()
+            raise
+        except PLAYING_FAILED:
+            if worker.weights_are_done and session.completed_step > session.saved_step:
+                session.save_what_is_done()
+                distributed.say(
+                    f"\nwhat failed left the weights as step {session.completed_step} made them, "
+                    f"saved. Go on with:\n  {run.resume_command()}"
+                )
             raise
         distributed.meet()
 
@@ -275,6 +285,9 @@ class Session(Generic[WorkerType]):
         """A checkpoint unless there is one of the last completed step."""
         done = self.completed_step
         if done > self.saved_step or not checkpoint.steps_saved(self.run.path):
+            if not done:  # an optimizer that has done nothing gets its state now: room for it
+                with contextlib.suppress(EngineError):
+                    self.worker.rest()
             self.save(done)
 
     def identity(self) -> dict[str, Any]:

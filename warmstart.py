@@ -43,6 +43,7 @@ if __name__ == "__main__":  # before the imports below take their seconds
     begin_with_tcmalloc()
 
 import torch
+from safetensors import SafetensorError
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
@@ -285,7 +286,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     except Misuse as error:
         complain(PROG, error)
         return 2
-    except (EnvError, OSError) as error:  # OSError: the disk is full or gone
+    except (EnvError, OSError, SafetensorError) as error:  # the last two: the disk is full or gone
         complain(PROG, error)
         return 1
 

@@ -45,7 +45,14 @@ from models import (
 )
 from order import RolloutRequest, share_of
 from reporting.plan import plan
-from rollout import RolloutLog, RolloutSettings, check_failures, collect, sampling_seed
+from rollout import (
+    RolloutLog,
+    RolloutSettings,
+    TooManyEnvFailures,
+    check_failures,
+    collect,
+    sampling_seed,
+)
 from runtime import checkpoint, distributed, malloc, precision, rundir, sync
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
@@ -71,6 +78,7 @@ class Worker:
 
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
     kl_controller: FixedKLController | None = None  # of a method that has one
+    weights_are_done = False  # of the last step, and none of the next: see roll_out
     pool: EnvPools
     engine: Engine
 
@@ -117,7 +125,7 @@ class Worker:
             return
         with phase("starting the sampler"):
             self.engine = self.start_engine(stack)
-        stack.callback(self.engine.close)
+        stack.push(self.close_engine)
         if config.engine_url:  # they may hold what another run has left there
             self.load_into_engine()
 
@@ -159,6 +167,7 @@ class Worker:
         models = self.accelerator._models
         models[:] = [model for model in models if model is not self.policy.model]
         del self.policy
+        gc.unfreeze()  # vLLM has frozen what was there when it started, cycles too
         gc.collect()
 
     def renewed(self, learner: Learner) -> Learner:
@@ -191,6 +200,15 @@ class Worker:
             options["gpu_memory_utilization"] = sampler_share(c)
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
+    def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """At the end of a run. vLLM closes the processes' group with it, which on GPUs waits for
+        all ranks: after an error of this one alone, which the others do not know of, it is left to
+        the end of the process, so that the error is said."""
+        is_shared = error is None or isinstance(error, KeyboardInterrupt)
+        is_shared |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
+        if is_shared:
+            self.engine.close()
+
     def check_budget(self) -> None:
         """Refuse a token budget that a world's first prompt alone fills."""
         c = self.config
@@ -218,13 +236,18 @@ class Worker:
         )
 
     def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
-        """All requests, with a progress bar; on an engine error what has finished is kept."""
+        """All requests, with a progress bar; on an engine error what has finished is kept.
+
+        Of any error `weights_are_done` tells that this step has not changed the weights.
+        """
         step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(), weight_version=step - 1)
         try:
             return self.play(requests, settings, "rollout", log), log
-        except (EngineError, distributed.RankError):
-            self.run.write_trajectories(f"step_{step:06d}", log.ended)
+        except (EngineError, distributed.RankError, TooManyEnvFailures) as error:
+            self.weights_are_done = True
+            if not isinstance(error, TooManyEnvFailures):
+                self.run.write_trajectories(f"step_{step:06d}", log.ended)
             raise
 
     def play(

@@ -28,8 +28,9 @@
 #
 # Before the time is up SLURM sends SIGTERM: train.py then ends the step, saves and leaves, and a
 # later job with the same RUN_DIR goes on, on as many nodes as it has. The launcher kills its
-# processes 30 seconds after that signal, however: an update that takes longer is lost, back to the
-# last checkpoint (--save-every).
+# processes some time after that signal: 30 seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says
+# otherwise. Here it waits 9 of the 10 minutes; a step that takes longer is lost, back to the last
+# checkpoint (--save-every).
 #
 # Not run on a cluster yet. What was run is this script with two nodes of one CPU process each and a
 # stand-in for srun, on one machine (tests/test_recipes_large.py).
@@ -80,6 +81,7 @@ if [ -z "$ENV_ADDR" ]; then
     fi
 fi
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}
 LAUNCH=(
     .venv/bin/accelerate launch --config_file "$CONFIG"
     --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID"

@@ -99,8 +99,9 @@ def save(
             _write(tmp / "trainer_state" / name, part)
         document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
         distributed.first("saving", lambda: _complete(tmp, folder, document))
-    # Four names of a full disk; the last is no Exception.
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+    # Four names of a full disk, the last is no Exception; ValueError: what transformers does not
+    # want to save.
+    except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         written = tmp.rglob("*") if tmp else ()
         size = sum(p.stat().st_size for p in written if p.is_file()) / 1e9
         free = shutil.disk_usage(run_dir).free / 1e9

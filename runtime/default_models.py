@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,17 @@ def cached(name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin"))
+    """Whether the weights are there, all of them: a download that was interrupted leaves some of
+    the files that its index names."""
+    for index in folder.glob("*.index.json"):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if all((folder / name).exists() for name in named):
+            return True
+    whole = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
+    return any(not re.search(r"-\d+-of-\d+$", path.stem) for path in whole)
 
 
 def build_smollm2(folder: Path) -> None:

@@ -274,6 +274,7 @@ class FleetEngine:
         The folder gets its name when it is complete. It is not flushed: no weights need outlive a
         power cut here, the checkpoints do.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         sweep(self.weights_dir)
@@ -283,7 +284,10 @@ class FleetEngine:
         num_shards = 0
         for num_shards, shard in enumerate(shards(weights), start=1):
             file = new / f"model-{num_shards:05d}.safetensors"
-            save_file(shard, file, metadata={"format": "pt"})
+            try:
+                save_file(shard, file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise EngineError(f"{file} could not be written: {error}; make room") from error
         if not num_shards:
             raise EngineError("no weights were given")
         self._written = new.rename(folder)

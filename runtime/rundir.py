@@ -145,6 +145,12 @@ def open_run(config: RunConfig) -> Run:
         return str(opened[0].path), opened[0].is_new
 
     path, is_new = distributed.first("opening the run", open_on_first_rank)
+    seen = distributed.gather((Path(path) / "config.json").exists())
+    if not all(seen):
+        raise Misuse(
+            f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
+            "does not): each writes its part of a checkpoint there"
+        )
     return opened[0] if opened else Run(Path(path), is_new, False, config.program)
 
 

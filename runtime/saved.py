@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
@@ -171,8 +172,9 @@ def check_unchanged(given: RunConfig, saved: RunConfig) -> None:
 
 def check_goes_on(config: RunConfig) -> None:
     """Raise Misuse for a --steps that a resumed run has left behind."""
-    folders = Path(config.run_dir or "").glob("checkpoints/step_*")
-    done = max((int(folder.name.removeprefix("step_")) for folder in folders), default=0)
+    names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
+    steps = [int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name))]
+    done = max(steps, default=0)
     if config.steps < done:
         raise Misuse(
             f"--steps {config.steps}: {done} steps of this run are done; give {done} or more"

@@ -10,7 +10,7 @@ import pytest
 
 from config import Misuse
 from runtime import default_models, find_model
-from runtime.default_models import SHAPES, resolve_model
+from runtime.default_models import SHAPES, has_weights, resolve_model
 from runtime.find_model import check_length, check_model, is_at_hub, model_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +67,29 @@ def test_a_hubs_model_whose_weights_are_in_its_cache_is_here(tmp_path):
     assert resolve_model("some/model") == path
     Path(path, "model.safetensors").unlink()
     refusal("some/model")  # its config.json alone is no model
+
+
+@pytest.mark.parametrize(
+    ("files", "is_whole"),
+    [
+        (("model.safetensors",), True),
+        (("model-00001-of-00002.safetensors",), False),
+        (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), False),
+        (
+            (
+                "model.safetensors.index.json",
+                *(f"model-0000{n}-of-00002.safetensors" for n in "12"),
+            ),
+            True,
+        ),
+    ],
+)
+def test_a_download_that_was_interrupted_is_no_model(files, is_whole, tmp_path):
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in "12"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
+    for name in files:
+        (tmp_path / name).write_text(json.dumps(index))
+    assert has_weights(tmp_path) == is_whole
 
 
 def test_a_hubs_model_that_the_hub_has_passes_and_is_said_to_come_from_there(monkeypatch):

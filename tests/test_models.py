@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -280,3 +281,65 @@ def test_a_packed_row_never_reaches_a_model_that_would_ignore_its_parts():
     ids, mask = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 0, 1, 1]])
     with pytest.raises(ValueError, match="share_prefix=True"):
         policy(ids, mask, 1.0, torch.arange(4)[None], (2, 1, 1), torch.zeros(1, 4).long())
+
+
+# ---- models that are built otherwise
+
+SMALL = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3},
+}
+FAMILIES = {  # family: what is its own, and whether samples may share their opening in it
+    "llama": ({}, True),
+    "granite": ({"logits_scaling": 8.0}, True),
+    "cohere": ({"logit_scale": 0.25}, True),
+    "gemma2": ({"head_dim": 8, "final_logit_softcapping": 2.0}, False),
+    "phi3": ({"sliding_window": 6}, False),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, False),
+}
+
+
+def of_family(name):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SMALL, **FAMILIES[name][0])
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_models_own_log_probs_are_given_whatever_it_does_to_its_logits(family, tmp_path):
+    lm = of_family(family)
+    lm.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), share_prefix=False)
+    ids = torch.randint(97, MASK.shape, generator=torch.Generator().manual_seed(1))
+    own = lm.eval()(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
+    expected = own.gather(-1, ids[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
+    torch.testing.assert_close(policy.eval()(ids, MASK)[0][:, 1:], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_whose_samples_would_see_each_other_in_a_packed_row_is_refused(family, tmp_path):
+    of_family(family).save_pretrained(tmp_path)
+    if FAMILIES[family][1]:
+        load_policy(str(tmp_path))
+        return
+    with pytest.raises(ValueError, match="--no-share-prefix"):
+        load_policy(str(tmp_path))
+
+
+def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused(tmp_path, monkeypatch):
+    of_family("granite").save_pretrained(tmp_path)
+    monkeypatch.setattr(models, "final_logits", lambda config, logits: logits)
+    with pytest.raises(ValueError, match="no plain softmax"):
+        load_policy(str(tmp_path), share_prefix=False)
+
+
+def test_a_checkpoint_with_a_temperature_and_no_do_sample_can_be_saved(tmp_path):
+    lm = of_family("llama")
+    lm.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    policy = load_policy(str(tmp_path / "theirs"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    save_policy(policy, tokenizer, tmp_path / "ours")
+    assert GenerationConfig.from_pretrained(tmp_path / "ours").temperature == 0.9
+    load_policy(str(tmp_path / "ours"))

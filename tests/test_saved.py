@@ -207,7 +207,8 @@ def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, 
 
 
 def test_a_run_is_not_told_to_end_before_where_it_is(tmp_path):
-    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
+    for name in ("step_000010", "step_000020.bak"):  # the second is somebody's copy
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     config = replace(Config(), run_dir=str(tmp_path), resume=True)
     for steps in (10, 11):
         check_goes_on(replace(config, steps=steps))

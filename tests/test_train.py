@@ -577,6 +577,35 @@ def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
     assert read_metrics(run_dir) == []
 
 
+def test_what_fails_in_a_rollout_loses_no_step_that_was_trained(tmp_path, capsys, monkeypatch):
+    """--save-every is far away, and so the steps since are in memory alone."""
+    poll = TransformersEngine.poll
+
+    def failing_poll(engine):
+        if rollouts[0] == 3:
+            raise EngineError("the sampler is gone")
+        return poll(engine)
+
+    rollouts, roll_out = [0], worker.Worker.roll_out
+
+    def counted(own, requests):
+        rollouts[0] += 1
+        return roll_out(own, requests)
+
+    monkeypatch.setattr(TransformersEngine, "poll", failing_poll)
+    monkeypatch.setattr(worker.Worker, "roll_out", counted)
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, steps=4, save_every=4)
+        captured = capsys.readouterr()
+        assert code == 1
+        assert_one_line(captured.err, "the sampler is gone")
+        assert checkpoint.steps_saved(run_dir) == [2]
+        monkeypatch.setattr(TransformersEngine, "poll", poll)
+        assert f"--resume --run-dir {run_dir}" in captured.out
+        assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
