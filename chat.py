@@ -116,16 +116,21 @@ class ChatTemplate:
                 chat, tokenize=False, add_generation_prompt=True
             )
 
-        if messages[0]["role"] != "system":
-            return render(messages)
-        try:
-            return render(messages)
-        except (
-            Exception
-        ) as error:  # jinja's own error class; templates without a system role raise it
-            if "system" not in str(error).lower():
-                raise
         first, second, *rest = messages
-        return render(
-            [{"role": "user", "content": first["content"] + "\n\n" + second["content"]}, *rest]
-        )
+        if first["role"] != "system":
+            return render(messages)
+        # Templates without a system role raise an error of jinja's, or leave the message out.
+        problem = None
+        try:
+            text = render(messages)
+            if first["content"].strip() in text:
+                return text
+        except Exception as error:
+            if not any(word in str(error).lower() for word in ("system", "role")):
+                raise
+            problem = error
+        joined = {"role": "user", "content": f"{first['content']}\n\n{second['content']}"}
+        try:
+            return render([joined, *rest])
+        except Exception as error:
+            raise problem or error from None

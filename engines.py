@@ -91,7 +91,7 @@ class TransformersEngine:
     and then, a token.
     """
 
-    max_open = None  # nothing is kept between turns
+    max_open = 64  # nothing is kept between turns; but who waits long for a turn loses its session
 
     def __init__(
         self,

@@ -125,8 +125,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def check_world(self) -> None:
         """Raise WrongWorld if the server says that it serves another world; AgentGym's say
-        nothing. Without this, one world's policy plays in another, and learns from it."""
-        with contextlib.suppress(NotSupported):
+        nothing, a proxy anything. Without this, one world's policy would learn from another."""
+        with contextlib.suppress(NotSupported, EnvProtocolError, EnvServerError, ActionRejected):
             answer = self._request("GET", "/health", {})
             served = answer.get("env") if isinstance(answer, dict) else None
             if served is not None and served != env_name(self.env):

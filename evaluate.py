@@ -57,7 +57,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from reporting.evalconfig import ALL, EvalConfig, evaluation_options, model_of
+from reporting.evalconfig import ALL, EvalConfig, asked, evaluation_options, model_of
 from runtime.cli import complain, refuse_misuse
 from runtime.malloc import begin_with_tcmalloc
 
@@ -237,7 +237,8 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     chat = ChatTemplate(tokenizer, stop_ids_of(path))
     kind = "transformers" if config.deterministic else config.engine
     with phase("starting the sampler"):
-        engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic)
+        seed = {"seed": config.seed} if kind == "vllm" else {}
+        engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic, **seed)
     stack.callback(engine.close)
     build_folder(out / TOKENIZER, tokenizer.save_pretrained)
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
@@ -260,21 +261,6 @@ def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
     return pool
 
 
-def _asked(config: EvalConfig, env: str) -> dict[str, Any]:
-    """What a result depends on, as eval.json names it."""
-    options = ("temperature", "seed", "samples", "limit")
-    budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
-    folder = Path(model_of(config))
-    return (
-        {"env": env, "model": model_of(config)}
-        | ({"weights": str(folder.resolve())} if folder.is_dir() else {})  # `best` is a link
-        | ({"api_base": config.api_base} if config.api_base else {})
-        | {name: getattr(config, name) for name in options + budgets}
-        | {"max_rounds": config.horizons(env)}
-        | ({"prompt": config.prompt} if config.prompt else {})
-    )
-
-
 # ----------------------------------------------------------------------------------------------
 # One environment
 
@@ -283,7 +269,7 @@ def _measure(
     config: EvalConfig, play: Play, pool: EnvPool, tasks: Sequence[Task], out: Path
 ) -> tuple[dict[str, Any], Outcome]:
     """Play, then write the three files of `out`; what has ended is written whatever happens."""
-    asked = _asked(config, pool.env)
+    about = asked(config, pool.env)
     settings = RolloutSettings(
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
@@ -294,9 +280,9 @@ def _measure(
         record_state=config.record_state,
     )
     tasks = first_of_each_subtask(tasks, config.limit)
-    horizons = {env_name(pool.env): asked["max_rounds"][-1]}
+    horizons = {env_name(pool.env): about["max_rounds"][-1]}
     requests = requests_for(tasks, config.samples, 0, config.seed, horizons)
-    what = f"{asked['model']} on {asked['env']}: {len(tasks)} tasks x {config.samples}"
+    what = f"{about['model']} on {about['env']}: {len(tasks)} tasks x {config.samples}"
     print(f"{what}, results in {out}", flush=True)
     ended: list[Trajectory] = []
     outcome = Outcome(0, None)
@@ -321,8 +307,8 @@ def _measure(
         except Exception as error:  # of the sampler, of a full disk: hours of play are kept
             outcome = Outcome(1, f"{type(error).__name__}: {error}")
         os.fsync(log.fileno())  # before the result that is made of it
-    summary = asked | {"complete": outcome.problem is None}
-    summary |= summarize(ended, config.samples, asked["max_rounds"], seed=config.seed)
+    summary = about | {"complete": outcome.problem is None}
+    summary |= summarize(ended, config.samples, about["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
     plot_curves(summary, out / "curves.png")
     return summary, outcome
@@ -351,7 +337,7 @@ def _complete_families(config: EvalConfig) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"--resume: {path} is no result; remove {path.parent} to have it played again"
             )
-        for name, value in _asked(config, env).items():
+        for name, value in asked(config, env).items():
             if summary.get(name) != value:
                 raise ValueError(
                     f"--resume: {path} was measured with {name} {summary.get(name)}, "

@@ -34,7 +34,15 @@ from typing import Any
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import EnvClient, EnvError, EnvPool, EnvPools, NotSupported, StepResult
+from envclient import (
+    EnvClient,
+    EnvError,
+    EnvPool,
+    EnvPools,
+    NotSupported,
+    StepResult,
+    TooManySessions,
+)
 from order import RolloutRequest
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
@@ -277,12 +285,13 @@ class _Episode:
         return RolloutHandler(**heading, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:
-        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried."""
+        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried. Full
+        ones are waited for as long as sessions of ours may end."""
         self.close()
         self.handler, self.must_restart = self._new_handler(), False
-        for left in reversed(range(NUM_TRIES)):
-            if self.stopping.is_set():
-                return
+        left = NUM_TRIES
+        while left and not self.stopping.is_set():
+            left -= 1
             try:
                 self.client = self.pool.client()
                 index, seed = self.request.task.task_index, self.request.seed
@@ -293,6 +302,7 @@ class _Episode:
                 return
             except EnvError as error:
                 self.close()
+                left += isinstance(error, TooManySessions) and self.pool.addresses.is_in_use()
                 if not left:
                     self.fail("env_error", error)
 

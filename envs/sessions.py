@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -41,10 +42,18 @@ log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
-    """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry."""
+    """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry. numpy's
+    numbers and truth values are written as Python's."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+        dumps = partial(json.dumps, allow_nan=False, separators=(",", ":"), default=_plain)
+        return dumps(content).encode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    if not hasattr(value, "item"):
+        raise TypeError(f"{type(value).__name__} is nothing that JSON can carry")
+    return value.item()
 
 
 class ApiError(Exception):

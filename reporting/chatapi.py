@@ -21,6 +21,7 @@ What can go wrong, and what becomes of it:
     429, 408, 409, 5xx, time-out, connection      asked again with back-off (`Retry-After` counts);
     lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
+    400 or 422 in the middle of an episode        what was said there, a filter: `engine_error`
     any other 4xx (key, model name, option), 3xx  nothing will go better for the next: the run stops
     nobody at the address, ever                   the same
     an answer without text                        the model said "": an unparsable action, reward 0
@@ -52,6 +53,7 @@ from trajectory import Trajectory, Turn
 
 MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again
 NUM_IDLE = 64  # connections that are kept for the next turns
+NEWER = "max_completion_tokens"  # what OpenAI's reasoning models call max_tokens, and say so
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
 
@@ -61,6 +63,8 @@ class ApiError(EngineError):
 
 class ApiRefused(ApiError):
     """The server will refuse every request like this one (key, model name, option)."""
+
+    status: int | None = None  # of the answer, if there was one
 
 
 class ContextFull(ApiError):
@@ -96,6 +100,7 @@ class ChatApi:
         base += "" if urlsplit(base).path else "/v1"
         self.url, self.model = f"{base}/chat/completions", model
         self.stopped = threading.Event()  # once set, nothing is asked any more
+        self._limit = "max_tokens"
         # Without a key no header is sent; what stands in for it keeps OPENAI_API_KEY out.
         self._headers = {} if api_key else {"Authorization": openai.Omit()}
         transport = _BoundedTransport(base, timeout_s)
@@ -122,12 +127,14 @@ class ChatApi:
         if self.stopped.is_set():
             raise Stopped
         try:
-            answer = self._client.chat.completions.with_raw_response.create(
+            create: Any = self._client.chat.completions.with_raw_response.create
+            answer = create(
                 model=self.model,
-                messages=messages,  # type: ignore[arg-type]  # plain dicts
-                max_tokens=max_tokens,
+                # Some servers refuse a message without text.
+                messages=[m | {"content": m["content"] or " "} for m in messages],
+                **{self._limit: max_tokens},
                 temperature=temperature,
-                seed=seed,
+                seed=seed % 2**31,  # some servers' field is no wider
                 extra_headers=self._headers,
             )
         except _NobodyThere:
@@ -139,10 +146,15 @@ class ChatApi:
             if 300 <= status < 400:
                 problem += f" (it leads to {error.response.headers.get('location', '')[:300]!r})"
             is_about_length = any(words in body.lower() for words in LENGTH_WORDS)
+            if status == 400 and NEWER in body and self._limit != NEWER:
+                self._limit = NEWER
+                return self.complete(messages, max_tokens, temperature, seed)
             if status in (400, 413) and is_about_length:
                 raise ContextFull(f"{self.url} answered {problem}") from None
             if 300 <= status < 500 and status not in MAY_PASS:
-                raise ApiRefused(f"{self.url} answered {problem}") from None
+                refused = ApiRefused(f"{self.url} answered {problem}")
+                refused.status = status
+                raise refused from None
             raise self._no_answer(error, problem) from None
         except openai.APIConnectionError as error:  # time-outs are of this kind
             cause = error.__cause__ or error
@@ -238,6 +250,8 @@ def _message_text(response: httpx2.Response) -> str | None:
         content = parse(response.content)["choices"][0]["message"].get("content")
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
+    if isinstance(content, list):  # some servers' form: parts, of which texts are one kind
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
@@ -278,6 +292,10 @@ def run_api_episode(
             if not t.turns:  # nothing was said yet: it is the request that does not fit, always
                 raise ApiRefused(f"{error}; a smaller --max-tokens-per-turn may") from None
             return t.stop("length")
+        except ApiRefused as error:
+            if t.turns and error.status in (400, 422):  # what was said, a filter: this episode's
+                raise ApiError(str(error)) from None
+            raise
         generated = time.perf_counter()
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})

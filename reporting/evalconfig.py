@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
-from envs import load_tasks, settings_of
+from envs import get_env, load_tasks, settings_of
 from mixture import in_each
 from reporting.scoring import compare
 from runtime.checks import check_addresses
@@ -233,6 +233,7 @@ def as_in_run(folder: str, given: set[str], env: str | None = None) -> EvalConfi
     own = replace(own, model=str(checkpoint), max_rounds=(c.evaluation_rounds,))
     own = replace(own, temperature=c.temperature, max_tokens_per_turn=c.max_tokens_per_turn)
     own = replace(own, max_trajectory_tokens=c.max_trajectory_tokens)
+    own = replace(own, seed=c.seed, samples=c.eval_samples)
     if "env" in given and env not in (None, c.env):  # another world: with its own words and turns
         return replace(own, env=env, prompt=None, max_rounds=())
     if given & {"tasks", "split"}:
@@ -240,6 +241,23 @@ def as_in_run(folder: str, given: set[str], env: str | None = None) -> EvalConfi
     if not c.eval_every and not c.eval_tasks:
         return replace(own, tasks=c.tasks, split=c.split, subtasks=c.subtasks)
     return replace(own, tasks=c.eval_tasks, subtasks=c.evaluation_subtasks)
+
+
+def asked(config: EvalConfig, env: str) -> dict[str, Any]:
+    """What a result depends on, as eval.json names it."""
+    options = ("temperature", "seed", "samples", "limit")
+    budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
+    folder = Path(model_of(config))
+    variant = str(getattr(get_env(env), "variant", str)())
+    return (
+        {"env": env, "model": model_of(config)}
+        | ({"weights": str(folder.resolve())} if folder.is_dir() else {})  # `best` is a link
+        | ({"api_base": config.api_base} if config.api_base else {})
+        | {name: getattr(config, name) for name in options + budgets}
+        | {"max_rounds": config.horizons(env)}
+        | ({"prompt": config.prompt} if config.prompt else {})
+        | ({"variant": variant} if variant and not config.env_addr else {})  # of our own server
+    )
 
 
 def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:

@@ -290,9 +290,15 @@ SETTINGS = ("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """`; measured otherwise: max_rounds [30] and [5]`, or nothing."""
+    both = before.keys() & after.keys()
     told = [
         f"{name} {before[name]} and {after[name]}"
         for name in SETTINGS
-        if name in before and name in after and before[name] != after[name]
+        if name in both and before[name] != after[name]
+    ]
+    told += [
+        f"another {name} of the world"
+        for name in ("prompt", "seed", "variant")
+        if before.get(name) != after.get(name) and (name == "prompt" or {name} <= both)
     ]
     return f"; measured otherwise: {', '.join(told)}" if told else ""

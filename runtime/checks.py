@@ -10,6 +10,7 @@ Read first: `config.py`, the options.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -227,6 +228,13 @@ def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     ]
     if not c.eval_every and unused:
         lines.append(f"{' '.join(unused)} wait for --eval-every above 0")
+    with contextlib.suppress(ValueError):  # a list that is not there is refused elsewhere
+        held_out = {task.task_id for task in held_out_tasks(c)} if c.tasks or c.split else set()
+        if trained_on := held_out & {task.task_id for task in tasks_of(c)}:
+            lines.append(
+                f"{len(trained_on)} of the {len(held_out)} held-out tasks are also trained on: "
+                "success there says little about others (--tasks, --eval-tasks)"
+            )
     if is_at_hub(c.model):
         lines.append(f"--model {c.model} is not on this machine: it comes from the model hub")
     if may_not_fit := check_room(c):

@@ -110,7 +110,7 @@ class Addresses:
     def note_failure(self, address: Address, error: EnvError) -> None:
         """Leave the address alone for a while if the error is the server's, not one session's."""
         is_down = isinstance(error, UNREACHABLE)
-        is_down = is_down or (error.url.endswith("/create") and error.status != 429)
+        is_down |= error.url.endswith(("/create", "/health")) and error.status != 429
         with self._changed:
             now = time.monotonic()
             address.last_error = error
@@ -128,6 +128,11 @@ class Addresses:
             if not has_opened:  # whoever waits may try now
                 address.is_probed = False
             self._changed.notify_all()
+
+    def is_in_use(self) -> bool:
+        """Whether there are sessions of ours, which may end and leave room for another."""
+        with self._changed:
+            return any(address.load for address in self.all)
 
     def close(self) -> None:
         """Nobody waits any more."""

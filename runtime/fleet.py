@@ -105,7 +105,7 @@ class FleetEngine:
         ValueError: a URL is none, or is given twice.
     """
 
-    max_open = None  # their caches are a card's, and nobody here knows their size
+    max_open: int  # as many again as are in flight: nobody here knows the size of their caches
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class FleetEngine:
         self._homes: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(NUM_THREADS * len(self._servers))
+        self.max_open = 2 * NUM_THREADS * len(self._servers)
         self._written: Path | None = None
         seeds = list(self._threads.map(Server.check, self._servers))
         for server, seed in zip(self._servers, seeds, strict=True):

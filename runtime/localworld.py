@@ -19,7 +19,6 @@ import json
 import math
 import threading
 from collections.abc import Coroutine
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -119,10 +118,15 @@ class LocalTransport:
             return error_answer(error.status, error.error, error.hint)
 
 
-@cache
 def _lock_of(world: Any) -> Any:
-    """What calls of a world take turns with; those of one that is not fast need none."""
-    return threading.Lock() if world.IS_FAST else nullcontext()
+    """What calls take turns with: those of a fast world with all others, as on a server; else those
+    of one session, for who closes it, after Ctrl-C, must wait for the call under way."""
+    return _shared_lock(world) if world.IS_FAST else threading.Lock()
+
+
+@cache
+def _shared_lock(world: Any) -> Any:
+    return threading.Lock()
 
 
 @cache

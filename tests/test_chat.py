@@ -296,6 +296,27 @@ def test_a_template_error_that_is_not_about_the_system_role_is_shown():
         chat.opening(SYSTEM, "a stick?")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>user\n{{ m['content'] }}"
+        "<|im_end|>\n{% elif m['role'] == 'assistant' %}<|im_start|>assistant\n{{ m['content'] }}"
+        "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+        "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ],
+    ids=["leaves it out", "lets user and assistant alternate"],
+)
+def test_the_worlds_rules_reach_a_model_whose_template_knows_no_system_role(template):
+    chat = ChatTemplate(byte_tokenizer(template))
+    text = chat.tokenizer.decode(chat.opening(SYSTEM, "a stick?"))
+    expected = "<|im_start|>user\nYou craft.\n\na stick?<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+
+
 def test_the_tiny_models_tokenizer_is_chatml():
     chat = ChatTemplate(load_tokenizer(resolve_model("tiny")))
     text = chat.tokenizer.decode(chat.opening(SYSTEM, "Goal: craft sugar."))

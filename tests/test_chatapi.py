@@ -485,6 +485,44 @@ def test_a_full_context_ends_the_episode_with_length(serve):
     assert (t.stop_reason, len(t.turns), t.is_valid) == ("length", 1, True)
 
 
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_refusal_in_the_middle_of_an_episode_loses_that_episode_alone(serve, status):
+    """A content filter, or a server that does not take back what its model said."""
+    bad_goal = TextCraft().reset(TASKS[1].task_index).splitlines()[-1]
+
+    def answer(body):
+        if len(body["messages"]) > 3 and any(bad_goal in m["content"] for m in body["messages"]):
+            return fails(status, "filtered")
+        return oracle_answer(body)
+
+    ended = collect_api(api_of(serve(answer)), LocalPool(), requests_of(TASKS), settings_of())
+    assert [t.stop_reason for t in ended] == ["success", "engine_error", "success"]
+    assert "filtered" in ended[1].error
+
+
+def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it_from_then_on(serve):
+    def answer(body):
+        if "max_tokens" in body:
+            return fails(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens'")
+        return says("hi")
+
+    server = serve(answer)
+    api = api_of(server)
+    assert [ask(api), ask(api)] == ["hi", "hi"]
+    asked = [[name for name in body if name.startswith("max_")] for _, _, body in server.requests]
+    assert asked == [["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]]
+
+
+def test_a_text_in_parts_is_that_text_and_what_was_empty_is_not_sent_empty(serve):
+    server = serve(says([{"type": "text", "text": "Action: "}, {"type": "text", "text": "look"}]))
+    api = api_of(server)
+    assert ask(api) == "Action: look"
+    api.complete([{"role": "assistant", "content": ""}], 16, 1.0, seed=2**40 + 1)
+    body = server.requests[-1][2]
+    assert body["messages"] == [{"role": "assistant", "content": " "}]
+    assert body["seed"] == 2**40 % 2**31 + 1
+
+
 def test_a_request_that_no_context_holds_is_refused_and_is_no_failure_of_the_model(serve):
     server = serve(fails(400, "max_tokens=512: this model's maximum context length is 256"))
     with pytest.raises(ApiRefused, match="smaller --max-tokens-per-turn"):

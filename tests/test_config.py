@@ -357,6 +357,7 @@ def test_what_cannot_be_read_is_a_sentence_that_names_it(argv, said, capsys):
         ),
         ("--eval-every 0 --eval-samples 2 --eval-rounds 3", "--eval-samples --eval-rounds wait"),
         ("--mini-batch-size 65", "--mini-batch-size 65 is more than a step's 64 trajectories"),
+        ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
     ],
 )
 def test_what_is_allowed_and_perhaps_not_meant_is_a_note(argv, said, capsys, monkeypatch):

@@ -1066,3 +1066,13 @@ def test_agentgyms_servers_do_not_say_what_they_serve_and_are_taken_as_they_are(
         pool.client()
         pool.client()
     assert server.count("/health") == 1
+
+
+@pytest.mark.parametrize("answer", [(200, "healthy"), (500, "no"), (403, "no"), (200, "<html>")])
+def test_a_stranger_that_answers_health_in_words_of_its_own_is_taken_as_it_is(server, answer):
+    """A proxy's, say. It had been asked again and again, without end and without a word."""
+    server.script["/health"] = [answer] * 99
+    with pool_over(server) as pool:
+        pool.client()
+        pool.client()
+    assert server.count("/create") == 2

@@ -776,10 +776,10 @@ def test_a_link_that_has_moved_is_another_model(tmp_path):
     for step in ("a", "b"):
         link.unlink(missing_ok=True)
         link.symlink_to(step)
-        asked.append(evaluate._asked(EvalConfig(env="textcraft", model=str(link)), "textcraft"))
+        asked.append(evaluate.asked(EvalConfig(env="textcraft", model=str(link)), "textcraft"))
     assert asked[0]["model"] == asked[1]["model"] and asked[0] != asked[1]
     other = EvalConfig(env="textcraft", api_base="http://a", api_model="m")
-    assert evaluate._asked(other, "textcraft")["api_base"] == "http://a"
+    assert evaluate.asked(other, "textcraft")["api_base"] == "http://a"
 
 
 def test_states_are_kept_on_request_for_replay(tmp_path, monkeypatch):

@@ -30,6 +30,12 @@ def test_a_run_is_measured_as_it_measures_itself(tmp_path):
     assert as_in_run(str(tmp_path), set()).model.endswith("checkpoints/best")
 
 
+def test_a_runs_seed_and_samples_are_the_evaluations(tmp_path):
+    a_run(tmp_path, seed=7, eval_samples=4)
+    own = as_in_run(str(tmp_path), set())
+    assert (own.seed, own.samples) == (7, 4)
+
+
 def test_another_world_than_the_runs_has_its_own_words_and_turns(tmp_path):
     a_run(tmp_path, prompt='[{"role": "system", "content": "Craft."}]')
     other = as_in_run(str(tmp_path), {"env"}, "babyai")

@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -158,6 +159,35 @@ def test_a_fast_world_is_called_by_one_thread_at_a_time_and_each_client_has_its_
             ended = list(threads.map(episode, [n % 8 for n in range(200)]))
     assert ended == [(f"craft {n % 8}", 0.5, True) for n in range(200)]
     assert most == [1]
+
+
+def test_who_closes_a_session_waits_for_its_call_under_way():
+    """After Ctrl-C the pool closes what a thread still plays."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(Letters):
+        IS_FAST = False
+
+        def step(self, action):
+            inside.set()
+            assert go_on.wait(10)
+            return super().step(action)
+
+    import toy_env
+
+    toy_env.Slow = Slow
+    Slow.__module__ = toy_env.__name__
+    with registered(Slow), EnvPool(NAME, [LOCAL]) as pool, ThreadPoolExecutor(2) as threads:
+        client = pool.client()
+        client.reset(0)
+        step = threads.submit(client.step, "abc")
+        assert inside.wait(10)
+        closing = threads.submit(pool.close)
+        time.sleep(0.1)
+        assert not closing.done()
+        go_on.set()
+        closing.result(10)
+        assert step.result(10).reward == 0.5
 
 
 def test_a_world_with_a_process_of_its_own_says_so():

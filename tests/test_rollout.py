@@ -34,6 +34,7 @@ from envclient import (
     EnvServerError,
     EnvTimeout,
     NotSupported,
+    local_server,
 )
 from envs import Task
 from envs.server import create_app
@@ -799,6 +800,26 @@ def test_a_server_that_cannot_show_its_state_loses_no_trajectory(chat):
     engine = ScriptedEngine(saying("open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(record_state=True))
     assert handler.stop_reason == "success" and handler.turns[0].state is None
+
+
+def test_a_full_server_is_waited_for_while_sessions_of_ours_may_end():
+    """CONTRACT.md: 429 waits. Sixteen episodes, four places, and less patience than some need."""
+    chat = ChatTemplate(byte_tokenizer())
+    policy = byte_policy(chat, *SOLVE_31)
+
+    def slow_policy(*asked):
+        time.sleep(0.1)
+        return policy(*asked)
+
+    engine = ScriptedEngine(slow_policy)
+    requests = [textcraft_request(31, group_id=i) for i in range(16)]
+    with (
+        local_server("textcraft", max_sessions=4) as url,
+        EnvPool("textcraft", [url], busy_wait_s=0.3) as pool,
+    ):
+        settings = settings_of(**ROOMY, max_env_failures=0.0)
+        ended = collect(engine, pool, chat, requests, settings)
+    assert {handler.stop_reason for handler in ended} == {"success"}
 
 
 def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat):

@@ -237,6 +237,14 @@ def test_compare_refuses_what_was_stopped_and_names_what_was_measured_otherwise(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"max_rounds": rounds}))
     assert compare(*files).endswith("; measured otherwise: max_rounds [30] and [5]")
     assert "otherwise" not in compare(files[0], files[0])
+    worlds = ({"seed": 0, "variant": "1.2"}, {"seed": 3, "variant": "easy", "prompt": "Craft."})
+    for path, changes in zip(files, worlds, strict=True):
+        found = json.loads(path.read_text()) | {"max_rounds": [5]}
+        path.write_text(json.dumps(found | changes))
+    assert compare(*files).endswith(
+        "; measured otherwise: another prompt of the world, another seed of the world, "
+        "another variant of the world"
+    )
     files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"complete": False}))
     with pytest.raises(ValueError, match=r"b.json is of an evaluation that was stopped"):
         compare(*files)

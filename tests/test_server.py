@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import requests
 from fastapi.testclient import TestClient
@@ -686,3 +687,13 @@ def test_a_world_that_returns_something_else_is_told_what(turn, told):
         assert_error(
             client.post("/step", json={"id": session_id, "action": "go"}), 409, "no episode"
         )
+
+
+def test_numpys_numbers_and_truth_values_are_written_as_pythons():
+    class Numbers(SlowWorld):
+        def step(self, action):
+            return "seen", np.float32(0.5), np.bool_(False), False, {"success": np.bool_(True)}
+
+    with TestClient(create_app("slow", env_class=Numbers, first_id=0)) as client:
+        turn = client.post("/step", json={"id": start(client), "action": "go"}).json()
+    assert (turn["reward"], turn["terminated"], turn["info"]) == (0.5, False, {"success": True})
