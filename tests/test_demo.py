@@ -1,6 +1,7 @@
 """`make demo`: what it starts from is what its command says, and its curve rises."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from envs import load_tasks
 from recipes import careless
 from recipes.common import change, percent
+from reporting.intervals import bootstrap
 from runtime.starts import STARTS, hash_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +73,23 @@ def test_what_the_page_says_of_short_goals_is_what_was_played():
     assert f"for {tokens[1]:.0f} tokens a turn in place of {tokens[0]:.0f}" in lesson
     about = json.loads((STARTS / "smollm2-135m-textcraft/sft.json").read_text())["settings"]
     assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in page
+
+
+def test_what_the_page_says_of_sciworlds_start_is_what_was_played():
+    items = json.loads((ROOT / "recipes/results/starts/sciworld_kinds.json").read_text())["items"]
+    page = (ROOT / "recipes/starts/README.md").read_text(encoding="utf-8")
+    kinds: dict[str, list[float]] = {}
+    for item in items.values():
+        kinds.setdefault(item["kind"], []).append(item["avg"])
+    kinds["all"] = [item["avg"] for item in items.values()]
+    assert len(kinds) == 8 and len(kinds["all"]) == 280
+    for kind, shares in kinds.items():
+        name = re.sub("^(find|lifespan)-", "", kind).replace("-", " ")
+        mixed = sum(0 < share < 1 for share in shares)
+        assert f"| {name} | {len(shares)} | {percent(bootstrap(shares))} | {mixed} |" in page
+    about = json.loads((STARTS / "smollm2-135m-sciworld/sft.json").read_text())["settings"]
+    command = page.split("python warmstart.py --env sciworld")[1].split("```")[0]
+    assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in command
 
 
 def rows_of(before, after):
