@@ -116,9 +116,9 @@ class ChatTemplate:
                 chat, tokenize=False, add_generation_prompt=True
             )
 
-        first, second, *rest = messages
-        if first["role"] != "system":
+        if messages[0]["role"] != "system":
             return render(messages)
+        first, second, *rest = messages
         # Templates without a system role raise an error of jinja's, or leave the message out.
         problem = None
         try:
