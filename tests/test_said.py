@@ -53,7 +53,8 @@ def runs_of(lines):
 
 def test_its_first_lines_say_what_will_happen(said):
     run_dir, _, out = said
-    lines = runs_of(out)[0]
+    note, *lines = runs_of(out)[0]
+    assert note.startswith("note: 8 of the 8 held-out tasks are also trained on")
     assert lines[0].startswith("run: 3 steps of grpo, each of 2 tasks x 2 samples, at most 2 turns")
     assert lines[0].endswith(str(run_dir))
     assert lines[2].startswith("tasks: 8 of letters to train on; 8 held out, 1 samples of each")
