@@ -422,7 +422,7 @@ def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave()
     if os.environ.get("CI") != "true":
         pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
     runs = worlds.read_results(ROOT / "recipes" / "results")["babyai"]
-    assert len(runs) == 2 and "two for BabyAI" in README
+    assert len(runs) == 3 and "Three seeds for TextCraft and BabyAI" in README
     before, after = (pooled_at(runs, position) for position in (0, -1))
     env, groups = BabyAI(), defaultdict[int, list[str]](list)
     for task_id in before:
