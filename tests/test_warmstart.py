@@ -244,6 +244,7 @@ def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_ch
 ):
     """The instructions: packed, they are read once a step, and the losses are the same."""
     batch = warmstart.encode(chat, records, SETTINGS, pad_id=0)
+    policies = {share: load_policy(tiny, share) for share in (True, False)}
     seen = {True: 0, False: 0}
     forward = PolicyModel.forward
 
@@ -257,7 +258,7 @@ def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_ch
         settings = replace(SETTINGS, share_prefix=share, batch_size=4, max_tokens=10_000)
         with fresh_process_state():
             accelerator = distributed.make_accelerator("no")
-            policy = load_policy(tiny, share)
+            policy = policies[share]
             optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
             learner = Learner(accelerator, policy, optimizer)
             losses[share] = warmstart.imitate(learner, batch, settings, steps=3)
