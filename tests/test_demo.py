@@ -76,7 +76,8 @@ def test_what_the_page_says_of_short_goals_is_what_was_played():
 
 
 def test_what_the_page_says_of_sciworlds_start_is_what_was_played():
-    items = json.loads((ROOT / "recipes/results/starts/sciworld_kinds.json").read_text())["items"]
+    found = json.loads((ROOT / "recipes/results/starts/sciworld_kinds.json").read_text())
+    items, about = found["items"], found["start"]["settings"]
     page = (ROOT / "recipes/starts/README.md").read_text(encoding="utf-8")
     kinds: dict[str, list[float]] = {}
     for item in items.values():
@@ -87,7 +88,6 @@ def test_what_the_page_says_of_sciworlds_start_is_what_was_played():
         name = re.sub("^(find|lifespan)-", "", kind).replace("-", " ")
         mixed = sum(0 < share < 1 for share in shares)
         assert f"| {name} | {len(shares)} | {percent(bootstrap(shares))} | {mixed} |" in page
-    about = json.loads((STARTS / "smollm2-135m-sciworld/sft.json").read_text())["settings"]
     command = page.split("python warmstart.py --env sciworld")[1].split("```")[0]
     assert f"--num-demonstrations {about['num_demonstrations']} --slips {about['slips']}" in command
 
