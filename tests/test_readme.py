@@ -22,7 +22,7 @@ from envs.options import parse
 from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
-from recipes import miniature_plan, worlds
+from recipes import miniature_plan, pushed, worlds
 from recipes.common import difference, mean_over_seeds, percent, pooled_at
 from recipes.evidence import at, brackets, common_budget, compare, end, over_seeds, shares, start
 from recipes.learns_report import analyse, held_out_table, read_results
@@ -416,6 +416,56 @@ def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> N
         f"Of the {per_step} trajectories of a step {fmean(used[:10]):.0f} taught something "
         f"in the first ten steps, {fmean(used[10:]):.0f} after that." in said
     )
+
+
+def test_what_is_said_of_sciworlds_other_start_is_what_its_two_runs_gave() -> None:
+    folder = ROOT / "recipes/results/worlds/earlier"
+    runs = {
+        name: json.loads((folder / f"sciworld-slips-{name}-0.json").read_text())
+        for name in ("grpo", "rloo")
+    }
+    said = " ".join(MEASURED.split())
+    ends = {
+        name: [f"{100 * e['avg']['value']:.1f}" for e in run["held_out"]]
+        for name, run in runs.items()
+    }
+    assert (
+        "steps of GRPO went from {} to {} % ({} after 20)".format(
+            ends["grpo"][0], ends["grpo"][2], ends["grpo"][1]
+        )
+        in said
+    )
+    assert (
+        "from {} to {} ({} after 20)".format(ends["rloo"][0], ends["rloo"][2], ends["rloo"][1])
+        in said
+    )
+    last = [runs[name]["held_out"][-1]["items"] for name in ("grpo", "rloo")]
+    apart = percent(difference(*last), signed=True).replace(" [", " points [")
+    assert f"RLOO minus GRPO {apart}" in said
+    both = [json.loads((folder / f"sciworld-slips-{n}-0-pushed.json").read_text()) for n in runs]
+    assert [
+        line for line in pushed.table(both[0]["rows"], "focus on") if line not in MEASURED
+    ] == []
+    counts = [[row[who]["trajectories"] for row in both[1]["rows"]] for who in ("said", "not said")]
+    assert sum(counts[1]) == 1 and f"all but one of {sum(counts[0])} name something" in said
+    lesson = " ".join((ROOT / "tutorials/02_advantages.md").read_text(encoding="utf-8").split())
+    end = both[0]["rows"][-1]
+    for column, words in (
+        ("return", "{:.2f} and the others {:.2f}"),
+        ("divided", "{:+.2f} and {:+.2f}"),
+        ("plain", "{:+.2f} and {:+.2f}"),
+    ):
+        text = words.format(end["said"][column], end["not said"][column]).replace("-", "−")
+        assert text in lesson, text
+    kinds = defaultdict[str, list[str]](list)
+    before, after = (runs["rloo"]["held_out"][at]["items"] for at in (0, -1))
+    for task_id in before:
+        kinds[find_task(int(task_id.partition("_")[2]))[0].name].append(task_id)
+    for name, ids in kinds.items():
+        called = name.removeprefix("find-").removeprefix("lifespan-").replace("-", " ")
+        called = called.replace("non living", "non-living")
+        shares = [100 * fmean(items[i] for i in ids) for items in (before, after)]
+        assert f"{called} {shares[0]:.0f} to {shares[1]:.0f} %" in said, called
 
 
 def test_what_is_said_of_search_in_a_grid_world_is_what_the_committed_run_gave() -> None:
