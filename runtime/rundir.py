@@ -147,6 +147,9 @@ def open_run(config: RunConfig) -> Run:
     path, is_new = distributed.first("opening the run", open_on_first_rank)
     seen = distributed.gather((Path(path) / "config.json").exists())
     if not all(seen):
+        if opened:
+            opened[0].discard()
+            opened[0].close()
         raise Misuse(
             f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
             "does not): each writes its part of a checkpoint there"

@@ -81,3 +81,13 @@ def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
     (folder / "rundir.py").write_text("two")
     assert re.fullmatch("[0-9a-f]{40}", clean)
     assert rundir.circumstances()["git_commit"] == f"{clean}-dirty"
+
+
+def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_was(
+    tmp_path, monkeypatch
+):
+    """On several nodes without a shared disk each would write its shards to its own."""
+    monkeypatch.setattr(rundir.distributed, "gather", lambda seen: [seen, False])
+    with pytest.raises(Misuse, match=r"not on a disk that all processes see \(rank 1 does not\)"):
+        rundir.open_run(Config(run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
