@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
-from envs import Task, env_name, get_env
+from envs import Task, env_name, get_env, variant_of
 from mixture import in_each, tasks_of
 from runtime.files import build_folder, cache_dir
 from runtime.phases import phase
@@ -243,8 +243,3 @@ def source_of(env: str) -> str:
         own = sorted(file.parent.rglob("*.py"))
     paths = [*own, shared / "__init__.py", shared / "common.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def variant_of(env: str) -> str:
-    """What else decides a world's texts: options and simulator, if the world says so."""
-    return str(getattr(get_env(env), "variant", str)())

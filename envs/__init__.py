@@ -178,6 +178,11 @@ def env_name(env: str) -> str:
     return getattr(env_class, "NAME", env_class.__name__.lower())
 
 
+def variant_of(env: str) -> str:
+    """What else decides a world's texts: options and simulator, if the world says so."""
+    return str(getattr(get_env(env), "variant", str)())
+
+
 def settings_of(env: str) -> Settings:
     """What the class of `env` says of itself, defaults where it says nothing."""
     env_class = get_env(env)

@@ -52,8 +52,8 @@ def played(path: Path, says: str, subtask: str | None) -> Iterator[Played]:
 
 
 def pushed(trajectories: Sequence[Played]) -> dict[str, dict[str, float | int | None]]:
-    """ "said" and "not said": trajectories, their mean return, the mean advantage with and without
-    the division.
+    """Of those that said it and of the others: trajectories, their mean return, the mean advantage
+    with and without the division.
 
     >>> close = [Played(0, 0.25, False), Played(0, 0.25, False), Played(0, 0.17, True)]
     >>> far = [Played(1, 1.0, True), Played(1, 0.25, False), Played(1, 0.25, False)]
@@ -66,20 +66,21 @@ def pushed(trajectories: Sequence[Played]) -> dict[str, dict[str, float | int | 
         members.setdefault(one.group, []).append(one)
     # Groups of equal returns have no advantages, one of a single member no siblings.
     kept = [t for group in members.values() if len({t.earned for t in group}) > 1 for t in group]
-    advantages: list[float] = []
     number = {group: n for n, group in enumerate(members)}
     ids = torch.tensor([number[t.group] for t in kept], dtype=torch.int64)
     returns = torch.tensor([[0.0, t.earned] for t in kept]).reshape(-1, 2)
     mask = torch.tensor([[0, 1]] * len(kept)).reshape(-1, 2)
+    advantages = {
+        column: grpo(returns, mask, ids, scale_by_std=divides)[0][:, 1].tolist() if kept else []
+        for column, divides in (("divided", True), ("plain", False))
+    }
     found: dict[str, dict[str, float | int | None]] = {}
     for name, wanted in (("said", True), ("not said", False)):
         earned = [t.earned for t in trajectories if t.said == wanted]
         row: dict[str, float | int | None] = {"trajectories": len(earned)}
         row["return"] = round(fmean(earned), 3) if earned else None
-        for column, divides in (("divided", True), ("plain", False)):
-            if kept:
-                advantages = grpo(returns, mask, ids, scale_by_std=divides)[0][:, 1].tolist()
-            own = [a for a, t in zip(advantages, kept, strict=True) if t.said == wanted]
+        for column, values in advantages.items():
+            own = [a for a, t in zip(values, kept, strict=True) if t.said == wanted]
             row[column] = round(fmean(own), 3) if own else None
         found[name] = row
     return found

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
-from envs import get_env, load_tasks, settings_of
+from envs import load_tasks, settings_of, variant_of
 from mixture import in_each
 from reporting.scoring import compare
 from runtime.checks import check_addresses
@@ -248,7 +248,7 @@ def asked(config: EvalConfig, env: str) -> dict[str, Any]:
     options = ("temperature", "seed", "samples", "limit")
     budgets = ("max_tokens_per_turn", "max_trajectory_tokens")
     folder = Path(model_of(config))
-    variant = str(getattr(get_env(env), "variant", str)())
+    variant = variant_of(env)
     return (
         {"env": env, "model": model_of(config)}
         | ({"weights": str(folder.resolve())} if folder.is_dir() else {})  # `best` is a link

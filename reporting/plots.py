@@ -116,12 +116,12 @@ def _main(axis: Any, run: RunFiles) -> None:
     samples = run.evaluations[-1]["samples"] if run.evaluations else 1
     # Of as many samples alone: the start is often measured with fewer, and solves fewer by that.
     alike = {e["step"] for e in run.evaluations if e["samples"] == samples}
-    solved = [(step, e["value"]) for step, e in run.held_out("pass") if e["value"] is not None]
-    tries = [(step, value) for step, value in solved if step in alike]
+    tries = [(step, e["value"]) for step, e in run.held_out("pass") if step in alike]
+    tries = [(step, value) for step, value in tries if value is not None]
     if tries and samples > 1:
         label = f"held-out tasks: pass@{samples}"
         axis.plot(*zip(*tries, strict=True), color=PURPLE, lw=1.2, ls="--", label=label)
-    if solved:
+    if any(e["value"] is not None for _, e in run.held_out("avg")):
         label = f"held-out tasks: avg@{samples}, 95 % interval"
         band(axis, run.held_out("avg"), ORANGE, label)
     stages = [(value, list(group)) for value, group in groupby(_horizon(run), key=lambda p: p[1])]

@@ -299,6 +299,6 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     told += [
         f"another {name} of the world"
         for name in ("prompt", "seed", "variant")
-        if before.get(name) != after.get(name) and (name == "prompt" or {name} <= both)
+        if before.get(name) != after.get(name) and (name == "prompt" or name in both)
     ]
     return f"; measured otherwise: {', '.join(told)}" if told else ""

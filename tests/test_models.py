@@ -343,3 +343,11 @@ def test_a_checkpoint_with_a_temperature_and_no_do_sample_can_be_saved(tmp_path)
     save_policy(policy, tokenizer, tmp_path / "ours")
     assert GenerationConfig.from_pretrained(tmp_path / "ours").temperature == 0.9
     load_policy(str(tmp_path / "ours"))
+
+
+def test_the_families_that_the_page_names_are_those_that_are_tried():
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    shared = [family for family, (_, shares) in FAMILIES.items() if shares]
+    assert shared == ["llama", "granite", "cohere"] and "Qwen2, Llama, Granite, Cohere;" in page
+    assert {"gemma2", "phi3", "lfm2"} == FAMILIES.keys() - {*shared}
+    assert "Gemma 2, Phi-3 and LFM2 with `--no-share-prefix`" in page

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reporting import intervals
 from reporting.intervals import binomial_interval, bootstrap, paired_bootstrap
 from reporting.scoring import (
     compare,
@@ -145,14 +146,22 @@ def test_a_few_of_many_have_the_exact_interval_of_a_share(solved):
     assert most["high"] == pytest.approx(1 - few["low"])
 
 
-def test_few_successes_are_covered_as_often_as_promised():
+def test_few_successes_are_covered_as_often_as_promised(monkeypatch):
     """Of 40 tasks, a true 8 %: the percentiles alone cover it in 88 evaluations of 100."""
-    generator = random.Random(3)
-    kept = [
-        bootstrap([float(generator.random() < 0.08) for _ in range(40)], num_resamples=1000)
-        for _ in range(400)
-    ]
-    assert sum(e["low"] <= 0.08 <= e["high"] for e in kept) / 400 >= 0.95
+
+    def covered():
+        generator = random.Random(3)
+        kept = [
+            bootstrap([float(generator.random() < 0.08) for _ in range(40)], num_resamples=1000)
+            for _ in range(400)
+        ]
+        return sum(e["low"] <= 0.08 <= e["high"] for e in kept) / 400
+
+    assert covered() >= 0.95
+    monkeypatch.setattr(intervals, "FEW", 0)
+    assert covered() < 0.92
+    assert round(bootstrap([1.0] + [0.0] * 30)["high"], 3) == 0.097, "intervals.py: at most 9.7 %"
+    assert round(0.84**31 + 31 * 0.16 * 0.84**30, 2) == 0.03, "and three times in a hundred"
 
 
 def test_a_half_solved_task_among_unsolved_ones_reaches_no_lower_than_its_share():
