@@ -67,7 +67,7 @@ def test_a_time_out_is_of_the_whole_answer_and_says_how_long_it_was(pause_s):
     began = time.monotonic()
     with pytest.raises(TimedOut, match="no answer within 2 s"):
         ask(drip(b"HTTP/1.1 200 OK\r\n\r\n", b"x", pause_s), timeout_s=2.0)
-    assert 1.9 < time.monotonic() - began < 2.8
+    assert 1.9 < time.monotonic() - began < 3.4
 
 
 def test_an_address_where_nobody_listens_is_lost_at_once():

@@ -263,7 +263,7 @@ def test_poll_waits_for_an_answer_but_not_long(two):
     servers[0].free.clear()
     engine.submit("a", [5], SETTINGS)
     began = time.monotonic()
-    assert engine.poll() == [] and 0.04 < time.monotonic() - began < 1
+    assert engine.poll() == [] and 0.04 < time.monotonic() - began < 5
     threading.Timer(0.02, servers[0].free.set).start()
     assert finish(engine)["a"].token_ids == [5]
 
@@ -362,10 +362,10 @@ def test_a_server_that_ends_a_request_because_it_goes_down_has_not_answered_it(t
 
 
 def test_a_server_that_falls_silent_is_left_out(tmp_path):
-    with fakes(2) as servers, fleet_of(servers, tmp_path, timeout_s=0.2) as engine:
+    with fakes(2) as servers, fleet_of(servers, tmp_path, timeout_s=1.5) as engine:
         servers[0].free.clear()
         assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
-        assert "no answer within 0.2 s" in engine._servers[0].lost
+        assert "no answer within 1.5 s" in engine._servers[0].lost
         servers[0].free.set()
 
 

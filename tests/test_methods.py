@@ -614,8 +614,8 @@ def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_
     assert run("agentevol", values) == 0
     rows = read_metrics(values["run_dir"])
     sets = [
-        [json.loads(s) for s in (tmp_path / f"run/evolving/iteration_00{n}.jsonl").open()]
-        for n in (1, 2)
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in sorted((tmp_path / "run/evolving").glob("iteration_*.jsonl"))
     ]
     summaries = [
         json.loads((tmp_path / f"run/evolving/iteration_00{n}.json").read_text()) for n in (1, 2)

@@ -190,7 +190,7 @@ def test_a_query_of_100_kb_is_searched_for_by_its_beginning(env, shelf):
     started = time.monotonic()
     env.step(search("flag " * 20_000))
     assert shelf.asked == [(("flag " * 60)[:300], 3)]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     assert len(json.dumps(env.state_for_people())) < 2000
 
 

@@ -131,11 +131,11 @@ def test_a_head_without_an_end_is_cut_at_its_limit():
 
 
 def test_what_runs_long_is_not_a_request_that_does_not_arrive():
-    with bounded_server(timeout_s=0.3) as (address, _), requests.Session() as http:
+    with bounded_server(timeout_s=1.0) as (address, _), requests.Session() as http:
         url = "http://{}:{}".format(*address)
         session_id = http.post(url + "/create", timeout=20).json()["id"]
         http.post(url + "/reset", json={"id": session_id}, timeout=20)
-        body = {"id": session_id, "action": "sleep 1"}
+        body = {"id": session_id, "action": "sleep 2.5"}
         assert http.post(url + "/step", json=body, timeout=20).json()["observation"] == "1"
 
 

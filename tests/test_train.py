@@ -455,13 +455,13 @@ def test_a_value_error_in_the_middle_of_a_step_is_a_bug_with_its_traceback(tmp_p
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Time-outs and waits of a fraction of a second instead of minutes."""
-    pool = partial(EnvPool, timeout_s=0.5, dead_wait_s=0.5, back_off_s=0.05)
+    """Time-outs and waits of a second instead of minutes."""
+    pool = partial(EnvPool, timeout_s=1.5, dead_wait_s=0.5, back_off_s=0.05)
     monkeypatch.setattr(worker, "EnvPool", pool)
 
 
 async def nothing():
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(6.0)
     return Response(status_code=504)
 
 
@@ -475,7 +475,7 @@ async def html():
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(internal_error, "HTTP 500: boom"), (html, "Welcome to nginx"), (nothing, "0.5 s")],
+    [(internal_error, "HTTP 500: boom"), (html, "Welcome to nginx"), (nothing, "1.5 s")],
 )
 def test_a_server_that_fails_in_mid_episode_is_one_line_that_names_it(
     tmp_path, capsys, impatient, answer, said
