@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,21 +83,22 @@ class Recipe:
         return 0
 
 
-def load_config(arguments: Sequence[str]) -> Any:
-    """The `Config` that train.py makes of these arguments."""
+def load_config(arguments: Sequence[str], kind: Any = None) -> Any:
+    """The options that train.py, or the program of this `kind` of options, makes of these
+    arguments."""
     from config import Config
     from runtime.cli import training_options
 
-    return training_options(arguments, "recipe", "", Config)
+    return training_options(arguments, "recipe", "", kind or Config)
 
 
-def planned(arguments: Sequence[str]) -> Any:
-    """The `Config` of a run that begins with these arguments, or has begun: train.py refuses a
+def planned(arguments: Sequence[str], kind: Any = None) -> Any:
+    """The options of a run that begins with these arguments, or has begun: a program refuses a
     --run-dir that holds a run."""
     if "--run-dir" not in arguments:
-        return load_config(arguments)
+        return load_config(arguments, kind)
     at = list(arguments).index("--run-dir")
-    return load_config([*arguments[:at], *arguments[at + 2 :]])
+    return load_config([*arguments[:at], *arguments[at + 2 :]], kind)
 
 
 def run(command: Sequence[str]) -> None:
@@ -112,6 +113,44 @@ def run(command: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
+def require_begun_with(asked: Any, run_dir: Path) -> None:
+    """Refuse to go on with a run, or to take its result, under options that it was not begun with.
+
+    Args:
+        asked: the options, as a new run would have them.
+    Raises:
+        ValueError: names those that differ.
+    """
+    from config import flag
+    from runtime.saved import CHANGEABLE, saved_config
+
+    saved = saved_config(str(run_dir), type(asked))
+    names = [f.name for f in fields(asked) if f.name not in CHANGEABLE | {"config"}]
+    other = [name for name in names if getattr(asked, name) != getattr(saved, name)]
+    if other:
+        told = ", ".join(f"{flag(name)} {getattr(saved, name)}" for name in other)
+        raise ValueError(f"{run_dir} was begun with {told}: give the same, or other --runs")
+
+
+def require_alike(results: Sequence[Result]) -> Sequence[Result]:
+    """The results, which may be pooled: what was learned, and how, is the same but for the seed.
+
+    Raises:
+        ValueError: names what differs.
+    """
+    from runtime.saved import CHANGEABLE
+
+    # The lists of tasks have been renamed; results are paired by task in any case.
+    free = CHANGEABLE - {"steps"} | {"seed", "config", "tasks", "eval_tasks"}
+    configs = [r.get("config", {}) | {"steps": r["steps"]} for r in results if "steps" in r]
+    for config in configs[1:]:
+        names = sorted((config.keys() & configs[0].keys()) - free)
+        if other := [name for name in names if config[name] != configs[0][name]]:
+            told = ", ".join(f"{name} {configs[0][name]} and {config[name]}" for name in other)
+            raise ValueError(f"runs that differ in more than the seed must not be pooled: {told}")
+    return results
+
+
 def steps_done(run_dir: Path) -> int:
     """Steps that a run has saved."""
     from runtime.checkpoint import steps_saved
@@ -120,11 +159,16 @@ def steps_done(run_dir: Path) -> int:
 
 
 def train(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
-    """train.py with these arguments, from its last checkpoint if there is one."""
-    if steps_done(run_dir) >= steps:
-        print(f"{run_dir} is complete ({steps} steps)", flush=True)
-        return
+    """train.py with these arguments, from its last checkpoint if there is one.
+
+    Raises:
+        ValueError: the run that is there was begun with other options.
+    """
     if (run_dir / "config.json").exists():
+        require_begun_with(planned(arguments), run_dir)
+        if steps_done(run_dir) >= steps:
+            print(f"{run_dir} is complete ({steps} steps)", flush=True)
+            return
         arguments = ["--resume", "--run-dir", str(run_dir), "--steps", str(steps)]
     run([sys.executable, "train.py", *arguments])
 
@@ -151,7 +195,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file; none where there is no file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # NOTE: not splitlines, which also cuts at U+2028, and JSON leaves that as it is.
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def results_of(folder: Path, name: str) -> list[Result]:
@@ -234,6 +280,14 @@ def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {}
     common = set.intersection(*(set(items) for items in results))
     return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
+
+
+def of_both(ours: Sequence[Result], others: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """The results of both sides whose seeds both have, by seed: what can be compared while runs
+    are missing."""
+    sides = [{result["seed"]: result for result in side} for side in (ours, others)]
+    common = sorted(sides[0].keys() & sides[1].keys())
+    return [sides[0][seed] for seed in common], [sides[1][seed] for seed in common]
 
 
 def pooled_at(results: Sequence[Result], position: int, measure: str = "items") -> dict[str, float]:

@@ -15,9 +15,11 @@ from recipes.common import (
     change_cells,
     difference,
     markdown,
+    of_both,
     percent,
     pooled_at,
     pooled_curve,
+    require_alike,
     results_of,
     write_json,
 )
@@ -36,7 +38,7 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
         ValueError: runs of different length, which must not be pooled.
     """
     by_arm = {arm: results_of(folder, arm) for arm in ARMS}
-    steps = {r["steps"] for results in by_arm.values() for r in results}
+    steps = {r["steps"] for results in map(require_alike, by_arm.values()) for r in results}
     if len(steps) > 1:
         raise ValueError(f"{folder} mixes runs of {sorted(steps)} steps; keep one length")
     return by_arm
@@ -59,10 +61,14 @@ def analyse(by_arm: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
             "curve": pooled_curve(results),
             "test": analyse_test("textcraft", [result for result in results if result["test"]]),
         }
-    against = {
-        arm: difference(after[arm], after["rl"]) for arm in after if arm != "rl" and "rl" in after
-    }
-    return {"arms": arms, "rl_minus": against}
+    against = {arm: paired_after(by_arm[arm], by_arm["rl"]) for arm in after if arm != "rl"}
+    return {"arms": arms, "rl_minus": {arm: found for arm, found in against.items() if found}}
+
+
+def paired_after(others: Sequence[Result], ours: Sequence[Result]) -> dict[str, Any]:
+    """The difference after training over the seeds that both have; {}: none."""
+    pairs = of_both(ours, others)
+    return difference(*(pooled_at(side, -1) for side in reversed(pairs))) if pairs[0] else {}
 
 
 def missing_runs(by_arm: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -29,12 +29,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recipes import laboratory  # noqa: E402
-from recipes.common import RESULTS, Recipe, Result, read_json, run, steps_done, write_json  # noqa: E402
+from recipes.common import (  # noqa: E402
+    RESULTS,
+    Recipe,
+    Result,
+    planned,
+    read_json,
+    require_begun_with,
+    run,
+    steps_done,
+    write_json,
+)
 from recipes.evidence import common_budget, compare, end  # noqa: E402
 from recipes.miniature import record  # noqa: E402
 from recipes.miniature_plan import BASE, ESTIMATORS, SEEDS, read_results  # noqa: E402
@@ -96,6 +107,14 @@ def arguments_of(arm: Arm, seed: int, run_dir: Path, extra: Sequence[str] = ()) 
     return words + (["--data", str(shown_file(run_dir))] if arm.shown else [])
 
 
+def kind_of(arm: Arm) -> Any:
+    """The class of its program's options."""
+    from runtime import methods
+
+    kinds = (methods.SftConfig, methods.DpoConfig, methods.EvolConfig)
+    return next(kind for kind in kinds if kind.program == arm.program)
+
+
 def shown_file(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}-shown.json")
 
@@ -107,9 +126,11 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     shown_turns = 0.0
     if arm.shown:
         shown_turns = show(shown_file(run_dir), arm.shown, options.seed)
+    words = arguments_of(arm, options.seed, run_dir, extra)
+    if has_begun := (run_dir / "config.json").exists():
+        require_begun_with(planned(words, kind_of(arm)), run_dir)
     if steps_done(run_dir) < arm.steps:
-        words = arguments_of(arm, options.seed, run_dir, extra)
-        if (run_dir / "config.json").exists():
+        if has_begun:
             words = ["--resume", "--run-dir", str(run_dir)]
         run([sys.executable, arm.program, *words])
     result = {"arm": options.method, "seed": options.seed} | record(run_dir, arm.steps)

@@ -2,7 +2,7 @@
 intervals on two CPU cores.
 
 In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 13 moves, held-out
-ones are mazes that nobody has seen, and a model of 3M parameters, which has imitated a careless
+ones are mazes of seeds that nobody was shown, and a model of 3M parameters, which has imitated a careless
 teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All arms of
 one seed see the same goals in the same order, and are measured on held-out goals in 16 turns,
 however they were trained.
@@ -283,20 +283,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--results", type=Path, default=FOLDER)
     parser.add_argument("--runs", type=Path, default=Path("runs/miniature"), help="where runs lie")
+    if not argv or argv[0].startswith("--"):  # or a value further on is taken for the command
+        argv = argv if "--help" in argv else ["run", *argv]
     options, extra = parser.parse_known_args(argv)
     if extra and options.command != "run":
         parser.error(f"unknown arguments: {' '.join(extra)}")
     os.chdir(ROOT)
-    if options.command == "report":
-        print(report(options.figure, options.results))
-        return 0
-    print(status(options.figure, options.results), flush=True)
-    if options.command == "run":
-        try:
+    try:
+        if options.command == "report":
+            print(report(options.figure, options.results))
+            return 0
+        print(status(options.figure, options.results), flush=True)
+        if options.command == "run":
             run_missing(options.figure, options.results, options.runs, extra)
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-            return 130
+    except ValueError as error:
+        print(f"miniature.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.common import RESULTS, Result, markdown, read_json  # noqa: E402
+from recipes.common import RESULTS, Result, markdown, read_json, require_alike  # noqa: E402
 
 BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = RESULTS / "miniature"
@@ -95,11 +95,17 @@ FIGURES: dict[str, tuple[str, ...]] = {
 
 def read_results(folder: Path) -> dict[tuple[str, int], Result]:
     """(arm, seed) -> its result. GRPO at the laboratory's own rate is `short`, which is not run
-    again for it."""
+    again for it.
+
+    Raises:
+        ValueError: runs of an arm differ in more than the seed.
+    """
     found = {}
     for path in sorted(folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
         found[name, int(seed)] = read_json(path)
+    for name in {name for name, _ in found}:
+        require_alike([result for (other, _), result in sorted(found.items()) if other == name])
     if chosen_rate("grpo", found) == read_json(BASE)["learning_rate"]:
         found |= {("grpo", s): found["short", s] for s in SEEDS if ("short", s) in found}
     return found

@@ -46,14 +46,16 @@ TESTS = {
 def evaluate_test_split(
     env: str, model: str, folder: Path, seed: int, samples: int
 ) -> dict[str, Any]:
-    """evaluate.py on a world's test list; kept in `folder`, played once."""
-    if not (folder / "eval.json").exists():
+    """evaluate.py on a world's test list; kept in `folder`, and played again only where what is
+    there is of another model, checkpoint, number of samples or turns, or seed."""
+    words = ["--env", env, "--split", "test", "--model", model]
+    words += ["--max-rounds", *map(str, TESTS[env].rounds), "--samples", str(samples)]
+    words += ["--max-tokens-per-turn", "80", "--seed", str(seed)]
+    if not was_played(folder, words):
         aside = folder.with_name(f".{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        command = [sys.executable, "evaluate.py", "--env", env, "--split", "test"]
-        command += ["--model", model, "--max-rounds", *map(str, TESTS[env].rounds)]
-        command += ["--samples", str(samples), "--max-tokens-per-turn", "80"]
-        run([*command, "--seed", str(seed), "--out", str(aside)])
+        run([sys.executable, "evaluate.py", *words, "--out", str(aside)])
+        shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     summary = read_json(folder / "eval.json")
     rows = {"all": summary["overall"], **summary["subtasks"]}
@@ -70,6 +72,14 @@ def evaluate_test_split(
         lines = read_lines(folder / "trajectories.jsonl")
         found["crafted_ingredient"] = crafted_ingredient(lines)
     return found
+
+
+def was_played(folder: Path, words: Sequence[str]) -> bool:
+    """Whether `folder` holds all of an evaluation with these words."""
+    if not (folder / "eval.json").exists():
+        return False
+    command: list[str] = read_json(folder / "config.json")["command"]
+    return command[1 : command.index("--out")] == list(words)
 
 
 def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]:

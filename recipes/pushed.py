@@ -14,7 +14,6 @@ advantages.py.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
-from recipes.common import markdown, write_json  # noqa: E402
+from recipes.common import markdown, read_lines, write_json  # noqa: E402
 from runtime.cli import complain  # noqa: E402
 from trajectory import LOST  # noqa: E402
 
@@ -43,8 +42,7 @@ class Played(NamedTuple):
 
 def played(path: Path, says: str, subtask: str | None) -> Iterator[Played]:
     """Of a file of trajectories those that count; with a sub-task, of that alone."""
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in read_lines(path):
         if line["stop_reason"] in LOST or subtask not in (None, line["subtask"]):
             continue
         said = any(says in turn["action_text"] for turn in line["turns"])

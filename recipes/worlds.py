@@ -39,6 +39,7 @@ from recipes.common import (  # noqa: E402
     pooled_curve,
     read_json,
     record,
+    require_alike,
     results_of,
     train,
     write_result,
@@ -74,14 +75,16 @@ def read_results(folder: Path) -> dict[str, list[Result]]:
     """env -> its results, by seed.
 
     Raises:
-        ValueError: there is none, or runs of one environment differ in length.
+        ValueError: there is none, or runs of one environment differ in more than the seed.
     """
     by_env = {env: found for env in COLORS if (found := results_of(folder / "worlds", env))}
     if not by_env:
         raise ValueError(f"{folder}/worlds is empty; run: python recipes/worlds.py run")
     for env, results in by_env.items():
-        if len(steps := sorted({result["steps"] for result in results})) > 1:
-            raise ValueError(f"{env}: runs of {steps} steps must not be pooled; keep one length")
+        try:
+            require_alike(results)
+        except ValueError as error:
+            raise ValueError(f"{env}: {error}") from None
     return by_env
 
 

@@ -198,7 +198,9 @@ def test_a_difference_has_the_sign_of_the_first_and_pairs_by_seed():
     worse = [result("b", s, [0], [0]) for s in (1, 2)]
     end = evidence.end
     said = evidence.compare(better, worse, end, end)
-    assert said.startswith("+50.0 (goals [") and said.endswith("seeds -)")  # one pair: no interval
+    assert said.startswith("+100.0 (goals [")
+    assert said.endswith("seeds -; of seed 1 alone)")  # one pair: no interval
+    assert evidence.compare(better, worse[1:], end, end) == "- (no seed in common)"
 
 
 def test_the_intervals_of_seeds_are_students():

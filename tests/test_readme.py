@@ -228,7 +228,8 @@ def test_what_is_said_of_the_learning_runs_is_what_they_gave() -> None:
     results = read_results(ROOT / "recipes" / "results" / "learns")
     minus = analyse(results)["rl_minus"]["sft"]
     value, low, high = (100 * minus[name] for name in ("value", "low", "high"))
-    assert f"RL minus it is {value:+.1f} points [{low:+.1f}, {high:+.1f}]" in MEASURED
+    told = f"{value:+.1f} points [{low:+.1f}, {high:+.1f}]"
+    assert f"RL minus it, with the same seed, is {told}" in MEASURED
     runs = results["rl"]
     ends = [row["train/success_rate"] for run in runs for row in run["curve"][-10:]]
     assert f"it ends at {100 * sum(ends) / len(ends):.0f} %" in MEASURED

@@ -204,6 +204,7 @@ def test_rl_is_compared_with_each_control_after_training(tmp_path):
     write(
         tmp_path,
         result("rl", 0, [0.5] * 10, [0.9] * 10),
+        result("rl", 1, [0.5] * 10, [0.1] * 10),  # which no control has: it counts on no side
         result("sft", 0, [0.5] * 10, [0.6] * 10),
         result("shuffled", 0, [0.5] * 10, [0.4] * 10),
     )
@@ -246,8 +247,64 @@ def test_runs_of_different_length_are_not_pooled(tmp_path):
         result("rl", 0, [0.5] * 10, [0.9] * 10, steps=60),
         result("rl", 1, [0.5] * 10, [0.9] * 10, steps=20),
     )
+    with pytest.raises(ValueError, match=r"must not be pooled: steps 60 and 20"):
+        learns_report.report(tmp_path)
+    write(tmp_path, result("rl", 1, [0.5] * 10, [0.9] * 10, steps=60))
+    write(tmp_path, result("sft", 1, [0.5] * 10, [0.9] * 10, steps=20))
     with pytest.raises(ValueError, match=r"mixes runs of \[20, 60\] steps; keep one length"):
         learns_report.report(tmp_path)
+
+
+def test_runs_with_other_options_are_not_pooled_whatever_may_change_on_resume():
+    first = {"steps": 5, "config": {"learning_rate": 1e-4, "seed": 0, "precision": "bf16"}}
+    alike = {"steps": 5, "config": {"learning_rate": 1e-4, "seed": 1, "precision": "fp32"}}
+    assert common.require_alike([first, alike]) == [first, alike]
+    alike["config"]["learning_rate"] = 3e-4
+    with pytest.raises(ValueError, match=r"not be pooled: learning_rate 0\.0001 and 0\.0003"):
+        common.require_alike([first, alike])
+
+
+def test_a_run_is_gone_on_with_under_the_options_that_it_began_with_alone(tmp_path, monkeypatch):
+    words = ["--env", "textcraft", "--model", "tiny", "--run-dir", str(tmp_path)]
+    begun = common.planned(words)
+    (tmp_path / "config.json").write_text(json.dumps({"config": vars(begun)}))
+    ran = []
+    monkeypatch.setattr(common, "run", ran.append)
+    common.train(words, tmp_path, begun.steps)
+    assert ran[0][-5:] == ["--resume", "--run-dir", str(tmp_path), "--steps", str(begun.steps)]
+    monkeypatch.setattr(common, "steps_done", lambda _: begun.steps)  # complete: as strict
+    common.train([*words, "--precision", "fp32"], tmp_path, begun.steps)
+    with pytest.raises(ValueError, match=r"was begun with --learning-rate 4e-05: give the same"):
+        common.train([*words, "--learning-rate", "1e-3"], tmp_path, begun.steps)
+    assert len(ran) == 1
+
+
+def test_lines_are_those_of_the_file_and_not_of_what_a_model_wrote(tmp_path):
+    said = {"text": "one \u2028 two \x85 three"}
+    (tmp_path / "step.jsonl").write_text(json.dumps(said, ensure_ascii=False) + "\n")
+    assert common.read_lines(tmp_path / "step.jsonl") == [said]
+
+
+def test_a_test_list_is_played_again_for_another_checkpoint_or_number_of_samples(
+    tmp_path, monkeypatch
+):
+    played = []
+
+    def play(command):
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir()
+        row = {"items": 1, "avg": {"value": 0.5}, "turns_mean": 1.0}
+        about = {"overall": row, "subtasks": {}, "items": {}}
+        (out / "eval.json").write_text(json.dumps(about))
+        (out / "config.json").write_text(json.dumps({"command": command[1:]}))
+        played.append(command)
+
+    monkeypatch.setattr(published, "run", play)
+    for model, samples in (("a", 1), ("a", 1), ("b", 1), ("b", 4), ("b", 4)):
+        kept = published.evaluate_test_split("searchqa", model, tmp_path / "test", 0, samples)
+        assert kept["samples"] == samples
+    assert len(played) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["test"]
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path, capsys):
@@ -310,7 +367,7 @@ def test_other_worlds_are_reported_by_sub_task_with_seeds_pooled_by_task(tmp_pat
 def test_runs_of_another_world_with_different_lengths_are_not_pooled(tmp_path):
     write_world(tmp_path, "babyai", 0, [0.0] * 5, [1.0] * 5)
     write_world(tmp_path, "babyai", 1, [0.0] * 5, [1.0] * 5, steps=30)
-    with pytest.raises(ValueError, match=r"runs of \[20, 30\] steps must not be pooled"):
+    with pytest.raises(ValueError, match=r"babyai: .* must not be pooled: steps 20 and 30"):
         worlds.report(tmp_path)
 
 
