@@ -127,7 +127,7 @@ def serve(sources: Sequence[Source], options: argparse.Namespace) -> int:
         worlds = Worlds()
         stack.callback(worlds.close)
         play = Play(worlds, Path("runs"), model_of(options))
-        app = create_app(list(sources), port, worlds, play)
+        app = create_app(list(sources), worlds, play)
         config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none")
         config.timeout_graceful_shutdown = 2
         url = f"http://127.0.0.1:{port}/"

@@ -2,10 +2,10 @@
 intervals on two CPU cores.
 
 In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 13 moves, held-out
-ones are mazes of seeds that nobody was shown, and a model of 3M parameters, which has imitated a careless
-teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All arms of
-one seed see the same goals in the same order, and are measured on held-out goals in 16 turns,
-however they were trained.
+ones are mazes of seeds that nobody was shown, and a model of 3M parameters, which has imitated a
+careless teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All
+arms of one seed see the same goals in the same order, and are measured on held-out goals in 16
+turns, however they were trained.
 
     figure        arms                                        what it asks
     horizons      short, long, stepwise                       does it help to widen the horizon?

@@ -46,7 +46,7 @@ class Served:
 
         self.socket = socket.create_server(("127.0.0.1", 0))
         port = self.socket.getsockname()[1]
-        app = create_app([open_source(n, p) for n, p in enumerate(sources)], port, worlds, play)
+        app = create_app([open_source(n, p) for n, p in enumerate(sources)], worlds, play)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
         self.thread.start()

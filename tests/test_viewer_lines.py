@@ -72,6 +72,20 @@ def test_a_file_that_grows_is_read_on_and_a_half_line_waits(run, tmp_path, monke
     assert lines.read(2)["trajectory_id"] == json.loads(whole[2])["trajectory_id"]
 
 
+def test_a_file_that_was_copied_over_one_that_begins_alike_is_read_anew(run, tmp_path):
+    """As `cp` and scp do it: the inode stays, and two evaluations of the same tasks begin alike."""
+    whole = (run / "trajectories/step_000002.jsonl").read_bytes()
+    path = tmp_path / "eval.jsonl"
+    path.write_bytes(whole)
+    lines = Lines.open(path)
+    last = whole.rindex(b"\n", 0, -1) + 1
+    other = whole[:last] + whole[last:].replace(b"s000002", b"s000007")
+    assert len(other) == len(whole) and other[:4096] == whole[:4096]
+    path.write_bytes(other)
+    lines.refresh()
+    assert lines.row(len(lines) - 1)["trajectory_id"].startswith("s000007")
+
+
 @pytest.mark.parametrize("by", ["truncation", "replacement", "a longer replacement"])
 def test_a_file_that_was_cut_back_or_replaced_is_read_anew(run, tmp_path, by):
     whole = (run / "trajectories/step_000002.jsonl").read_bytes().splitlines(keepends=True)

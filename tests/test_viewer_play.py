@@ -7,6 +7,7 @@ import pytest
 from played import COUNT, FOLDER
 from test_viewer_server import client_of
 
+from envclient import AllServersDown, EnvConnectionError
 from trajectory import from_line
 from viewer.play import Play, PlayError, Worlds, reenact
 from viewer.sources import open_source
@@ -129,6 +130,33 @@ def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_and_kept(worlds, 
     ask("new", 409, env="textcraft", task_index=10**9)
     ask("new", 400, env="textcraft", task_index=-1)
     ask("nothing", 404)
+
+
+def test_a_world_whose_server_died_is_started_anew_and_no_turn_is_lost(tmp_path, monkeypatch):
+    worlds = Worlds()
+    play = Play(worlds, tmp_path)
+    name = play.new("textcraft", 3)["session"]
+
+    def gone(client):
+        raise EnvConnectionError("connection refused", "http://127.0.0.1:1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("envclient.EnvClient.state", gone)
+        patch.setattr("envclient.EnvClient.available_actions", gone)
+        at = play.step(name, "inventory")  # the world has moved: this is a turn
+        assert len(at["turns"]) == 1 and at["available"] is None
+        with pytest.raises(PlayError, match="refused"):
+            play.new("textcraft", 3)
+
+    def none_left(pool):
+        raise AllServersDown("no server answers", "http://127.0.0.1:1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("envclient.EnvPool.client", none_left)
+        with pytest.raises(PlayError, match="try again"):
+            play.new("textcraft", 3)
+    assert play.new("textcraft", 3)["turns"] == []
+    worlds.close()
 
 
 def test_the_page_can_have_an_episode_played_again(worlds, tmp_path):

@@ -8,9 +8,10 @@ from fastapi.testclient import TestClient
 from made_run import HOSTILE, add_step, append, hostile_line, make_run, write_lines
 
 import replay
-from viewer.overview import held_out_sentence
+from viewer.overview import alarms_of, held_out_sentence
 from viewer.server import create_app
 from viewer.sources import NoSource, open_source
+from viewer.text import list_text, trajectory_text
 from viewer.trajectories import apart
 from viewer.wrong import may_hold, what_goes_wrong
 
@@ -29,7 +30,7 @@ def run(made, tmp_path):
 
 def client_of(*paths, **options):
     sources = [open_source(n, path) for n, path in enumerate(paths)]
-    app = create_app(sources, 8610, **options)
+    app = create_app(sources, **options)
     client = TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False)
     client.token = app.state.token
     return client
@@ -292,7 +293,10 @@ def test_nothing_that_a_page_sends_is_a_path(run):
 def test_only_its_own_page_is_answered(run):
     client = client_of(run)
     assert client.get("/api/sources", headers={"Host": "evil.example"}).status_code == 403
-    assert client.get("/api/sources", headers={"Host": "127.0.0.1:9"}).status_code == 403
+    for host in ("evil.example:8610", "127.0.0.1.evil.example", "x127.0.0.1:80", ""):
+        assert client.get("/api/sources", headers={"Host": host}).status_code == 403
+    for host in ("127.0.0.1:9000", "localhost", "LOCALHOST:80", "[::1]:9"):  # behind a tunnel
+        assert client.get("/api/sources", headers={"Host": host}).status_code == 200
     other = {"Origin": "http://evil.example"}
     assert client.get("/api/sources", headers=other).status_code == 403
     assert client.get("/api/sources", headers={"Origin": f"http://{HOST}"}).status_code == 200
@@ -360,6 +364,21 @@ def test_an_evaluation_that_measured_nothing_is_said():
     assert "all were lost" in held_out_sentence([lost])
     good = {"overall": {"value": 0.5, "items": 4}, "step": 2}
     assert held_out_sentence([lost, good]).startswith("50 % of 4 held-out tasks solved")
+    later = good | {"step": good["step"] + 20}
+    assert "first measured 50 % at step " in held_out_sentence([lost, good, later])
+    assert "before training 50 %" in held_out_sentence([good | {"step": 0}, later])
+
+
+def test_what_stands_where_a_number_should_is_shown_as_it_is(run, tmp_path):
+    text = (run / "trajectories/step_000001.jsonl").read_text().split("\n")[0]
+    line = json.loads(text) | {"return": "x"}
+    line["turns"][0]["reward"] = "1"
+    (tmp_path / "odd.jsonl").write_text(json.dumps(line) + "\n")
+    source = open_source(0, tmp_path / "odd.jsonl")
+    assert " x " in list_text(source, "odd", only_failures=False)
+    assert "world (1)" in trajectory_text(source, "odd", 0)
+    rows = [{"step": n, "policy/entropy": "low", "policy/loss": 0.1} for n in (1, 2)]
+    assert alarms_of(tmp_path, rows) == []
 
 
 def test_a_port_in_use_is_said(run, capsys):

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from runtime.files import cache_dir, write_text
 from trajectory import COUNTED, HEAD_END
@@ -37,8 +37,10 @@ COLUMNS = (
     *("stop_reason", "used_in_loss", "error", *COUNTED),
 )
 WORTH_KEEPING = 4 << 20  # bytes of a file whose index is kept; a smaller one is read in no time
-FORMAT = 1  # of a kept index
+FORMAT = 2  # of a kept index
 BEGINNING = 256  # bytes that tell one file of a name from the next
+END = 1 << 16  # and as many before the place that was read to
+NOTHING = hashlib.sha256(b"").hexdigest()
 
 Row = dict[str, Any]
 
@@ -108,6 +110,7 @@ class Lines:
         indexed: bytes read so far; the next line begins there.
         broken: lines that are no trajectory.
         identity: of the file that was read, so that its successor of the same name is noticed.
+        end: hash of the last bytes that were read, for the same reason.
     """
 
     path: Path
@@ -116,6 +119,7 @@ class Lines:
     indexed: int = 0
     broken: int = 0
     identity: tuple[int, str] | None = None
+    end: str = NOTHING
 
     @classmethod
     def open(cls, path: Path) -> Lines:
@@ -161,7 +165,8 @@ class Lines:
         with open(self.path, "rb") as file:
             stat = os.fstat(file.fileno())
             identity = (stat.st_ino, hashlib.sha256(file.read(BEGINNING)).hexdigest())
-            if stat.st_size < self.indexed or not self._is_same(identity):
+            same = stat.st_size >= self.indexed and self._is_same(identity)
+            if not same or self._end_of(file) != self.end:
                 self._forget()
             if stat.st_size == self.indexed:
                 return
@@ -171,6 +176,7 @@ class Lines:
                 if not line.endswith(b"\n") and parse(line) is None:
                     break  # being written
                 self._add(line)
+            self.end = self._end_of(file)
         if self.indexed - before >= WORTH_KEEPING:
             self._save()
 
@@ -180,9 +186,16 @@ class Lines:
             return self.identity is None or identity[0] == self.identity[0]
         return identity == self.identity
 
+    def _end_of(self, file: BinaryIO) -> str:
+        """What tells the last bytes that were read from others: a file that was copied over this
+        one keeps its name and inode, and may well begin alike."""
+        first = max(0, self.indexed - END)
+        file.seek(first)
+        return hashlib.sha256(file.read(self.indexed - first)).hexdigest()
+
     def _forget(self) -> None:
         self.offsets, self.columns = [], {name: [] for name in COLUMNS}
-        self.indexed, self.broken, self.identity = 0, 0, None
+        self.indexed, self.broken, self.identity, self.end = 0, 0, None, NOTHING
 
     def _add(self, line: bytes) -> None:
         row = head_of(line) if line.strip() else None
@@ -210,10 +223,11 @@ class Lines:
             return
         self.offsets, self.columns = kept["offsets"], kept["columns"]
         self.indexed, self.broken = kept["indexed"], kept["broken"]
-        self.identity = (kept["identity"][0], kept["identity"][1])
+        self.identity, self.end = (kept["identity"][0], kept["identity"][1]), kept["end"]
 
     def _save(self) -> None:
         kept = {"format": FORMAT, "offsets": self.offsets, "columns": self.columns}
-        kept |= {"indexed": self.indexed, "broken": self.broken, "identity": self.identity}
+        kept |= {"indexed": self.indexed, "broken": self.broken}
+        kept |= {"identity": self.identity, "end": self.end}
         with contextlib.suppress(OSError):  # nobody may write there: it is read again next time
             write_text(self._kept_at(), json.dumps(kept))

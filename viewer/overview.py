@@ -144,7 +144,8 @@ def alarms_of(path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, A
         return [row for row in kept if all(isinstance(row.get(field), str) for field in fields)]
     sentinels, alarms = Sentinels(), []
     for row in rows:
-        for alarm in sentinels.check(row["step"], row):
+        numbers = {name: v for name, v in row.items() if isinstance(v, int | float)}
+        for alarm in sentinels.check(row["step"], numbers):
             alarms.append(
                 {"step": row["step"], "severity": alarm.severity, "name": alarm.name}
                 | {"text": alarm.message}
@@ -185,7 +186,9 @@ def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
         return f"{len(evaluations)} environments evaluated."
     best = max(evaluations, key=lambda e: e["overall"]["value"])
     peak = "" if best is last else f"; best was {percent(best['overall'])}{at_step(best)}"
-    return f"{now}{at_step(last)}; before training {percent(first['overall'])}{peak}."
+    at_first = "before training " if not first.get("step") else "first measured "
+    earlier = f"{at_first}{percent(first['overall'])}{at_step(first)}"
+    return f"{now}{at_step(last)}; {earlier}{peak}."
 
 
 def training_sentence(series: Series) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envclient import EnvClient, EnvError, EnvPool, NotSupported, local_server
+from envclient import AllServersDown, EnvClient, EnvError, EnvPool, local_server
 from envs import ENVS, get_env, load_tasks
 from runtime.files import make_folder
 from trajectory import Trajectory, Turn
@@ -71,6 +71,10 @@ class Worlds:
                 raise PlayError(str(error)) from None
         try:
             return self._pools[env].client()
+        except AllServersDown as error:
+            with self._lock:  # whoever asks next gets a new server
+                self._pools.pop(env, None)
+            raise PlayError(f"{error}; try again, a new one is started then") from None
         except EnvError as error:
             raise PlayError(str(error)) from None
 
@@ -162,7 +166,7 @@ class Play:
             raise PlayError(f"no world is called {env!r}; there are {', '.join(ENVS)}")
         client = self.worlds.client(env)
         try:
-            observation = client.reset(task_index)
+            observation, state = client.reset(task_index), state_of(client)
         except EnvError as error:
             client.close()
             raise PlayError(str(error)) from None
@@ -170,7 +174,7 @@ class Play:
         subtask = next((t.subtask for t in all_tasks(env) if t.task_id == task_id), "")
         t = Trajectory(f"played-{int(time.time())}", 0, env, task_id, subtask, 0, 0, MAX_TURNS)
         t.messages = [*client.prompt, {"role": "user", "content": observation}]
-        t.first_state = state_of(client)
+        t.first_state = state
         while len(self._sessions) >= MAX_SESSIONS:
             self.close(next(iter(self._sessions)))
         name = secrets.token_hex(8)
@@ -183,7 +187,7 @@ class Play:
         t = session.trajectory
         try:
             available = None if t.stop_reason else session.client.available_actions()
-        except NotSupported:
+        except EnvError:  # it cannot list them, or does not answer: what is known is shown
             available = None
         return {
             "session": name,
@@ -217,7 +221,8 @@ class Play:
             # Nobody sampled tokens to point into.
             turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type]
             turn.env_s = time.perf_counter() - began
-            turn.state = state_of(session.client)
+            with contextlib.suppress(EnvError):  # the world has moved: the turn counts without it
+                turn.state = state_of(session.client)
             t.messages.append({"role": "assistant", "content": text})
             t.turns.append(turn)
             session.observation = result.observation

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -132,16 +133,16 @@ def describe(source: Source) -> dict[str, Any]:
 
 
 def create_app(
-    sources: list[Source], port: int, worlds: Worlds | None = None, play: Play | None = None
+    sources: list[Source], worlds: Worlds | None = None, play: Play | None = None
 ) -> FastAPI:
-    """The app; `port` is where it listens, part of every Host it answers to.
+    """The app, which answers to names of this machine alone.
 
     Without `play` and `worlds` nothing is played.
     """
     app = FastAPI(title="replay", docs_url=None, redoc_url=None, openapi_url=None)
     library, token = Library(sources), secrets.token_urlsafe(24)
     app.state.token = token
-    app.middleware("http")(guard(frozenset(f"{name}:{port}" for name in LOCAL_NAMES), token))
+    app.middleware("http")(guard(token))
     add_errors(app)
     add_page(app, token)
     add_reading(app, library, can_play=play is not None)
@@ -153,11 +154,11 @@ def create_app(
 Next = Callable[[Request], Awaitable[Response]]
 
 
-def guard(hosts: frozenset[str], token: str) -> Callable[[Request, Next], Awaitable[Response]]:
+def guard(token: str) -> Callable[[Request, Next], Awaitable[Response]]:
     """Only this server's page is answered; every answer says what the page may do."""
 
     async def check(request: Request, proceed: Next) -> Response:
-        refused = why_refused(request, hosts, token)
+        refused = why_refused(request, token)
         response = answer({"error": refused, "hint": ""}, 403) if refused else None
         response = response or await proceed(request)
         response.headers.update(HEADERS)
@@ -166,9 +167,10 @@ def guard(hosts: frozenset[str], token: str) -> Callable[[Request, Next], Awaita
     return check
 
 
-def why_refused(request: Request, hosts: frozenset[str], token: str) -> str:
+def why_refused(request: Request, token: str) -> str:
     host = request.headers.get("host", "")
-    if host not in hosts:
+    # Not the port: behind an SSH tunnel it is another one.
+    if re.sub(r":\d*$", "", host).lower() not in LOCAL_NAMES:
         return "this server answers to its own address alone"
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != host:

@@ -77,7 +77,7 @@ def list_text(source: Source, name: str, only_failures: bool) -> str:
 
 
 def row_text(row: Row) -> str:
-    score = "-" if row["return"] is None else f"{row['return']:.2f}"
+    score = "-" if row["return"] is None else number_text(row["return"], ".2f")
     cells = (row["trajectory_id"], row["task_id"], row["subtask"] or "-", row["stop_reason"] or "-")
     widths = (22, 20, 16, 12)
     words = (f"{cell!s:{width}.{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -97,9 +97,14 @@ def trajectory_text(source: Source, name: str, number: int) -> str:
     lines += block("before", found["opening"][-1]["content"] if found["opening"] else "")
     for number_of, turn in enumerate(found["turns"], start=1):
         lines += block(f"{number_of} says", turn["action_text"])
-        reward = f" ({turn['reward']:+.2f})" if turn["reward"] else ""
+        reward = f" ({number_text(turn['reward'], '+.2f')})" if turn["reward"] else ""
         lines += block(f"world{reward}", turn["observation_text"] or "")
     return visible("\n".join(lines))
+
+
+def number_text(value: Any, form: str) -> str:
+    """A number in its form; whatever else stands in its place as it is."""
+    return format(value, form) if isinstance(value, int | float) else str(value)
 
 
 def block(title: str, text: Any) -> list[str]:
