@@ -54,8 +54,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import program
-from config import Misuse
-from conversations import ROUNDING, Conversation, return_of
+from config import Misuse, refusing
+from conversations import ROUNDING, Conversation, unit_return_of
 from methodworker import (
     Kept,
     MethodWorker,
@@ -137,7 +137,8 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
         return []  # the run has them already, in the set of its first iteration
     found = []
     for record in shown_by(config):
-        earned = return_of(record)
+        with refusing():
+            earned = unit_return_of(record)
         if earned is None or config.ignore_returns:
             found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
         elif earned > config.min_return + ROUNDING:

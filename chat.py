@@ -22,8 +22,8 @@ For ChatML (Qwen, SmolLM2) the pieces are
 They are found by rendering a conversation whose contents are markers and cutting the string at the
 markers.
 
-Observation text is untrusted: `<|im_end|>` written by a web page is encoded as plain characters,
-never as the control token.
+Text of a world is untrusted: `<|im_end|>` written by a web page is encoded as plain characters,
+never as the control token, before the first action too.
 
 Read next: `rollout.py`.
 """
@@ -31,8 +31,11 @@ Read next: `rollout.py`.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
+
+from jinja2 import TemplateError
 
 USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
 
@@ -54,6 +57,8 @@ class ChatTemplate:
         # NOTE: whether control tokens are recognised is a switch inside the tokenizer, set by each
         # call; threads that share one tokenizer flip it under each other. Plain text has its own.
         self._plain = copy.deepcopy(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        self._spelled = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
         self.plain("")  # the first call sets the switch, before any thread is there
         history = [
             {"role": "user", "content": USER},
@@ -86,9 +91,17 @@ class ChatTemplate:
             prompt: messages before the first observation (system, or user and assistant).
             observation: the environment's first text.
         """
-        text = self._render([*prompt, {"role": "user", "content": USER}])
-        head, _, tail = text.partition(USER)
-        return self._control(head) + self.plain(observation) + self._control(tail)
+        held = {USER: observation}  # marker in the render -> untrusted text
+        messages = []
+        for i, message in enumerate(prompt):
+            if any(token in message["content"] for token in self._spelled):
+                held[f"⟦turn {i}⟧"] = message["content"]  # of a world, e.g. before a masked action
+                message = message | {"content": f"⟦turn {i}⟧"}
+            messages.append(message)
+        text = self._render([*messages, {"role": "user", "content": USER}])
+        pieces = re.split(f"({'|'.join(map(re.escape, held))})", text)
+        encoded = (self.plain(held[p]) if p in held else self._control(p) for p in pieces)
+        return [token for ids in encoded for token in ids]
 
     def observation(self, text: str) -> list[int]:
         """Ids from behind the assistant's end-of-turn to where it speaks next."""
@@ -112,9 +125,13 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         def render(chat: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                return self.tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True
+                )
+            except TemplateError as error:
+                told = " ".join(str(error).split())[:200]
+                raise ValueError(f"the chat template does not take this chat: {told}") from error
 
         if messages[0]["role"] != "system":
             return render(messages)

@@ -182,6 +182,11 @@ class RunConfig(Portions):
         return bool(self.eval_every)
 
     @property
+    def needs_world(self) -> bool:
+        """Whether somebody plays: the policy, or an oracle for the warm start."""
+        return self.plays or (self.warm_start == "auto" and self.model in SMALL_MODELS)
+
+    @property
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
 

@@ -12,7 +12,8 @@ in a file that is a JSON list, or holds one of them a line. All become AgentTraj
 becomes a trajectory by the path that sampling takes (`RolloutHandler`), so that imitation sees the
 very tokens that the policy will. Turns of `gpt` with `loss` true are learned (loss_mask 1), and of
 messages every assistant's but for those with `weight` 0. What an episode earned comes along as
-"return": always from a run, with the world's "seed", and from a file where its records have it.
+"return": always from a run, with the world's "seed", and from a file where its records have them.
+A record's task is its "item_id" or "id"; one that has neither is of a task of its own.
 
 What a policy has sampled comes back with the ids that it sampled: text that is encoded again may
 come out as other tokens. Ids are taken where this tokenizer reads them as the same text; a model
@@ -27,12 +28,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from chat import ChatTemplate
-from trajectory import LOST, RolloutHandler, from_line
+from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
 Conversation = dict[str, Any]
 
@@ -62,16 +64,14 @@ def read_conversations(
         ValueError: a line that names file, line and what is wrong there.
         OSError: a file cannot be read.
     """
-    for path in paths:
-        for file in files_of(path):
-            for number, content in objects_of(file):
-                try:
-                    record = as_agenttraj(content, f"{file.name}:{number}", min_return)
-                    if record is not None:
-                        parts_of(record)
-                        yield record
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: {error}") from None
+    for file, number, content, name in items_of([f for path in paths for f in files_of(path)]):
+        try:
+            record = as_agenttraj(content, name, min_return)
+            if record is not None:
+                parts_of(record)
+                yield record
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -82,6 +82,16 @@ def files_of(path: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{path} holds no trajectories/step_*.jsonl; is it a run?")
     return found
+
+
+def items_of(files: Sequence[Path]) -> Iterator[tuple[Path, int, Any, str]]:
+    """(file, line, object, what to call it if it has no id) of all files: no two names are equal,
+    also where a list stands on one line, or two folders hold files of one name."""
+    of_name = Counter(file.name for file in files)
+    for file in files:
+        called = file.name if of_name[file.name] == 1 else file
+        for place, (number, content) in enumerate(objects_of(file), start=1):
+            yield file, number, content, f"{called}:{place}"
 
 
 def objects_of(path: Path) -> Iterator[tuple[int, Any]]:
@@ -170,12 +180,13 @@ def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Co
         return _of_trajectory(content, min_return)
     if min_return is not None and "return" not in content:
         raise ValueError("--min-return asks for a return, which this lacks; a run's lines have one")
+    noted = (content.get("item_id"), content.get("id"), name)  # the last: nobody's but its own
+    item_id = next(each for each in noted if each is not None)
     if isinstance(content.get("conversations"), list):
-        record = content if "item_id" in content else {"item_id": name, **content}
+        record = content | {"item_id": item_id}
     elif isinstance(content.get("messages"), list):
-        record = _of_messages(content["messages"], str(content.get("item_id", name)))
-        if "return" in content:
-            record["return"] = content["return"]
+        record = _of_messages(content["messages"], str(item_id))
+        record |= {name: content[name] for name in ("return", "seed") if name in content}
     else:
         raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
     return record if _is_enough(return_of(record), min_return) else None
@@ -195,6 +206,21 @@ def return_of(record: Conversation) -> float | None:
         told = f'"return" is {repr(earned)[:60]}, expected a finite number'
         raise ValueError(f"conversation {record.get('item_id')}: {told}")
     return float(earned)
+
+
+def unit_return_of(record: Conversation) -> float | None:
+    """`return_of`, where a return is a weight, and must be on one scale with what is explored.
+
+    Raises:
+        ValueError: it is none from 0 to 1.
+    """
+    earned = return_of(record)
+    if earned is not None and not -ROUNDING <= earned <= 1 + ROUNDING:
+        raise ValueError(
+            f'conversation {record.get("item_id")}: "return" is {earned:g}, expected 0 to 1: '
+            "divide returns by the highest there can be"
+        )
+    return earned
 
 
 def _is_enough(earned: float | None, min_return: float | None) -> bool:
@@ -217,10 +243,15 @@ def _of_trajectory(line: dict[str, Any], min_return: float | None) -> Conversati
     """A line of a run, with the ids that were sampled; None: it was lost, said nothing, or earned
     too little."""
     try:
-        played = from_line(line)
-        earned = return_of({"item_id": played.task_id, "return": played.total_return})
+        return _of_played(from_line(line), min_return)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no line of a run's trajectories ({str(error)[:200]})") from None
+
+
+def _of_played(
+    played: Trajectory | RolloutHandler, min_return: float | None
+) -> Conversation | None:
+    earned = return_of({"item_id": played.task_id, "return": played.total_return})
     turns = played.turns
     if played.stop_reason in (None, *LOST) or not turns or not _is_enough(earned, min_return):
         return None

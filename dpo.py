@@ -42,10 +42,11 @@ SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
     begin(DpoConfig, SUMMARY, check_method)
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +54,7 @@ import program
 from batching import Batch
 from config import Misuse
 from losses import Objective
-from methodworker import Kept, MethodWorker, count_learned, sync_if_measured
+from methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
 from order import portion
 from pairs import (
     Pair,
@@ -91,7 +92,7 @@ def train(config: DpoConfig) -> Run:
         kept = Kept(session.run.path / "pairs", session.run.writes)
         kept.forget_after(session.completed_step // length + 1)
         session.evaluate_start()
-        batch, known = None, -1
+        judged, known = Judged(), -1
         for step in session.steps_left():
             clock = Clock(vars(config))
             iteration, place = divmod(step - 1, length)
@@ -99,20 +100,21 @@ def train(config: DpoConfig) -> Run:
             # ------------------------------------------------------------------------------ 1 pairs
             if known != iteration:
                 with clock("time/rollout_s"):
-                    batch, found = pairs_for(session, kept, step, given)
+                    judged, found = pairs_for(session, kept, step, given)
                 metrics |= found if place == 0 else {}
                 known = iteration
 
             # ----------------------------------------------------------------------------- 2 update
-            if batch is None:
+            batch = None
+            if not judged.pairs:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
             else:
-                part, epochs = step_of(batch, place + 1, config, iteration)
+                batch, epochs = step_of(w, judged, place + 1, iteration)
                 w.rest()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
-                    metrics |= prefer(w.policy, part, w.portions(len(part)), config, seed=step)
-                metrics |= count_learned(part, epochs, clock)
+                    metrics |= prefer(w.policy, batch, w.portions(len(batch)), config, seed=step)
+                metrics |= count_learned(batch, epochs, clock)
 
             # ----------------------------------------------------------------- 3 measure, log, save
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -121,11 +123,24 @@ def train(config: DpoConfig) -> Run:
     return session.run
 
 
-def step_of(batch: Batch, turn: int, config: DpoConfig, iteration: int) -> tuple[Batch, float]:
+class Judged(NamedTuple):
+    """Pairs, and log π_ref of each one's chosen and rejected trajectory."""
+
+    pairs: Sequence[Pair] = ()
+    sums: Sequence[tuple[float, float]] = ()
+
+
+def step_of(worker: MethodWorker, judged: Judged, turn: int, iteration: int) -> tuple[Batch, float]:
     """The pairs of an iteration's `turn`-th step, and the epochs that are done with it."""
-    pairs, per_step = len(batch) // 2, config.mini_batch_size // 2
-    chosen, epochs = portion(turn, pairs, per_step, f"dpo/{config.seed}/{iteration}")
-    return batch.rows([row for pair in chosen for row in (2 * pair, 2 * pair + 1)]), epochs
+    per_step, key = worker.config.mini_batch_size // 2, f"dpo/{worker.config.seed}/{iteration}"
+    chosen, epochs = portion(turn, len(judged.pairs), per_step, key)
+    batch = batch_of(worker, [judged.pairs[place] for place in chosen])
+    batch.ref_sums = torch.tensor([each for place in chosen for each in judged.sums[place]])
+    return batch, epochs
+
+
+def batch_of(worker: MethodWorker, pairs: Sequence[Pair]) -> Batch:
+    return encode_pairs(worker.chat, pairs, sys.maxsize, worker.pad_id, Counter())[0]
 
 
 # ------------------------------------------------------------------------------------------ pairs
@@ -145,6 +160,7 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
         return None
     if is_kept(config):
         return []  # the run has them already, with the reference's log-probs
+    distributed.join()
     counts: Counter[str] = Counter()
 
     def read() -> list[Pair]:
@@ -157,15 +173,29 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
         experience = conversations_of("experience", config.experience)
         return pairs_of_experts(expert, experience, settings, counts)
 
-    distributed.join()
     try:
         found, left_out = distributed.first("reading pairs", lambda: (read(), why_left_out(counts)))
     except (ValueError, OSError) as error:
         raise Misuse(str(error)) from error
     if not found:
-        raise Misuse(f"no pair left ({left_out or 'nothing was given'})")
+        task = "" if config.pairs else '; tries at one task have one "item_id", or "id"'
+        raise Misuse(f"no pair left ({left_out or 'nothing was given'}){task}")
     distributed.say(f"{len(found)} pairs" + (f"; left out: {left_out}" if left_out else ""))
-    return found
+    return fitting(config, found, "pairs", lambda pair: (pair.chosen, pair.rejected))
+
+
+def within_reach(pairs: Sequence[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
+    """As many as the iteration's steps take, by chance: of what none of them comes to nobody need
+    ask the reference."""
+    most = config.steps_per_iteration * config.mini_batch_size // 2
+    if len(pairs) <= most:
+        return list(pairs)
+    distributed.say(
+        f"{most} of {len(pairs)} pairs, as many as {config.steps_per_iteration} steps take; a run "
+        "that is given more steps later goes over these again"
+    )
+    chance = random.Random(f"dpo/{config.seed}/{iteration}")
+    return [pairs[place] for place in sorted(chance.sample(range(len(pairs)), most))]
 
 
 def pairs_for(
@@ -173,10 +203,10 @@ def pairs_for(
     kept: Kept,
     step: int,
     given: Sequence[Pair] | None,
-) -> tuple[Batch | None, dict[str, Any]]:
-    """An iteration's pairs as a batch with the reference's log-probs, and metrics of how they came:
-    found in the run, or made by the policy as it is now, which is the reference. None: what it
-    played earned alike, there is nothing to prefer.
+) -> tuple[Judged, dict[str, Any]]:
+    """An iteration's pairs with the reference's log-probs, and metrics of how they came: found in
+    the run, or made by the policy as it is now, which is the reference. None at all: what it played
+    earned alike, there is nothing to prefer.
 
     Raises:
         TrainingError: there is no pair in the first iteration, and says why; or the run has lost
@@ -185,7 +215,6 @@ def pairs_for(
     w, config = session.worker, session.config
     assert isinstance(config, DpoConfig)
     iteration, place = divmod(step - 1, config.steps_per_iteration)
-    made: list[Batch] = []
 
     def make() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         counts: Counter[str] = Counter()
@@ -196,21 +225,19 @@ def pairs_for(
                 iteration + 1, step, config.tasks_per_iteration, config.group_size
             )
             found = pairs_of(said, settings_of(config), counts)
-        try:
-            limit = config.max_trajectory_tokens
-            batch, found = encode_pairs(w.chat, found, limit, w.pad_id, counts)
-        except ValueError as error:
-            if not iteration:
-                raise TrainingError(f"iteration 1: {error}") from None
-            distributed.say(f"iteration {iteration + 1}: {error}; its steps change no weight")
-            return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
-        sums = reference_of(w, batch)
-        made.append(batch)
         left_out = why_left_out(counts)
+        if not found:
+            problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
+            if not iteration:
+                raise TrainingError(problem)
+            distributed.say(f"{problem}; its steps change no weight")
+            return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
         distributed.say(
             f"iteration {iteration + 1}: {len(found)} pairs"
             + (f"; left out: {left_out}" if left_out else "")
         )
+        found = within_reach(found, config, iteration)
+        sums = reference_of(w, found)
         lines = [
             to_agentgym(pair) | {"ref_chosen": sums[2 * i], "ref_rejected": sums[2 * i + 1]}
             for i, pair in enumerate(found)
@@ -219,26 +246,26 @@ def pairs_for(
         return lines, {"metrics": metrics, "left_out": counted(counts)}
 
     lines, summary = kept.of(iteration + 1, None if place else make)
-    if not lines:
-        return None, summary["metrics"]
-    if made:
-        batch = made[0]
-    else:
-        pairs = [from_agentgym(line, str(line["id"])) for line in lines]
-        batch, _ = encode_pairs(w.chat, pairs, sys.maxsize, w.pad_id, Counter())
-    sums = [line[name] for line in lines for name in ("ref_chosen", "ref_rejected")]
-    batch.ref_sums = torch.tensor(sums)
-    return batch, summary["metrics"]
+    pairs = [from_agentgym(line, str(line["id"])) for line in lines]
+    sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
+    return Judged(pairs, sums), summary["metrics"]
 
 
-def reference_of(worker: MethodWorker, batch: Batch) -> list[float]:
-    """log π of each row under the policy as it is now: sums over policy tokens. Collective."""
+def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
+    """log π of both sides of each pair under the policy as it is now: sums over policy tokens.
+    Collective.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came, which no weight waits for.
+    """
     worker.rest()
     sums: list[float] = []
-    size = worker.config.mini_batch_size
-    with phase("the reference's log-probs", len(batch), "trajectories") as tick:
-        for start in range(0, len(batch), size):
-            part = batch.rows(range(start, min(start + size, len(batch))))
+    size = worker.config.mini_batch_size // 2
+    with phase("the reference's log-probs", 2 * len(pairs), "trajectories") as tick:
+        for start in range(0, len(pairs), size):
+            if worker.stop.agreed():
+                raise KeyboardInterrupt
+            part = batch_of(worker, pairs[start : start + size])
             objective = worker.portions(len(part))
             log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
             sums += (log_probs * part.loss_mask).sum(1).tolist()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from conversations import Conversation, as_agenttraj, from_agenttraj, was_encode
 from demonstrations import shown_in_each
 from losses import Objective, Portions
 from mixture import horizons_of, in_each
-from models import load_tokenizer
+from models import load_tokenizer, stop_ids_of
 from order import draw
 from reporting.metrics import summarize_trajectories
 from runtime import distributed
@@ -41,6 +41,7 @@ from warmstart import given_model
 from worker import Worker
 
 Lines = list[dict[str, Any]]
+Item = TypeVar("Item")
 
 
 class MethodWorker(Worker):
@@ -71,8 +72,8 @@ class MethodWorker(Worker):
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
         own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
-        if not isinstance(self.config, DpoConfig):
-            own["temperature"] = 1.0  # nothing was sampled from what imitation learns from
+        if not (isinstance(self.config, DpoConfig) and self.config.plays_for_pairs):
+            own["temperature"] = 1.0  # what is learned from was not sampled at --temperature
         return Objective(**own | {"mini_batch_size": num_rows})
 
     def decay_steps(self) -> float:
@@ -80,27 +81,37 @@ class MethodWorker(Worker):
         return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
-def fitting(config: MethodConfig, records: Sequence[Conversation], what: str) -> list[Conversation]:
+def alone(record: Conversation) -> list[Conversation]:
+    return [record]
+
+
+def fitting(
+    config: MethodConfig,
+    records: Sequence[Item],
+    what: str,
+    sides: Callable[[Item], Sequence[Conversation]] = alone,  # type: ignore[assignment]
+) -> list[Item]:
     """Those of at most --max-trajectory-tokens, found before there is a run; what was left out, and
     what had to be encoded again for this tokenizer, is said. Collective.
 
     Args:
         what: to call them.
+        sides: of a record, all of which must fit.
     Raises:
         Misuse: no model, a conversation that is none, or nothing is left.
     """
     limit, path = config.max_trajectory_tokens, given_model(config)
     with refusing():
-        chat = ChatTemplate(load_tokenizer(path))
+        chat = ChatTemplate(load_tokenizer(path), stop_ids_of(path))
 
     def look() -> tuple[list[int], int]:
         kept, again = [], 0
-        with phase(f"encoding {what}", len(records), "conversations") as tick:
+        with phase(f"encoding {what}", len(records), what) as tick:
             for place, record in enumerate(records):
-                handler = from_agenttraj(chat, record)
-                if len(handler.input_ids) <= limit:
+                encoded = [(from_agenttraj(chat, side), side) for side in sides(record)]
+                if all(len(handler.input_ids) <= limit for handler, _ in encoded):
                     kept.append(place)
-                    again += was_encoded_again(handler, record)
+                    again += any(was_encoded_again(handler, side) for handler, side in encoded)
                 tick()
         return kept, again
 

@@ -39,7 +39,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from conversations import (
     Conversation,
     as_agenttraj,
     from_agenttraj,
-    objects_of,
+    items_of,
     parts_of,
     return_of,
 )
@@ -239,8 +239,7 @@ def read_pairs(paths: Sequence[Path], settings: PairSettings, counts: Counter[st
         ValueError: a line that names file, line and what is wrong there; or no pair is left.
         OSError: a file cannot be read.
     """
-    candidates = chain.from_iterable(map(_candidates_of, paths))
-    pairs = list(_kept(candidates, settings, counts))
+    pairs = list(_kept(_candidates_of(paths), settings, counts))
     if not pairs:
         named, why = " ".join(map(str, paths)), why_left_out(counts) or "it is empty"
         raise ValueError(f"{named}: no pair left ({why})")
@@ -269,10 +268,10 @@ def from_agentgym(content: Any, name: str) -> Pair:
     return _pair(*_candidate(content, name))
 
 
-def _candidates_of(path: Path) -> Iterator[Candidate]:
-    for number, content in objects_of(path):
+def _candidates_of(paths: Sequence[Path]) -> Iterator[Candidate]:
+    for path, number, content, name in items_of(paths):
         try:
-            yield _candidate(content, f"{path.name}:{number}")
+            yield _candidate(content, name)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
 

@@ -66,8 +66,11 @@ def train(config: SftConfig) -> Run:
     config = program.checked(config, check_method)
     records = shown_by(config, config.min_return)
     fit = fitting(config, records, "conversations")  # which decides how many steps there are
-    parts = parted(len(fit), config.hold_out, config.seed)
+    parts = parted([str(r.get("item_id")) for r in fit], config.hold_out, config.seed)
     shown, hidden = ([fit[i] for i in part] for part in parts)
+    if hidden:
+        tasks = len({str(record.get("item_id")) for record in hidden})
+        distributed.say(f"held out: {len(hidden)} of {len(fit)} conversations, of {tasks} tasks")
     steps = config.steps or config.epochs * math.ceil(len(shown) / config.mini_batch_size)
     config = replace(config, steps=steps)
     require_same(records, config)
@@ -101,21 +104,35 @@ def train(config: SftConfig) -> Run:
     return session.run
 
 
-def parted(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Which conversations are learned, and which are held out.
+def parted(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Which conversations are learned, and which are held out: all of a task on one side, for a run
+    has tried each several times, and what is learned word for word would be measured.
 
-    >>> learned, held_out = parted(10, 0.2, seed=0)
-    >>> len(learned), len(held_out), sorted(learned + held_out) == list(range(10))
-    (8, 2, True)
+    Args:
+        tasks: each conversation's.
+
+    >>> learned, held_out = parted(["a", "b", "a", "c", "a", "d", "e", "b", "a", "f"], 0.2, seed=0)
+    >>> held_out, sorted(learned + held_out) == list(range(10))
+    ([3, 5], True)
 
     Raises:
         Misuse: nothing would be left to learn.
     """
-    order = random.Random(f"hold out {seed}").sample(range(count), count)
-    held_out = order[: math.ceil(share * count)] if share else []
-    learned = sorted(set(range(count)) - set(held_out))
+    members: dict[str, list[int]] = {}
+    for place, task in enumerate(tasks):
+        members.setdefault(task, []).append(place)
+    wanted, held_out = max(1, round(share * len(tasks))) if share else 0, list[int]()
+    for task in random.Random(f"hold out {seed}").sample(list(members), len(members)):
+        if len(held_out) + len(members[task]) <= wanted:
+            held_out += members[task]
+    if wanted and not held_out:  # every task has more: the smallest
+        held_out = min(members.values(), key=len)
+    learned = sorted(set(range(len(tasks))) - set(held_out))
     if not learned:
-        raise Misuse(f"--hold-out {share} leaves none of {count} conversations to learn from")
+        raise Misuse(
+            f"--hold-out {share} leaves none of {len(tasks)} conversations ({len(members)} tasks) "
+            "to learn from"
+        )
     return learned, sorted(held_out)
 
 

@@ -53,7 +53,7 @@ from demonstrations import Manner, demonstrations, shown_in_each
 from envclient import EnvError
 from envs import env_name, load_tasks
 from losses import Objective
-from models import load_policy, load_tokenizer
+from models import load_policy, load_tokenizer, stop_ids_of
 from runtime import distributed, precision, starts
 from runtime.default_models import resolve_model
 from runtime.files import build_folder, cache_dir, write_json
@@ -109,11 +109,12 @@ def encode(
     """Conversations -> tensors; those over the token limit are left out, and counted in a line."""
     handlers = [from_agenttraj(chat, record) for record in records]
     kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
+    limit = settings.max_trajectory_tokens
     if len(kept) < len(handlers):
-        print(
-            f"{len(handlers) - len(kept)} demonstrations over "
-            f"{settings.max_trajectory_tokens} tokens left out"
-        )
+        out = f"{len(handlers) - len(kept)} of {len(handlers)} demonstrations"
+        distributed.say(f"{out} have more than {limit} tokens and are left out")
+    if not kept:
+        raise ValueError(f"--max-trajectory-tokens {limit} leaves no demonstration; raise it")
     again = sum(map(was_encoded_again, handlers, records))
     if again:
         distributed.say(f"{again} trajectories of another tokenizer were encoded again, from text")
@@ -138,7 +139,8 @@ def train_to(
         tokenizer, policy = load_tokenizer(path), load_policy(path, settings.share_prefix)
         if settings.lora_rank:
             add_lora(policy.lm, settings.lora_rank, settings.seed)
-        batch = encode(ChatTemplate(tokenizer), records, settings, tokenizer.pad_token_id or 0)
+        chat = ChatTemplate(tokenizer, stop_ids_of(path))
+        batch = encode(chat, records, settings, tokenizer.pad_token_id or 0)
     keep_for_backward(policy, what_to_keep(False, accelerator.device))
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
@@ -286,7 +288,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     except Misuse as error:
         complain(PROG, error)
         return 2
-    except (EnvError, OSError, SafetensorError) as error:  # the last two: the disk is full or gone
+    except KeyboardInterrupt:
+        complain(PROG, "stopped; nothing was saved")
+        return 130
+    # The last two: the disk is full or gone.
+    except (EnvError, distributed.RankError, OSError, SafetensorError) as error:
         complain(PROG, error)
         return 1
 

@@ -27,8 +27,10 @@ def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> li
         batch = f"{c.tasks_per_step} tasks x {c.group_size} samples, {horizons(c)}"
     lines = [
         f"run: {c.steps} steps of {c.name}, each of {batch}; files in {path}",
-        f"model: {c.model}, {how} learn, {c.engine} samples",
+        f"model: {c.model}, {how} learn" + (f", {c.engine} samples" if c.plays else ""),
     ]
+    if not c.plays:
+        return [*lines, "nothing is played: no checkpoint is known as the best (--eval-every)"]
     worlds = in_each(c)
     tasks = f"tasks: {num_tasks} of {' and '.join(own.env for own in worlds)} to train on"
     if num_held_out and c.eval_every:

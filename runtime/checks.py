@@ -272,7 +272,7 @@ def check_here(config: RunConfig) -> None:
     with refusing():
         for own in in_each(config):
             package = settings_of(own.env).package
-            here = own.env_addr in ((), (LOCAL,))
+            here = config.needs_world and own.env_addr in ((), (LOCAL,))
             if package and here and importlib.util.find_spec(package) is None:
                 raise ValueError(
                     f"--env {own.env} needs the package {package}: run `make setup "

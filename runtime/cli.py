@@ -149,7 +149,8 @@ def starting_from(
         if "preset" in given:
             raise Misuse("--config and --preset both say where to start from; give one")
         saved = options_from(file, kind) | {"config": file}
-        if "epochs" in given:  # they say how far, not the steps that other epochs took
+        counted = "data" in given and "steps" in kind.may_be_zero
+        if "epochs" in given or counted:  # not the steps that other epochs, or data, took
             saved.pop("steps", None)
     asked = saved | given
     env, model = asked.get("env", Config.env), asked.get("model")

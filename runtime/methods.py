@@ -51,6 +51,12 @@ class MethodConfig(RunConfig):
     """the rate falls on a line to 1/N of itself in N steps and stays there; 0: in all steps, of
     AgentEvol in those of each iteration (steps)"""
 
+    def unplayed(self) -> Iterator[tuple[str, str]]:
+        """What has no effect where nothing is played, neither to learn from nor to measure."""
+        if not self.plays:
+            for name in ("temperature", "rounds", "engine", "max_env_failures"):
+                yield name, "leave it out, nothing is played without --eval-every"
+
 
 @dataclass(frozen=True)
 class SftConfig(MethodConfig):
@@ -71,8 +77,8 @@ class SftConfig(MethodConfig):
     num_demonstrations: int = 128
     """demonstrations of the oracle, without --data (episodes)"""
     hold_out: float = 0.0
-    """share of the conversations that is not learned but measured: its loss at each evaluation
-    (0..1)"""
+    """share of the conversations, all of a task or none, that is not learned but measured: its loss
+    at each evaluation (0..1)"""
     # How it learns
     steps: int = 0
     """training steps in total, also on resume; 0: as many as --epochs take (steps)"""
@@ -82,6 +88,7 @@ class SftConfig(MethodConfig):
     """never: from --model as it is; auto: from its warm start; or a folder"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from self.unplayed()
         if self.data:
             yield "num_demonstrations", DATA_SHOWS
         else:
@@ -89,6 +96,10 @@ class SftConfig(MethodConfig):
         if self.steps:
             yield "epochs", f"--steps {self.steps} says how far; give one of the two"
         yield "env_weights", "nothing is played to learn from, each world shows as many"
+
+    @property
+    def needs_world(self) -> bool:
+        return super().needs_world or not self.data  # its oracle shows
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,7 @@ class DpoConfig(IteratedConfig):
     """of the policy, AdamW"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from self.unplayed()
         if not self.plays_for_pairs:
             for name in ("tasks_per_iteration", "group_size", "env_weights"):
                 yield name, "leave it out, the pairs are given and nothing is played for them"

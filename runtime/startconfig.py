@@ -6,6 +6,7 @@ Read next: `warmstart.py`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 from config import Misuse, flag, refusing
 from conversations import Conversation, read_conversations
 from envs import load_tasks
+from runtime import usage
 from runtime.cli import parse_command_line
 from runtime.find_model import check_length, check_model
 
@@ -103,6 +105,16 @@ def start_options(argv: Sequence[str] | None, prog: str, description: str) -> St
     check_model(config.model)
     check_length(config.model, config.max_trajectory_tokens)
     if config.data:
+        named = usage.named(StartConfig, sys.argv[1:] if argv is None else argv)
+        if unused := named.keys() & {
+            "num_demonstrations",
+            "slips",
+            "thoughts",
+            "tasks",
+            "subtasks",
+        }:
+            told = ", ".join(flag(name) for name in sorted(unused))
+            raise Misuse(f"{told} has no effect here: --data says what is shown; leave it out")
         _check_data(config)
     elif config.min_return is not None:
         raise Misuse("--min-return chooses among the trajectories of a run: give it in --data")

@@ -73,6 +73,40 @@ def test_messages_are_learned_from_but_where_they_weigh_nothing(tmp_path):
     assert (first["item_id"], second["item_id"]) == ("a.jsonl:1", "a.jsonl:2")
 
 
+def test_what_has_no_id_is_of_a_task_of_its_own(tmp_path):
+    """Also where a list stands on one line, and where shards in two folders have one name."""
+    shards = [tmp_path / name / "train.json" for name in ("a", "b")]
+    for shard in shards:
+        shard.parent.mkdir()
+        shard.write_text(json.dumps([{"messages": said(1)}] * 2))
+    assert [r["item_id"] for r in read(shards[0])] == ["train.json:1", "train.json:2"]
+    both = [r["item_id"] for r in read_conversations(shards)]
+    assert both == [f"{shard}:{place}" for shard in shards for place in (1, 2)]
+
+
+def test_the_id_of_other_formats_and_the_seed_are_kept(tmp_path):
+    turns = RECORDS[0]["conversations"]
+    lines = [
+        {"messages": said(1), "id": 7, "seed": 3, "return": 0.5},
+        {"id": "x", "conversations": turns},
+        {"id": "x", "item_id": None, "conversations": turns},
+        {"id": "x", "item_id": "y", "conversations": turns},
+    ]
+    found = read(written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines))))
+    assert [record["item_id"] for record in found] == ["7", "x", "x", "y"]
+    assert (found[0]["seed"], found[0]["return"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"messages": None}, {"messages": 5}, {"input_ids": 5}, {"turns": [5]}, {"turns": 5}]
+)
+def test_a_damaged_line_of_a_run_is_named(tmp_path, chat, damage):
+    line = json.loads(sampled(chat, 1, 1.0).to_json()) | damage
+    file = written(tmp_path / "a.jsonl", json.dumps(line))
+    with pytest.raises(ValueError, match="line 1: no line of a run's trajectories"):
+        read(file)
+
+
 def sampled(chat, number, reward, stop="success", spelled=True):
     """A trajectory whose actions were sampled letter by letter: no tokenizer encodes them so."""
     handler = RolloutHandler(f"{number}", 1, "textcraft", f"textcraft_{number}", "", 0, 0, 2)

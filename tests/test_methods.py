@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,9 +70,14 @@ def settings(method, tmp_path, url, **changes):
     if method == "sft":
         del values["group_size"]
     values |= OWN[method] | changes
+    given = {"data", "pairs", "expert"} & changes.keys()
     if values.get("data") and "num_demonstrations" not in changes:
         values.pop("num_demonstrations", None)
-    if {"data", "pairs", "expert"} & changes.keys() and method == "dpo":
+    if not values["eval_every"] and (method == "sft" or (method == "dpo" and given)):
+        # Nothing is played.
+        values.pop("rounds") if "rounds" not in changes else None
+        values.pop("engine", None)
+    if given and method == "dpo":
         for name in {"tasks_per_iteration", "group_size"} - changes.keys():
             values.pop(name, None)
     if not changes.get("steps", 1):
@@ -377,10 +383,107 @@ def test_what_is_held_out_is_measured_and_never_learned(tmp_path, url, capsys):
     assert [row.get("eval/loss") is not None for row in rows] == [False, True, False, True]
     assert "step 0: held-out loss 7.0" in capsys.readouterr().out  # nats of a random model
     assert max(row["train/trajectories_used"] for row in rows) <= 6
-    learned, held_out = sft.parted(8, 0.25, seed=0)
+    learned, held_out = sft.parted([str(n) for n in range(8)], 0.25, seed=0)
     assert len(held_out) == 2 and not set(learned) & set(held_out)
     with pytest.raises(Misuse, match="--hold-out 0.9 leaves none of 1"):
-        sft.parted(1, 0.9, seed=0)
+        sft.parted(["a"], 0.9, seed=0)
+
+
+@pytest.mark.parametrize("share", [0.07, 0.1, 0.25, 0.5])
+def test_a_task_is_learned_or_held_out_and_never_both(share):
+    """A run has tried each several times: the same words would be on both sides."""
+    tasks = [f"{n % 17}" for n in range(100)]
+    learned, held_out = sft.parted(tasks, share, seed=3)
+    assert not {tasks[n] for n in learned} & {tasks[n] for n in held_out}
+    assert 0 < len(held_out) <= round(share * 100) and len(learned) + len(held_out) == 100
+    few = sft.parted(["a"] * 9 + ["b"] * 5, 0.01, seed=0)  # every task is more than its share
+    assert few == (list(range(9)), list(range(9, 14)))
+
+
+def test_given_pairs_that_do_not_fit_are_found_before_there_is_a_run(tmp_path, url, capsys):
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    long, longer = pair | {"chosen": "a" * 900}, pair | {"rejected": "b" * 901}
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps([long, longer]))
+    values = settings("dpo", tmp_path, url, pairs=(str(file),), iterations=1)
+    assert run("dpo", values) == 2
+    assert "leaves none of 2 pairs; raise it" in capsys.readouterr().err
+    assert not Path(values["run_dir"]).exists()
+    file.write_text(json.dumps([long, pair]))
+    assert run("dpo", values | {"steps": 1}) == 0
+    assert "1 of 2 pairs have more than" in capsys.readouterr().out
+
+
+def test_the_reference_is_asked_of_no_more_pairs_than_the_steps_take(tmp_path, url, capsys):
+    file = tmp_path / "pairs.json"
+    rows = [{"prompt": "p", "chosen": "a" * (1 + n), "rejected": "b"} for n in range(9)]
+    file.write_text(json.dumps(rows))
+    own = {"pairs": (str(file),), "iterations": 1, "steps": 2, "mini_batch_size": 4}
+    values = settings("dpo", tmp_path, url, **own)
+    assert run("dpo", values) == 0
+    kept = tmp_path / "run/pairs/iteration_001.jsonl"
+    texts = [json.loads(line)["chosen"][0]["value"] for line in kept.read_text().splitlines()]
+    assert len(set(texts)) == len(texts) == 4
+    assert "4 of 9 pairs, as many as 2 steps take" in capsys.readouterr().out
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 0
+    rows = read_metrics(values["run_dir"])
+    assert [row["data/epoch"] for row in rows] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_ctrl_c_is_heard_while_the_reference_is_asked():
+    class Worker:
+        config = DpoConfig(mini_batch_size=2)
+        stop = SimpleNamespace(agreed=lambda: True)
+
+        def rest(self):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        dpo.reference_of(Worker(), [None])
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"pairs": ("x",)}, 1.0), ({}, 0.2)])
+def test_pairs_that_nobody_sampled_are_scored_at_temperature_1(given, expected):
+    worker = methodworker.MethodWorker.__new__(methodworker.MethodWorker)
+    worker.config = DpoConfig(temperature=0.2, **given)
+    assert worker.portions(4).temperature == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rounds", "3"], "--rounds"),
+        (["--max-env-failures", "0.5"], "--max-env-failures"),
+        (["--temperature", "0.5"], "--temperature"),
+        (["--engine", "transformers"], "--engine"),
+    ],
+)
+def test_what_nobody_plays_with_is_refused(tmp_path, words, named):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([conversation(0)]))
+    words = ["--data", str(data), "--eval-every", "0", *words, *SMALL]
+    with pytest.raises(Misuse, match=f"^{named} has no effect here"):
+        training_options(words, "sft.py", "", SftConfig, check_method)
+
+
+def test_data_of_a_world_can_be_imitated_without_its_package(tmp_path, monkeypatch):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([conversation(0)]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["--env", "sciworld", *SMALL]
+    given = ["--data", str(data), "--eval-every", "0"]
+    found = training_options([*words, *given], "sft.py", "", SftConfig, check_method)
+    assert not found.needs_world
+    for more in (["--eval-every", "0"], given[:2]):  # its oracle shows; it is measured
+        with pytest.raises(Misuse, match="needs the package scienceworld"):
+            training_options([*words, *more], "sft.py", "", SftConfig, check_method)
+
+
+def test_returns_on_another_scale_are_no_weights(tmp_path):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([conversation(0, **{"return": 100})]))
+    with pytest.raises(Misuse, match='"return" is 100, expected 0 to 1'):
+        agentevol.demonstrated(EvolConfig(data=(str(data),)))
 
 
 def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
@@ -697,8 +800,8 @@ REFUSED = [
     ("sft", {"hold_out": 1.5}, "--hold-out 1.5 must be a share"),
     ("sft", {"steps": 0, "epochs": 0}, "--epochs 0 must be at least 1"),
     ("sft", {"max_trajectory_tokens": 9}, "leaves none of 8 conversations; raise it"),
-    ("sft", {"rounds": (2, 4)}, "sft.py plays with one horizon"),
-    ("sft", {"rounds": (0,)}, "--rounds 0 must be at least 1"),
+    ("sft", {"rounds": (2, 4), "eval_every": 2}, "sft.py plays with one horizon"),
+    ("sft", {"rounds": (0,), "eval_every": 2}, "--rounds 0 must be at least 1"),
     ("sft", {"min_return": float("nan"), "data": ("FILES/no_gap.jsonl",)}, "--min-return nan"),
     ("sft", {"epochs": 3}, "--epochs has no effect here: --steps 4 says how far"),
     (
@@ -794,7 +897,15 @@ def test_epochs_that_are_given_win_over_another_runs_steps(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"method": "sft", "config": {"steps": 6, "epochs": 2}}))
     words = ["--config", str(config), *SMALL]
-    for more, steps, epochs in (([], 6, 2), (["--epochs", "9"], 0, 9), (["--steps", "7"], 7, 2)):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([conversation(0)]))  # six steps were counted of other data
+    for more, steps, epochs in (
+        ([], 6, 2),
+        (["--epochs", "9"], 0, 9),
+        (["--steps", "7"], 7, 2),
+        (["--data", str(other)], 0, 2),
+        (["--data", str(other), "--steps", "7"], 7, 2),
+    ):
         found = training_options([*words, *more], "sft.py", "", SftConfig, check_method)
         assert (found.steps, found.epochs) == (steps, epochs)
 
@@ -883,12 +994,13 @@ def test_probes_end_where_the_first_action_begins():
         assert ids == batch.input_ids[row, :4].tolist()
 
 
-def test_log_probs_of_the_reference_are_those_that_scoring_gives():
+def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
     batch = pair_batch()
 
     class Worker:
         device = "cpu"
         config = DpoConfig(mini_batch_size=6)  # eight rows: a part of six, and one of two
+        stop = SimpleNamespace(agreed=lambda: False)
 
         def rest(self):
             pass
@@ -898,7 +1010,12 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives():
 
     with fresh_process_state():
         Worker.policy = learner()
-        sums = dpo.reference_of(Worker(), batch)
+        monkeypatch.setattr(
+            dpo,
+            "batch_of",
+            lambda _, pairs: batch.rows([r for n in pairs for r in (2 * n, 2 * n + 1)]),
+        )
+        sums = dpo.reference_of(Worker(), range(4))
         whole = score_policy(Worker.policy.model, batch, OBJECTIVE, "cpu")
     assert sums == pytest.approx((whole * batch.loss_mask).sum(1).tolist(), rel=1e-5)
 

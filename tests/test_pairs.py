@@ -625,6 +625,26 @@ def test_a_file_of_which_no_pair_is_left_is_refused_with_the_reasons(tmp_path):
         read_pairs([tmp_path / "missing.json"], ALL, Counter())
 
 
+def test_pairs_without_an_id_are_not_counted_as_of_one_task(tmp_path):
+    rows = [{"prompt": f"p{n}", "chosen": "yes", "rejected": "no"} for n in range(9)]
+    for text in (json.dumps(rows), json.dumps(rows, indent=1), "\n".join(map(json.dumps, rows))):
+        assert len(read(tmp_path / "a.json", text, PairSettings(pairs_per_task=2))[0]) == 9
+
+
+def test_tries_of_a_file_under_other_seeds_are_no_pair(tmp_path):
+    def one(text, earned, seed):
+        said = (("user", "goal"), ("assistant", text))
+        messages = [{"role": role, "content": content} for role, content in said]
+        return {"messages": messages, "item_id": "a", "return": earned, "seed": seed}
+
+    file = tmp_path / "a.jsonl"
+    tries = [one("good", 1.0, 0), one("bad", 0.0, 1)]
+    file.write_text("\n".join(map(json.dumps, tries)))
+    assert pairs_of(read_conversations([file]), ALL, Counter()) == []
+    file.write_text("\n".join(map(json.dumps, [*tries, one("worse", 0.0, 0)])))
+    assert len(pairs_of(read_conversations([file]), ALL, Counter())) == 1
+
+
 def test_what_was_left_out_is_told_in_words():
     assert (
         why_left_out(Counter({"equal texts": 3, "gap": 12, "too long": 0}))

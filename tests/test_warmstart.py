@@ -182,7 +182,10 @@ def test_demonstrations_over_the_token_limit_are_left_out_and_counted(chat, reco
     settings = replace(SETTINGS, max_trajectory_tokens=lengths[5])
     batch = warmstart.encode(chat, records, settings, pad_id=0)
     assert sorted(batch.lengths.tolist()) == [n for n in lengths if n <= lengths[5]]
-    assert f"{len(records) - len(batch)} demonstrations over" in capsys.readouterr().out
+    out = f"{len(records) - len(batch)} of {len(records)} demonstrations have more than"
+    assert out in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--max-trajectory-tokens 3 leaves no demonstration"):
+        warmstart.encode(chat, records, replace(SETTINGS, max_trajectory_tokens=3), pad_id=0)
 
 
 # --- Training ------------------------------------------------------------------------------------
@@ -439,14 +442,19 @@ MISUSE = {
     "no demonstrations": (lambda _: ["--num-demonstrations", "0"], ""),
     "no epochs": (lambda _: ["--epochs", "0"], "--epochs"),
     "empty batches": (lambda _: ["--batch-size", "0"], "--batch-size"),
+    "slips in what is shown": (
+        lambda _: ["--data", "x", "--slips", "0.3", "--tasks", "y"],
+        "--slips, --tasks has no effect here: --data says what is shown",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, case):
     arguments, message = MISUSE[case]
-    argv = ["--model", "tiny", "--num-demonstrations", "2", "--out", tmp_path / "out"]
-    assert run([*argv, *arguments(tmp_path)]) == 2
+    argv, words = ["--model", "tiny", "--out", tmp_path / "out"], arguments(tmp_path)
+    argv += [] if "--data" in words else ["--num-demonstrations", "2"]
+    assert run([*argv, *words]) == 2
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if "it/s" not in line and line.strip()]
     assert len(lines) == 1, err
