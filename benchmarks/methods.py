@@ -46,14 +46,22 @@ Loop = Callable[[], Any]
 
 
 def bare(
-    policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective, pairs: bool
+    policy: Any,
+    accelerator: Any,
+    batch: Batch,
+    cuts: list[list[int]],
+    objective: Objective,
+    pairs: bool,
 ) -> None:
-    """The loss and its gradient of the micro-batches `cuts`, and nothing else."""
-    device = next(policy.parameters()).device
+    """The loss and its gradient of the micro-batches `cuts`, and nothing else.
+
+    Args:
+        accelerator: the learner's, so that both sides compute in one number format."""
+    device = accelerator.device
     tokens = float(batch.loss_mask.sum())
     for rows in cuts:
         part = batch.rows(rows).to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with accelerator.autocast():
             log_probs, _ = forward_policy(policy, batch.rows(rows), objective, device)
         if pairs:
             assert part.ref_sums is not None
@@ -82,7 +90,8 @@ def loops_of(options: argparse.Namespace) -> tuple[dict[str, dict[str, Loop]], d
     made = groups.construct(OPENING, (OWN, OWN), 4 * options.tasks, len(tokenizer))
     made = with_reference(made)
     learner = common.make_learner(path)
-    plain = load_policy(path).train().to(learner.accelerator.device)
+    accelerator = learner.accelerator
+    plain = load_policy(path).train().to(accelerator.device)
     config = DpoConfig()
 
     def objective_of(batch: Batch, share: bool = True) -> Objective:
@@ -99,17 +108,18 @@ def loops_of(options: argparse.Namespace) -> tuple[dict[str, dict[str, Loop]], d
     loops: dict[str, dict[str, Loop]] = {
         "imitate": {
             "ours": lambda: update.imitate(learner, played, imitated),
-            "other": lambda: bare(plain, played, cuts, imitated, pairs=False),
+            "other": lambda: bare(plain, accelerator, played, cuts, imitated, pairs=False),
         },
         "dpo": {
             "ours": prefer(pairs, True),
-            "other": lambda: bare(plain, pairs, pair_cuts, preferred, pairs=True),
+            "other": lambda: bare(plain, accelerator, pairs, pair_cuts, preferred, pairs=True),
         },
         "shared": {"ours": prefer(made, True), "other": prefer(made, False)},
     }
     batches = {"imitate": played, "dpo": pairs, "shared": made}
     facts = {"model": options.model, "parameters": num_parameters(plain)}
-    facts |= {"max_tokens": options.max_tokens, "device": str(learner.accelerator.device)}
+    facts |= {"max_tokens": options.max_tokens, "device": str(accelerator.device)}
+    facts |= {"mixed_precision": str(accelerator.mixed_precision)}
     facts |= {f"{name}_tokens": int(batch.lengths.sum()) for name, batch in batches.items()}
     return loops, facts
 

@@ -81,7 +81,7 @@ def measured() -> dict[Format, float]:
     known = {}
     with suppress(OSError, ValueError):  # none yet, or half of one
         known = json.loads(file.read_text(encoding="utf-8"))
-    key = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    key = f"{processor()}, one thread, torch {torch.__version__}"
     if key not in known:
         known[key] = time_formats()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,10 @@ def processor() -> str:
 
 
 def time_formats() -> dict[Format, float]:
-    """Seconds of a small model's forward and backward pass in each format, the best of some
-    interleaved repeats: what other processes take is left out.
+    """Processor seconds of a small model's forward and backward pass in each format, the best of
+    some interleaved repeats, on one thread: what other processes take is left out. On two threads
+    of a busy machine each waits for the other, fp32 seemed the faster one where it takes 1.6 times
+    as long, and that was remembered.
 
     A model, not a product: norms, rotations, conversions and attention are part of the answer.
     """
@@ -115,12 +117,17 @@ def time_formats() -> dict[Format, float]:
         tokens = torch.randint(SHAPE["vocab_size"], (ROWS, TOKENS))
 
     def seconds(name: Format) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bf16"):
             states = lm(input_ids=tokens, use_cache=False).last_hidden_state[:, -ACTION:]
             loss = head(states).float().logsumexp(-1).mean()
         loss.backward()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
-    times = [{name: seconds(name) for name in DTYPES} for _ in range(REPEATS + 1)][1:]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = [{name: seconds(name) for name in DTYPES} for _ in range(REPEATS + 1)][1:]
+    finally:
+        torch.set_num_threads(threads)
     return {name: min(t[name] for t in times) for name in DTYPES}

@@ -40,13 +40,26 @@ def test_a_cache_of_no_use_is_measured_anew(cache, monkeypatch, broken):
     assert {"bf16": 2.0, "fp32": 1.0} in json.loads(cache.read_text()).values()
 
 
-def test_another_number_of_threads_is_another_measurement(cache, monkeypatch):
-    answers = iter([{"bf16": 2.0, "fp32": 1.0}, {"bf16": 1.0, "fp32": 2.0}])
-    monkeypatch.setattr(precision, "time_formats", lambda: next(answers))
-    assert precision.choose("auto").format == "fp32"
+def test_a_busy_machine_measures_what_a_quiet_one_does(cache, monkeypatch):
+    """Two threads that wait for each other beside other processes made fp32 seem the faster one,
+    for good. So one thread, and the time that it had the processor for."""
+    clock = {"wall": 0.0, "processor": 0.0, "threads": []}
+    forward = torch.nn.Linear.forward
+
+    def held_up(layer, x):
+        is_bf16 = torch.is_autocast_enabled("cpu")
+        clock["processor"] += 1.0 if is_bf16 else 2.0
+        clock["wall"] += 9.0 if is_bf16 else 2.0
+        clock["threads"].append(torch.get_num_threads())
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", held_up)
+    monkeypatch.setattr("time.process_time", lambda: clock["processor"])
+    monkeypatch.setattr("time.perf_counter", lambda: clock["wall"])
+    monkeypatch.setattr(precision, "REPEATS", 1)
     threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert precision.choose("auto").format == "bf16"
+    assert set(clock["threads"]) == {1} and torch.get_num_threads() == threads
 
 
 def test_what_was_asked_for_is_not_measured(cache, monkeypatch):
