@@ -104,6 +104,7 @@ class Session(Generic[WorkerType]):
     ) -> None:
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
+        self.failed_evaluation: Exception | None = None
         self.progress = Progress(
             run_path=run.path, start=worker.start, kl_controller=worker.kl_controller
         )
@@ -188,10 +189,14 @@ class Session(Generic[WorkerType]):
                 self.mark_if_best(step)
 
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
-        """`evaluate`; one that Ctrl-C cuts short is made up for when the run is resumed."""
+        """`evaluate`; one that Ctrl-C cuts short, or that fails, is made up for when the run is
+        resumed: the step that has been learned is saved first (`finish_step`)."""
         if is_due(step, self.config.eval_every, self.config.steps) and not self.stop.agreed():
-            with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
-                return self.evaluate(step)
+            try:
+                with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
+                    return self.evaluate(step)
+            except (*PLAYING_FAILED, TrainingError) as error:
+                self.failed_evaluation = error
         return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -234,13 +239,15 @@ class Session(Generic[WorkerType]):
         Raises:
             TrainingError: the run is collapsing, and --on-collapse stop.
             KeyboardInterrupt: Ctrl-C came during the step.
+            Whatever the step's evaluation failed with.
         """
         # Logged before saving: a resume drops lines that it has no checkpoint for.
         self.logger.log(step, metrics)
         self.completed_step = step
         collapse = self.watch(step, metrics)
         is_best = self.progress.best_step == step
-        if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse:
+        failed = self.failed_evaluation
+        if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse or failed:
             with clock("time/save_s"):
                 self.save(step)
         timings = clock.values | {
@@ -257,6 +264,12 @@ class Session(Generic[WorkerType]):
         self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
             raise TrainingError(collapse)
+        if failed:
+            distributed.say(
+                f"\nthe evaluation failed after step {step}, which is saved. Go on with:\n"
+                f"  {self.run.resume_command()}"
+            )
+            raise failed
         if self.stop.agreed():
             raise KeyboardInterrupt
 

@@ -32,6 +32,7 @@ from toy_env import (
 
 import config
 import rlworker
+import session
 import train
 import worker
 from config import Config
@@ -48,6 +49,7 @@ from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
 from runtime.saved import saved_config
+from session import TrainingError
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn, rounded
 
@@ -522,6 +524,33 @@ def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
         server.wait()
         server.stdout.close()
     assert_one_line(capsys.readouterr().err, "4 of 4 trajectories were lost", url)
+
+
+@pytest.mark.parametrize("error", [EngineError("the sampler is gone"), TrainingError("all lost")])
+def test_a_step_whose_evaluation_fails_is_saved_and_evaluated_on_resume(
+    tmp_path, capsys, monkeypatch, error
+):
+    """The step had been learned, and with it all since the last checkpoint was lost."""
+    evaluate, failed = session.Session.evaluate, []
+
+    def failing(self, step):
+        if step == 2 and not failed:
+            failed.append(step)
+            raise error
+        return evaluate(self, step)
+
+    monkeypatch.setattr(session.Session, "evaluate", failing)
+    with serve() as url:
+        every = {"steps": 4, "eval_every": 2, "save_every": 100}
+        code, run_dir = run_in_process(tmp_path, url, **every)
+        told = capsys.readouterr()
+        assert code == 1 and "Go on with" in told.out
+        assert_one_line(told.err, str(error))
+        assert checkpoint.steps_saved(run_dir) == [2]
+        assert train_main(flags(resume=True, run_dir=str(run_dir))) == 0
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row.get("eval/avg") is not None for row in rows] == [False, True, False, True]
 
 
 def test_few_lost_trajectories_are_left_out_and_counted(tmp_path, impatient):
