@@ -35,6 +35,7 @@ from runtime.startconfig import StartConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
 
+USED = "train/trajectories_used"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -267,42 +268,49 @@ def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() ->
 
 
 def test_what_is_said_of_deep_searchs_run_is_what_it_gave() -> None:
-    (run,) = worlds.read_results(ROOT / "recipes" / "results")["searchqa"]  # "one seed: a trial"
+    runs = worlds.read_results(ROOT / "recipes" / "results")["searchqa"]
     said, measured = " ".join(README.split()), " ".join(MEASURED.split())
-    config, first, last = run["config"], run["held_out"][0], run["held_out"][-1]
+    config, first, last = runs[0]["config"], pooled_at(runs, 0), pooled_at(runs, -1)
     assert (
         f"{config['steps']} steps of GRPO, {config['tasks_per_step']} tasks x "
         f"{config['group_size']} samples, at most {config['rounds'][0]} turns, on "
         f"{len(load_tasks('searchqa', file=config['tasks'])):,} questions of one hop"
     ) in measured
-    gain = percent(difference(first["items"], last["items"]), signed=True)
-    ends = [f"{100 * each['avg']['value']:.1f}" for each in (first, last)]
-    assert f"from {ends[0]} to {ends[1]} % ({gain}, one seed: a trial)" in measured
-    assert f"| {percent(first['avg'])} | {percent(last['avg'])} | {gain} |" in said
-    tested = analyse_test("searchqa", [run])
+    gain = percent(difference(first, last), signed=True)
+    ends = [f"{100 * fmean(each.values()):.1f}" for each in (first, last)]
+    ways = [[run["held_out"][at]["avg"]["value"] for at in (0, -1)] for run in runs]
+    of_seeds = " and ".join(f"{100 * (after - before):+.1f}" for before, after in ways)
+    assert f"from {ends[0]} to {ends[1]} % ({gain}; by seed {of_seeds})" in measured
+    tested = analyse_test("searchqa", runs)
     lesson = (ROOT / "tutorials" / "13_deep_search.md").read_text(encoding="utf-8")
     assert f"{ends[0]} % of 100 questions about other countries before, {ends[1]} % after" in lesson
     bridges = [f"{100 * tested['bridge'][when]['value']:.0f} %" for when in ("before", "after")]
     assert "{} of the bridges\nbefore and {} after".format(*bridges) in lesson
     assert [line for line in split_table(tested) if line not in MEASURED] == []
-    samples = {"held out": first["samples"], "test": run["test"]["before"]["samples"]}
-    assert samples == {"held out": 2, "test": 1}, "a third sample"
+    samples = {(r["held_out"][0]["samples"], r["test"]["before"]["samples"]) for r in runs}
+    assert samples == {(2, 1)}, "a third sample"
+    tests = [
+        mean_over_seeds([r["test"][when]["items"] for r in runs]) for when in ("before", "after")
+    ]
     before, after = (
-        {i: (2 * share + run["test"][when]["items"][i]) / 3 for i, share in each["items"].items()}
-        for when, each in (("before", first), ("after", last))
+        {i: (2 * share + tested_too[i]) / 3 for i, share in each.items()}
+        for tested_too, each in zip(tests, (first, last), strict=True)
     )
     pooled = [f"{100 * fmean(items.values()):.1f}" for items in (before, after)]
     third = percent(difference(before, after), signed=True)
     assert f"from {pooled[0]} to {pooled[1]} % ({third})" in measured
     assert f"makes its gain [{third.split()[0]}]" in said
-    turns = [run["test"]["after"]["rows"][kind]["turns_mean"] for kind in ("bridge", "border")]
+    kinds = ("bridge", "border")
+    turns = [r["test"]["after"]["rows"][kind]["turns_mean"] for r in runs for kind in kinds]
     assert f"after {min(turns):.1f} to {max(turns):.1f} turns, one search" in measured
-    used = [row["train/trajectories_used"] for row in run["curve"]]
-    early = fmean(row["train/success_rate"] for row in run["curve"][:10])
+    used = [
+        fmean(rows) for rows in zip(*([row[USED] for row in r["curve"]] for r in runs), strict=True)
+    ]
+    early = fmean(row["train/success_rate"] for r in runs for row in r["curve"][:10])
     assert f"in {100 * early:.0f} % of the episodes" in measured
     assert f"{fmean(used[:10]):.0f} of the 32 trajectories of a step taught" in measured
     assert f"in the first ten steps, {fmean(used[10:]):.0f} after that." in measured
-    assert f"--env searchqa --seed 0` runs or resumes it ({run['hours']:.1f} hours" in measured
+    assert f"--env searchqa --seed 0` runs or resumes it ({runs[0]['hours']:.1f} hours" in measured
 
 
 def test_what_is_said_of_make_train_is_what_its_runs_gave() -> None:
