@@ -401,14 +401,13 @@ def test_what_is_said_of_the_trials_is_what_they_gave() -> None:
 
 def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> None:
     folder = ROOT / "recipes" / "results" / "worlds"
-    earlier, run = (
-        json.loads((folder / name / "sciworld-0.json").read_text()) for name in ("earlier", "")
-    )
+    earlier = json.loads((folder / "earlier/sciworld-0.json").read_text())
+    runs = worlds.read_results(ROOT / "recipes" / "results")["sciworld"]
     ends = [f"{100 * earlier['held_out'][at]['avg']['value']:.1f}" for at in (0, -1)]
     assert f"went from {ends[0]} to {ends[1]} %" in MEASURED.replace("\n", " ")
-    before, after = (run["held_out"][at]["items"] for at in (0, -1))
+    before, after = (pooled_at(runs, at) for at in (0, -1))
     kinds = defaultdict[str, list[str]](list)
-    for task_id in before:
+    for task_id in runs[0]["held_out"][0]["items"]:
         kinds[find_task(int(task_id.partition("_")[2]))[0].name].append(task_id)
     parts = []
     for name, ids in kinds.items():
@@ -418,9 +417,28 @@ def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> N
         parts.append(f"{called} {shares[0]:.0f} to {shares[1]:.0f} %")
     said = MEASURED.replace("\n", " ")
     assert f"By kind: {', '.join(parts)}." in said
+    ways = [[100 * e["avg"]["value"] for e in run["held_out"]] for run in runs]
+    first, second = ways[0], ways[1]
+    assert (
+        f"Seed 0 gained {first[-1] - first[0]:.1f} points ({first[0]:.1f} to {first[-1]:.1f} %), "
+        f"seed 1 {second[-1] - second[0]:.1f} ({second[0]:.1f} to {second[-1]:.1f}, and "
+        f"{second[1]:.1f} after 20 steps)"
+    ) in said
+
+    def of_kind(seed: int, kind: str) -> list[float]:
+        held_out = runs[seed]["held_out"]
+        return [100 * fmean(held_out[at]["items"][i] for i in kinds[kind]) for at in (0, -1)]
+
+    moved = {s: (of_kind(s, "find-animal"), of_kind(s, "find-non-living-thing")) for s in (0, 1)}
+    assert moved[0][1] == [0, 0]
+    assert "Of seed 0's animals {:.0f} % became {:.0f}".format(*moved[0][0]) in said
+    assert "of seed 1's animals {:.0f} % became {:.0f}".format(*moved[1][0]) in said
+    assert "of its non-living things {:.0f} % became {:.0f}.".format(*moved[1][1]) in said
     assert f"that the oracle solves within {MAX_TURNS} turns" in said
-    used = [row["train/trajectories_used"] for row in run["curve"]]
-    per_step = run["config"]["tasks_per_step"] * run["config"]["group_size"]
+    used = [
+        fmean(each) for each in zip(*([x[USED] for x in r["curve"]] for r in runs), strict=True)
+    ]
+    per_step = runs[0]["config"]["tasks_per_step"] * runs[0]["config"]["group_size"]
     assert (
         f"Of the {per_step} trajectories of a step {fmean(used[:10]):.0f} taught something "
         f"in the first ten steps, {fmean(used[10:]):.0f} after that." in said
