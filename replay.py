@@ -5,7 +5,7 @@
                                                           └──> viewer/text.py ────> the terminal
 
 Everything is only read; a run that is still training is shown as it grows. The page is served to
-this machine alone and asks nothing of any other.
+this machine alone and asks nothing of any other; from afar: ssh -L 8610:127.0.0.1:8610 HOST.
 
 How to run:
 
