@@ -141,7 +141,8 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     from runtime.saved import CHANGEABLE
 
     # The lists of tasks have been renamed; results are paired by task in any case.
-    free = CHANGEABLE - {"steps"} | {"seed", "config", "tasks", "eval_tasks"}
+    free = CHANGEABLE - {"steps", "learning_rate_decay_steps"}
+    free |= {"seed", "config", "tasks", "eval_tasks"}
     configs = [r.get("config", {}) | {"steps": r["steps"]} for r in results if "steps" in r]
     for config in configs[1:]:
         names = sorted((config.keys() & configs[0].keys()) - free)
