@@ -9,6 +9,7 @@ turns, however they were trained.
 
     figure        arms                                        what it asks
     horizons      short, long, stepwise                       does it help to widen the horizon?
+    widening      early, stepwise, late                       does it matter when?
     controls      short, shuffled, still                      are the rewards what does it?
     noise         short, five seeds                           what can three seeds show at all?
     teacher       teacher, imitation, filtered, rl            can RL pass a weak teacher?

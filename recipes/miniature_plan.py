@@ -57,14 +57,19 @@ def pilot(algorithm: str, rate: float) -> str:
     return f"{algorithm}-{rate:g}"
 
 
+def widened(every: int) -> tuple[str, ...]:
+    """Four turns, then eight, then sixteen, so many steps of each before the next."""
+    words = ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+    return (*words, "--steps-scaling-inter", str(every), "--eval-every", str(every))
+
+
 ARMS: dict[str, Arm] = {
     "short": Arm(SHORT, steps=SHORT_STEPS),
     "long": Arm(),
-    "stepwise": Arm(
-        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
-        + ("--steps-scaling-inter", "32", "--eval-every", "32"),
-        steps=96,
-    ),
+    "stepwise": Arm(widened(every=32), steps=96),
+    # Widened sooner or later than that, for about as many turns.
+    "early": Arm(widened(every=16), steps=75),
+    "late": Arm(widened(every=48), steps=110),
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "rl": Arm((*SHORT, *WEAK), steps=WEAK_STEPS),
@@ -79,6 +84,7 @@ ARMS: dict[str, Arm] = {
 }
 FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),
+    "widening": ("early", "stepwise", "late"),
     "controls": ("short", "shuffled", "still"),
     "noise": ("short",),
     "teacher": ("teacher", "rl", "imitation", "filtered"),

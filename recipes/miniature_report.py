@@ -84,6 +84,21 @@ def horizons(runs: Runs) -> list[str]:
     return lines
 
 
+def widening(runs: Runs) -> list[str]:
+    """Does it matter when the horizon widens?"""
+    arms = [name for name in FIGURES["widening"] if runs.get(name)]
+    every = [result for name in arms for result in runs[name]]
+    budget = common_budget(every, "turns")
+    lines = [f"Held-out goals solved, %, after {budget:,.0f} turns of training:", ""]
+    lines += at_budget(runs, arms, every, budget, "turns")
+    for name in arms:
+        for most in BUDGETS[::2] if name != "stepwise" and "stepwise" in arms else ():
+            reading = at(budget, "turns", most)
+            told = compare(runs[name], runs["stepwise"], reading, reading)
+            lines += ["", f"{name} minus stepwise, in {most} turns: {told} points."]
+    return lines
+
+
 def at_budget(
     runs: Runs, arms: Sequence[str], every: Sequence[Result], budget: float, unit: str
 ) -> list[str]:
@@ -333,6 +348,7 @@ def estimators(runs: Runs) -> list[str]:
 
 TABLES: dict[str, Callable[[Runs], list[str]]] = {
     "horizons": horizons,
+    "widening": widening,
     "controls": plain(FIGURES["controls"], against="short"),
     "noise": noise,
     "teacher": teacher,
@@ -342,7 +358,7 @@ TABLES: dict[str, Callable[[Runs], list[str]]] = {
 
 
 def draw(name: str, runs: Runs, folder: Path) -> None:
-    """The figure's picture; `noise` has none."""
+    """The figure's picture; `noise` and `widening` have none."""
     path, turns = folder / f"{name}.png", "turns played in training"
     if name == "horizons":
         curves(path, runs, FIGURES[name], "turns", turns, (AT_ONCE, ALL, KINDS[-1]))
