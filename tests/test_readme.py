@@ -417,13 +417,10 @@ def test_what_is_said_of_the_earlier_run_and_of_each_kind_of_science_task() -> N
         parts.append(f"{called} {shares[0]:.0f} to {shares[1]:.0f} %")
     said = MEASURED.replace("\n", " ")
     assert f"By kind: {', '.join(parts)}." in said
-    ways = [[100 * e["avg"]["value"] for e in run["held_out"]] for run in runs]
-    first, second = ways[0], ways[1]
-    assert (
-        f"Seed 0 gained {first[-1] - first[0]:.1f} points ({first[0]:.1f} to {first[-1]:.1f} %), "
-        f"seed 1 {second[-1] - second[0]:.1f} ({second[0]:.1f} to {second[-1]:.1f}, and "
-        f"{second[1]:.1f} after 20 steps)"
-    ) in said
+    first, last = ([run["held_out"][at]["avg"]["value"] for run in runs] for at in (0, -1))
+    gains = [after - before for before, after in zip(first, last, strict=True)]
+    told, span = ", ".join(f"{100 * g:+.1f}" for g in gains), brackets(over_seeds(gains), True)
+    assert f"By seed: {told} points (Student's interval {span})" in said
 
     def of_kind(seed: int, kind: str) -> list[float]:
         held_out = runs[seed]["held_out"]
