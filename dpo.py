@@ -134,13 +134,9 @@ def step_of(worker: MethodWorker, judged: Judged, turn: int, iteration: int) -> 
     """The pairs of an iteration's `turn`-th step, and the epochs that are done with it."""
     per_step, key = worker.config.mini_batch_size // 2, f"dpo/{worker.config.seed}/{iteration}"
     chosen, epochs = portion(turn, len(judged.pairs), per_step, key)
-    batch = batch_of(worker, [judged.pairs[place] for place in chosen])
+    batch = encode_pairs(worker.chat, [judged.pairs[place] for place in chosen], worker.pad_id)
     batch.ref_sums = torch.tensor([each for place in chosen for each in judged.sums[place]])
     return batch, epochs
-
-
-def batch_of(worker: MethodWorker, pairs: Sequence[Pair]) -> Batch:
-    return encode_pairs(worker.chat, pairs, sys.maxsize, worker.pad_id, Counter())[0]
 
 
 # ------------------------------------------------------------------------------------------ pairs
@@ -265,7 +261,7 @@ def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
         for start in range(0, len(pairs), size):
             if worker.stop.agreed():
                 raise KeyboardInterrupt
-            part = batch_of(worker, pairs[start : start + size])
+            part = encode_pairs(worker.chat, pairs[start : start + size], worker.pad_id)
             objective = worker.portions(len(part))
             log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
             sums += (log_probs * part.loss_mask).sum(1).tolist()

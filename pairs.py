@@ -351,38 +351,26 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
 def encode_pairs(
     chat: ChatTemplate,
     pairs: Sequence[Pair],
-    max_tokens: int,
     pad_id: int,
-    counts: Counter[str],
-) -> tuple[Batch, list[Pair]]:
+) -> Batch:
     """Pairs -> tensors: rows 2i and 2i + 1 are chosen and rejected of pair i, group_ids are i.
 
     Args:
-        max_tokens: of one side; pairs with a longer one are left out, counted as "too long".
         pad_id: any id; masks come from lengths.
-    Returns:
-        The batch and the pairs that are in it.
     Raises:
-        ValueError: no pair is left, or a side is no conversation.
+        ValueError: a side is no conversation.
         RuntimeError: two sides do not begin with the same tokens.
     """
     handlers: list[RolloutHandler] = []
-    kept: list[Pair] = []
-    for pair in pairs:
+    for place, pair in enumerate(pairs):
         sides = [from_agenttraj(chat, record) for record in (pair.chosen, pair.rejected)]
         openings = [side.input_ids[: side.turns[0].action_span[0]] for side in sides]
         if openings[0] != openings[1]:
             raise RuntimeError(f"pair {pair.task_id}: its sides do not open with the same tokens")
-        if max(len(side.input_ids) for side in sides) > max_tokens:
-            counts["too long"] += 1
-            continue
         for side in sides:
-            side.group_id = len(kept)
+            side.group_id = place
         handlers += sides
-        kept.append(pair)
-    if not kept:
-        raise ValueError(f"no pair left ({why_left_out(counts) or 'none given'})")
-    return make_batch(handlers, pad_id), kept
+    return make_batch(handlers, pad_id)
 
 
 def why_left_out(counts: Counter[str]) -> str:

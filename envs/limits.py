@@ -100,6 +100,15 @@ def bounded_protocol(max_connections: int, timeout_s: float) -> Any:
     return Bounded
 
 
+def name_in(host: str) -> str:
+    """The name in a Host header, without the port.
+
+    >>> name_in("LocalHost:8610"), name_in("[::1]:80")
+    ('localhost', '[::1]')
+    """
+    return re.sub(r":\d*$", "", host).lower()
+
+
 class NoWebPages:
     """ASGI middleware: a page in somebody's browser must neither play here nor read along.
 
@@ -113,7 +122,7 @@ class NoWebPages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            host = re.sub(r":\d*$", "", headers.get(b"host", "")).lower()
+            host = name_in(headers.get(b"host", ""))
             problem = "requests of web pages are refused" if b"origin" in headers else ""
             if self.hosts and host not in self.hosts:
                 problem = f"this server does not answer to the name {host!r}"

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,7 +66,8 @@ class Recipe:
         for each in (running, reporting):
             each.add_argument("--results", type=Path, default=self.results)
         options, extra = parser.parse_known_args(argv)
-        try:
+
+        def work() -> None:
             if options.command == "run":
                 os.chdir(ROOT)
                 self.run(options, extra)
@@ -74,13 +75,21 @@ class Recipe:
                 raise ValueError(f"unknown arguments: {' '.join(extra)}")
             else:
                 print(self.report(options.results))
-        except ValueError as error:
-            print(f"{self.name}.py: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-            return 130
-        return 0
+
+        return exit_code(self.name, work)
+
+
+def exit_code(name: str, work: Callable[[], None]) -> int:
+    """Do a recipe's work: 0 done, 2 misuse, 130 stopped by Ctrl-C; the last two say so."""
+    try:
+        work()
+    except ValueError as error:
+        print(f"{name}.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
 
 
 def load_config(arguments: Sequence[str], kind: Any = None) -> Any:
@@ -122,12 +131,10 @@ def require_begun_with(asked: Any, run_dir: Path) -> None:
         ValueError: names those that differ.
     """
     from config import flag
-    from runtime.saved import CHANGEABLE, saved_config
+    from runtime.saved import changed, saved_config
 
     saved = saved_config(str(run_dir), type(asked))
-    names = [f.name for f in fields(asked) if f.name not in CHANGEABLE | {"config"}]
-    other = [name for name in names if getattr(asked, name) != getattr(saved, name)]
-    if other:
+    if other := [name for name in changed(asked, saved) if name != "config"]:
         told = ", ".join(f"{flag(name)} {getattr(saved, name)}" for name in other)
         raise ValueError(f"{run_dir} was begun with {told}: give the same, or other --runs")
 
@@ -159,19 +166,20 @@ def steps_done(run_dir: Path) -> int:
     return max(steps_saved(run_dir), default=0)
 
 
-def train(arguments: Sequence[str], run_dir: Path, steps: int) -> None:
-    """train.py with these arguments, from its last checkpoint if there is one.
+def train(arguments: Sequence[str], run_dir: Path, steps: int, kind: Any = None) -> None:
+    """train.py, or the program of this `kind` of options, with these arguments, from its last
+    checkpoint if there is one.
 
     Raises:
         ValueError: the run that is there was begun with other options.
     """
     if (run_dir / "config.json").exists():
-        require_begun_with(planned(arguments), run_dir)
+        require_begun_with(planned(arguments, kind), run_dir)
         if steps_done(run_dir) >= steps:
             print(f"{run_dir} is complete ({steps} steps)", flush=True)
             return
         arguments = ["--resume", "--run-dir", str(run_dir), "--steps", str(steps)]
-    run([sys.executable, "train.py", *arguments])
+    run([sys.executable, kind.program if kind else "train.py", *arguments])
 
 
 # ------------------------------------------------------------------------------------------- files

@@ -12,8 +12,8 @@ World      13 levels of BabyAI, whose words are few, so that a small model gener
            has imitated the teacher solves 3 to 5 % of levels 22, 27 and 29 in 24 turns: groups of
            eight samples all fail there, take most turns and teach nothing. So these three are shown
            by the teacher, and neither trained on nor held out. Small rooms repeat: of the 90 near
-           goals held out two are a goal of the teacher's to the last tile, and two begin like one
-           that is trained on. All arms have them alike.
+           goals held out two begin like one that is trained on, and some like one of the teacher's.
+           All arms have them alike.
 Teacher    the oracle, but three moves in ten are any of the available ones. Who imitates it errs as
            often, wastes turns, and fails the more, the shorter the horizon.
 Model      3M parameters from random weights, its tokenizer made of the world's words (one token

@@ -39,11 +39,8 @@ from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
     Result,
-    planned,
     read_json,
-    require_begun_with,
-    run,
-    steps_done,
+    train,
     write_json,
 )
 from recipes.evidence import common_budget, compare, end  # noqa: E402
@@ -127,12 +124,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     if arm.shown:
         shown_turns = show(shown_file(run_dir), arm.shown, options.seed)
     words = arguments_of(arm, options.seed, run_dir, extra)
-    if has_begun := (run_dir / "config.json").exists():
-        require_begun_with(planned(words, kind_of(arm)), run_dir)
-    if steps_done(run_dir) < arm.steps:
-        if has_begun:
-            words = ["--resume", "--run-dir", str(run_dir)]
-        run([sys.executable, arm.program, *words])
+    train(words, run_dir, arm.steps, kind_of(arm))
     result = {"arm": options.method, "seed": options.seed} | record(run_dir, arm.steps)
     count_shown(result, arm, shown_turns)
     write_json(options.results / f"{name}.json", result)

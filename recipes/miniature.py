@@ -45,6 +45,7 @@ from recipes import laboratory  # noqa: E402
 from recipes.common import (  # noqa: E402
     Result,
     circumstances_of,
+    exit_code,
     load_config,
     planned,
     read_json,
@@ -290,20 +291,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra and options.command != "run":
         parser.error(f"unknown arguments: {' '.join(extra)}")
     os.chdir(ROOT)
-    try:
+
+    def work() -> None:
         if options.command == "report":
             print(report(options.figure, options.results))
-            return 0
+            return
         print(status(options.figure, options.results), flush=True)
         if options.command == "run":
             run_missing(options.figure, options.results, options.runs, extra)
-    except ValueError as error:
-        print(f"miniature.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code("miniature", work)
 
 
 if __name__ == "__main__":

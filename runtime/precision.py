@@ -104,8 +104,8 @@ def processor() -> str:
 def time_formats() -> dict[Format, float]:
     """Processor seconds of a small model's forward and backward pass in each format, the best of
     some interleaved repeats, on one thread: what other processes take is left out. On two threads
-    of a busy machine each waits for the other, fp32 seemed the faster one where it takes 1.6 times
-    as long, and that was remembered.
+    of a busy machine each waits for the other: the slower format can seem the faster one, and that
+    is remembered.
 
     A model, not a product: norms, rotations, conversions and attention are part of the answer.
     """

@@ -157,17 +157,18 @@ def _checked(options: dict[str, Any], where: str, kind: type[RunConfig]) -> dict
 
 def check_unchanged(given: RunConfig, saved: RunConfig) -> None:
     """Raise Misuse for an option given on resume that the run was not started with."""
-    changed = [
-        flag(f.name)
+    if other := " ".join(map(flag, changed(given, saved))):
+        raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
+
+
+def changed(given: RunConfig, saved: RunConfig) -> list[str]:
+    """Options that a run must not change and that these have otherwise than the saved ones."""
+    return [
+        f.name
         for f in fields(given)
         if (f.name not in CHANGEABLE or f.name in given.fixed)
         and getattr(given, f.name) != getattr(saved, f.name)
     ]
-    if changed:
-        raise Misuse(
-            f"--resume keeps the run's own options; leave out {' '.join(changed)}, "
-            "or start a new run"
-        )
 
 
 def check_goes_on(config: RunConfig) -> None:

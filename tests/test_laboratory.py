@@ -6,6 +6,7 @@ import random
 import pytest
 
 from envs import load_tasks
+from envs.babyai.env import BabyAI
 from recipes import laboratory
 from recipes.common import read_json
 from recipes.laboratory import FOLDER, PLAYED, SEEDS, TEACHER_SEEDS, TIERS
@@ -75,3 +76,18 @@ def test_the_starts_were_made_by_the_commands_beside_them(world, name, count, ki
     records, *_ = laboratory.demonstrate(count, kinds=kinds)
     assert about["records"] == hash_of(records)
     assert about["settings"]["batch_size"] == 16 and about["settings"]["epochs"] == 1
+
+
+def test_as_many_held_out_goals_begin_like_one_that_is_trained_on_as_is_said():
+    world = BabyAI()
+
+    def beginnings(name):
+        near = [
+            i for i in laboratory.goals(SEEDS[name]) if laboratory.tier_of(f"babyai_{i}") == "near"
+        ]
+        return [world.reset(index) for index in near]
+
+    held_out, trained_on = beginnings("held_out"), set(beginnings("train"))
+    assert (len(held_out), sum(each in trained_on for each in held_out)) == (90, 2)
+    said = " ".join(laboratory.__doc__.split())
+    assert "of the 90 near goals held out two begin like one that is trained on" in said

@@ -24,16 +24,20 @@ import dpo
 import methodworker
 import sft
 import update
+from chat import ChatTemplate
 from config import Misuse
-from conversations import as_agenttraj
+from conversations import as_agenttraj, from_agenttraj
 from evaluate import main as evaluate_main
 from losses import Objective
 from methodworker import Kept, openings_of
+from models import load_tokenizer
 from order import portion
+from pairs import Pair
 from preferences import preference_loss
 from reporting.metrics import METRICS
 from runtime import checkpoint, distributed
 from runtime.cli import training_options
+from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 from session import Session, TrainingError
 from update import Learner, imitate, score_policy
@@ -412,6 +416,25 @@ def test_given_pairs_that_do_not_fit_are_found_before_there_is_a_run(tmp_path, u
     file.write_text(json.dumps([long, pair]))
     assert run("dpo", values | {"steps": 1}) == 0
     assert "1 of 2 pairs have more than" in capsys.readouterr().out
+
+
+def test_a_pair_with_a_side_over_the_limit_is_left_out_and_counted(capsys):
+    said = conversation(0, "a"), conversation(0, "b"), conversation(0, "ccc")
+    pairs = [Pair("a", said[2], said[0]), Pair("b", said[0], said[2]), Pair("c", *said[:2])]
+
+    def fit(limit):
+        config = DpoConfig(model="tiny", warm_start="never", max_trajectory_tokens=limit)
+        return methodworker.fitting(config, pairs, "pairs", lambda p: (p.chosen, p.rejected))
+
+    with fresh_process_state():
+        chat = ChatTemplate(load_tokenizer(resolve_model("tiny")))
+        longest = len(from_agenttraj(chat, said[2]).input_ids)
+        assert fit(longest) == pairs
+        capsys.readouterr()
+        assert fit(longest - 1) == pairs[2:]
+        assert f"2 of 3 pairs have more than {longest - 1} tokens" in capsys.readouterr().out
+        with pytest.raises(Misuse, match="--max-trajectory-tokens 5 leaves none of 3 pairs"):
+            fit(5)
 
 
 def test_the_reference_is_asked_of_no_more_pairs_than_the_steps_take(tmp_path, url, capsys):
@@ -1001,6 +1024,7 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
         device = "cpu"
         config = DpoConfig(mini_batch_size=6)  # eight rows: a part of six, and one of two
         stop = SimpleNamespace(agreed=lambda: False)
+        chat = pad_id = None
 
         def rest(self):
             pass
@@ -1012,8 +1036,8 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
         Worker.policy = learner()
         monkeypatch.setattr(
             dpo,
-            "batch_of",
-            lambda _, pairs: batch.rows([r for n in pairs for r in (2 * n, 2 * n + 1)]),
+            "encode_pairs",
+            lambda _, pairs, __: batch.rows([r for n in pairs for r in (2 * n, 2 * n + 1)]),
         )
         sums = dpo.reference_of(Worker(), range(4))
         whole = score_policy(Worker.policy.model, batch, OBJECTIVE, "cpu")

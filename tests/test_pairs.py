@@ -372,7 +372,7 @@ def test_files_that_note_what_is_not_learned_each_in_its_way_make_the_same_pair(
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps(list(map(to_agentgym, pairs))))
     read = read_pairs([file], ALL, Counter())
-    both = [encode_pairs(words, each, 99, 0, Counter())[0] for each in (pairs, read)]
+    both = [encode_pairs(words, each, 0) for each in (pairs, read)]
     assert both[0].loss_mask.tolist() == both[1].loss_mask.tolist()
     assert both[1].input_ids[both[1].loss_mask == 1].tolist() == ids_of("take<e>light<e>go<e>no<e>")
     assert read[0].rejected["conversations"][:2] == pairs[0].rejected["conversations"][:2]
@@ -453,7 +453,7 @@ def test_every_form_of_a_pair_is_the_same_to_a_model(tmp_path, words, form):
     pairs, _ = read(tmp_path / "a.json", json.dumps([SAME[form]]))
     assert [pair.task_id for pair in pairs] == ["a"]
     wanted = read(tmp_path / "b.json", json.dumps([GOOD | {"rejected": gpt("go")}]))[0]
-    batches = [encode_pairs(words, each, 99, 0, Counter())[0] for each in (pairs, wanted)]
+    batches = [encode_pairs(words, each, 0) for each in (pairs, wanted)]
     assert batches[0].input_ids.tolist() == batches[1].input_ids.tolist()
     assert batches[0].loss_mask.tolist() == batches[1].loss_mask.tolist()
 
@@ -466,7 +466,7 @@ def test_what_the_prompt_shows_is_not_learned(tmp_path, words):
     ]
     lines = [GOOD | {"prompt": prompt}, GOOD | {"id": "b", "prompt": messages}]
     pairs, _ = read(tmp_path / "a.json", json.dumps(lines))
-    batch, _ = encode_pairs(words, pairs, 99, 0, Counter())
+    batch = encode_pairs(words, pairs, 0)
     learned = batch.input_ids[batch.loss_mask == 1].tolist()
     assert learned == 2 * ids_of("open<e>go<e>no<e>")
 
@@ -481,7 +481,7 @@ def test_an_action_of_no_weight_is_not_learned(tmp_path, words):
     }
     pairs, _ = read(tmp_path / "a.json", json.dumps([pair]))
     assert pairs[0].task_id == "a.json:1"
-    batch, _ = encode_pairs(words, pairs, 99, 0, Counter())
+    batch = encode_pairs(words, pairs, 0)
     assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of("go<e>no<e>")
     # Actions that are not learned are what the sides open with: here they differ.
     other = pair | {"rejected": [turns[0] | {"content": "no"}, *turns[1:]]}
@@ -659,8 +659,7 @@ def test_what_was_left_out_is_told_in_words():
 def test_a_pair_becomes_two_rows_by_hand(words):
     tries = [played("a", "open door, bright, light", 1.0), played("a", "wait", 0.0)]
     pairs, _ = pairs_and_counts(tries)
-    batch, kept = encode_pairs(words, pairs, 99, 0, Counter())
-    assert kept == pairs
+    batch = encode_pairs(words, pairs, 0)
     opening = "<s> system ⏎ rules <e> ⏎ <s> user ⏎ dark <e> ⏎ <s> assistant ⏎"
     chosen = "[open] [door] [<e>] ⏎ <s> user ⏎ bright <e> ⏎ <s> assistant ⏎ [light] [<e>]"
     rows = []
@@ -682,8 +681,8 @@ def test_rows_of_a_pair_are_neighbours_and_share_their_opening(letters):
         for i in range(3)
     ]
     pairs, _ = pairs_and_counts(tries, pairs_per_task=2)
-    batch, kept = encode_pairs(letters, pairs, 10_000, 0, Counter())
-    assert kept == pairs and len(pairs) == 8
+    batch = encode_pairs(letters, pairs, 0)
+    assert len(batch) == 16 and len(pairs) == 8
     assert batch.group_ids.tolist() == [i // 2 for i in range(16)]
     for i, pair in enumerate(pairs):
         turns = pair.chosen["conversations"]
@@ -702,29 +701,10 @@ def test_rows_of_a_pair_are_neighbours_and_share_their_opening(letters):
             ]
 
 
-def test_a_pair_with_a_side_over_the_limit_is_left_out_and_counted(words):
-    tries = [played("a", "go", 1.0), played("a", "open, dark, wait", 0.0)]
-    tries += [played("b", "go", 1.0), played("b", "no", 0.0)]
-    pairs, _ = pairs_and_counts(tries)
-    counts: Counter[str] = Counter({"gap": 7})
-    whole, _ = encode_pairs(words, pairs, 99, 0, counts)
-    longest = int(whole.lengths.max())
-    assert encode_pairs(words, pairs, longest, 0, counts)[1] == pairs
-    assert counts == {"gap": 7}
-    batch, kept = encode_pairs(words, pairs, longest - 1, 0, counts)
-    assert kept == pairs[1:]
-    assert batch.group_ids.tolist() == [0, 0]
-    assert counts == {"gap": 7, "too long": 1}
-    with pytest.raises(ValueError, match=r"^no pair left \(7 gap, 3 too long\)"):
-        encode_pairs(words, pairs, 5, 0, counts)
-    with pytest.raises(ValueError, match=r"no pair left \(none given\)"):
-        encode_pairs(words, [], 5, 0, Counter())
-
-
 def test_sides_that_do_not_open_alike_are_an_error_of_ours(words):
     pair = Pair("a", played("a", "go"), played("a", "go", observation="bright"))
     with pytest.raises(RuntimeError, match="pair a: its sides do not open with the same tokens"):
-        encode_pairs(words, [pair], 99, 0, Counter())
+        encode_pairs(words, [pair], 0)
 
 
 # ------------------------------------------------------------------------------------- of a run
@@ -773,7 +753,7 @@ def test_the_very_ids_that_were_sampled_are_in_the_rows(tmp_path):
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([to_agentgym(pair) for pair in pairs]))
     for source in (pairs, read_pairs([file], ALL, Counter())):
-        batch, _ = encode_pairs(chat, source, 999, 0, Counter())
+        batch = encode_pairs(chat, source, 0)
         for b, handler in enumerate((first, second)):
             length = int(batch.lengths[b])
             assert batch.input_ids[b, :length].tolist() == handler.input_ids

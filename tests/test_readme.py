@@ -14,6 +14,7 @@ from statistics import fmean
 
 import pytest
 
+import replay
 from config import Config, with_preset
 from envs import load_tasks
 from envs.babyai.env import BabyAI
@@ -165,6 +166,11 @@ def test_the_rows_shown_from_a_run_have_the_columns_of_the_table() -> None:
 
 def test_what_set_up_asks_for_is_what_is_said() -> None:
     assert f"(set-up asks for {SETS['cpu'].disk_gb} GB free)" in README.replace("\n", " ")
+
+
+def test_the_port_of_replay_is_the_one_that_the_pages_forward() -> None:
+    for page in (README, replay.__doc__ or ""):
+        assert f"ssh -L {replay.PORT}:127.0.0.1:{replay.PORT} HOST" in page
 
 
 def test_the_short_results_are_those_of_the_long_page() -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hmac
 import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -36,6 +35,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from envs.limits import name_in
 from runtime.media import FOLDER, PATH, texts_changed
 from viewer.overview import differing, overview
 from viewer.play import Play, PlayError, Worlds, reenact
@@ -170,7 +170,7 @@ def guard(token: str) -> Callable[[Request, Next], Awaitable[Response]]:
 def why_refused(request: Request, token: str) -> str:
     host = request.headers.get("host", "")
     # Not the port: behind an SSH tunnel it is another one.
-    if re.sub(r":\d*$", "", host).lower() not in LOCAL_NAMES:
+    if name_in(host) not in LOCAL_NAMES:
         return "this server answers to its own address alone"
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != host:
