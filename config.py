@@ -253,7 +253,8 @@ class Config(RunConfig, Objective):
     kl_target: float | None = None
     """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
     skip_zero_variance: bool = True
-    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0"""
+    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0,
+    unless --kl-coef or --normalize-per-env moves them"""
     normalize_per_env: bool = False
     """whiten advantages within each world, so that of several none sets the others' scale"""
     shuffle_rewards: bool = False
@@ -262,6 +263,11 @@ class Config(RunConfig, Objective):
     @property
     def name(self) -> str:
         return self.algorithm
+
+    @property
+    def unwatched(self) -> frozenset[str]:  # type: ignore[override]
+        compares = ESTIMATORS[self.algorithm].needs_group  # to others equal groups are no silence
+        return frozenset() if compares else frozenset({"train/groups_zero_variance"})
 
     @property
     def plays(self) -> bool:

@@ -308,6 +308,8 @@ def _measure(
             outcome = Outcome(1, f"{type(error).__name__}: {error}")
         os.fsync(log.fileno())  # before the result that is made of it
     summary = about | {"complete": outcome.problem is None}
+    # In one order, whoever ended first: the bootstrap draws the same tasks for the same episodes.
+    ended.sort(key=lambda trajectory: trajectory.trajectory_id)
     summary |= summarize(ended, config.samples, about["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
     plot_curves(summary, out / "curves.png")

@@ -69,6 +69,11 @@ class MethodWorker(Worker):
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
         return [r for r in said if r is not None], summarize_trajectories(played, list(horizons))
 
+    @property
+    def returns_to_start(self) -> bool:
+        """Also where each iteration learns from there."""
+        return super().returns_to_start or getattr(self.config, "learn_from", "") == "base"
+
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
         own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}

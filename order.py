@@ -60,6 +60,23 @@ def drawn(
     return taken
 
 
+def epochs(
+    turn: int, counts: Sequence[int], per_turn: int, weights: Sequence[int] = ()
+) -> list[float]:
+    """How often each world's tasks have been taken once the `turn`-th draw is done.
+
+    >>> epochs(1, [4, 2], 6, [2, 1])
+    [1.0, 1.0]
+    """
+    weights = weights or [1] * len(counts)
+    dealt = [world for world, weight in enumerate(weights) for _ in range(weight)]
+    rounds, rest = divmod(turn * per_turn, len(dealt))
+    return [
+        (rounds * weights[world] + dealt[:rest].count(world)) / count
+        for world, count in enumerate(counts)
+    ]
+
+
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
     """Indices that the `turn`-th step of an optimizer takes, and the epochs that are done with it.
     Every epoch has as many steps; the last of each takes what is left.

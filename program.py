@@ -58,11 +58,10 @@ def checked(config: Options, check_own: Callable[[Options], None] = lambda confi
     check(config)
     check_own(config)
     check_here(config)
-    if config.resume and config.fixed:
-        saved = saved_config(config.run_dir, type(config))
-        if any(getattr(config, name) != getattr(saved, name) for name in config.fixed):
-            check_unchanged(config, saved)
-    return config if config.resume else as_kept(config)
+    config = as_kept(config)
+    if config.resume:
+        check_unchanged(config, saved_config(config.run_dir, type(config)))
+    return config
 
 
 def command_line(

@@ -17,11 +17,12 @@ from typing import Any
 
 from batching import Batch
 from config import Config, Misuse
-from envs import env_name
+from envs import env_name, tasks_by_world
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import masked_mean
 from mixture import in_each
 from models import load_critic, load_policy
+from order import epochs
 from runtime import distributed, rundir
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off
@@ -84,9 +85,15 @@ class RLWorker(Worker):
         """World -> how many turns the agent may take there at this step."""
         return {world: each.rounds_at(step) for world, each in self.schedulers.items()}
 
+    @property
+    def returns_to_start(self) -> bool:
+        """Also where a reference is loaded from there."""
+        return super().returns_to_start or self.has_reference
+
     def epoch_of(self, step: int) -> float:
-        """Passes over the tasks, after a step."""
-        return step * self.config.tasks_per_step / len(self.tasks)
+        """Passes over the tasks, after a step; of several worlds that of the least."""
+        c, counts = self.config, [len(own) for own in tasks_by_world(self.tasks).values()]
+        return min(epochs(step, counts, c.tasks_per_step, c.env_weights))
 
     def rates(self) -> dict[str, float]:
         return super().rates() | {"critic": self.config.critic_learning_rate}

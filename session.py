@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +32,7 @@ from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog, TooManyEnvFailures
 from runtime import checkpoint, distributed, phases, rundir
 from runtime.clock import Clock
+from runtime.files import marks_of
 from runtime.interrupt import StopRequests
 from worker import Worker
 
@@ -69,10 +71,14 @@ def at_work(
             if isinstance(error, KeyboardInterrupt):
                 distributed.say("\nstopped before training began; the same command starts it again")
             raise
-        run.keep_tokenizer(worker.tokenizer)
         session = Session(config, run, worker, stop)
-        session.restore()
+        try:
+            session.restore()
+        except (TrainingError, OSError):  # a tracker, logs that were there before
+            run.discard()
+            raise
         stack.callback(session.logger.close)
+        run.keep_tokenizer(worker.tokenizer)
         try:
             yield session
         except KeyboardInterrupt:
@@ -105,6 +111,7 @@ class Session(Generic[WorkerType]):
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
         self.failed_evaluation: Exception | None = None
+        self.start = marks_of(Path(worker.start))
         self.progress = Progress(
             run_path=run.path, start=worker.start, kl_controller=worker.kl_controller
         )
@@ -132,6 +139,11 @@ class Session(Generic[WorkerType]):
                 lacks = f"it lacks {error}; resume with the version that wrote it, or start anew"
                 problem = lacks if isinstance(error, KeyError) else error
                 raise TrainingError(f"{file} is not what this version writes: {problem}") from None
+            if worker.returns_to_start and state.get("start", self.start) != self.start:
+                raise TrainingError(
+                    f"{worker.start} holds other weights than when this run began, and it needs "
+                    "those: put them back, or start anew"
+                )
             self.completed_step = self.saved_step = step
         resume_step = self.completed_step if self.config.resume else None
         try:
@@ -150,7 +162,7 @@ class Session(Generic[WorkerType]):
         if loaded:
             for timings in read_log(path / "timings.jsonl") if self.run.writes else []:
                 self.time_left.note(timings)
-            self.tidy_up(self.completed_step)
+            self.tidy_up()
             distributed.say(f"resumed after step {self.completed_step}")
 
     def steps_left(self) -> Iterator[int]:
@@ -183,10 +195,12 @@ class Session(Generic[WorkerType]):
             clock = Clock()
             metrics = self.evaluate(step)
             self.time_left.note({"time/eval_s": clock.total()})
-            self.watch(step, metrics)
+            collapse = self.watch(step, metrics)
             if step:
                 self.logger.amend(step, metrics)
-                self.mark_if_best(step)
+                self.mark_best()
+            if collapse:
+                raise TrainingError(collapse)
 
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
         """`evaluate`; one that Ctrl-C cuts short, or that fails, is made up for when the run is
@@ -287,12 +301,12 @@ class Session(Generic[WorkerType]):
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`. Collective."""
-        state = self.identity() | self.progress.state_dict()
+        state = self.identity() | {"start": self.start} | self.progress.state_dict()
         worker = self.worker
         with phases.phase("saving"):
             checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
         self.saved_step = step
-        self.tidy_up(step)
+        self.tidy_up()
 
     def save_what_is_done(self) -> None:
         """A checkpoint unless there is one of the last completed step."""
@@ -308,22 +322,22 @@ class Session(Generic[WorkerType]):
         c = self.config
         return {"algorithm": c.name, "model": c.model, "lora_rank": c.lora_rank}
 
-    def tidy_up(self, step: int) -> None:
+    def tidy_up(self) -> None:
         """What follows a checkpoint's rename, and what a kill in between has left to do."""
 
         def prune() -> None:
             checkpoint.prune(self.run.path, self.config.keep_last)
 
-        self.mark_if_best(step)
+        self.mark_best()
         distributed.first("pruning", prune)
 
-    def mark_if_best(self, step: int) -> None:
-        """Point checkpoints/best at `step` if its evaluation is the best and it was saved."""
+    def mark_best(self) -> None:
+        """Point checkpoints/best at the step whose evaluation is the best, if it was saved."""
 
         def mark() -> None:
-            is_saved = step in checkpoint.steps_saved(self.run.path)
-            if self.progress.best_step == step and is_saved:
-                checkpoint.mark_best(self.run.path, step)
+            best = self.progress.best_step
+            if best in checkpoint.steps_saved(self.run.path):
+                checkpoint.mark_best(self.run.path, best)
 
         distributed.first("saving", mark)
 

@@ -67,7 +67,7 @@ from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
 from session import at_work
-from trajectory import RolloutHandler
+from trajectory import RolloutHandler, are_equal
 from update import padding_of
 
 
@@ -161,18 +161,19 @@ def usable_trajectories(
 
     Out go: those the infrastructure lost or without a policy token; for algorithms that compare
     within a group, groups left with one member and, with --skip-zero-variance, groups whose returns
-    are all equal (advantage 0), unless --kl-coef takes from each what it has drifted.
+    are all equal: their advantages are 0, but where --kl-coef takes from each what it has drifted,
+    or --normalize-per-env shifts them all.
     """
     valid = [t for t in trajectories if t.is_valid]
     compared = valid
     if ESTIMATORS[config.algorithm].needs_group:
         size = Counter(t.group_id for t in valid)
         compared = valid = [t for t in valid if size[t.group_id] > 1]
-        if config.skip_zero_variance and not config.kl_coef:  # which makes equal returns differ
-            returns: dict[int, set[float]] = {}
+        if config.skip_zero_variance and not (config.kl_coef or config.normalize_per_env):
+            returns: dict[int, list[float]] = {}
             for t in valid:
-                returns.setdefault(t.group_id, set()).add(t.total_return)
-            valid = [t for t in valid if len(returns[t.group_id]) > 1]
+                returns.setdefault(t.group_id, []).append(t.total_return)
+            valid = [t for t in valid if not are_equal(returns[t.group_id])]
     for t in valid:
         t.used_in_loss = True
     used, all_tokens = (sum(sum(t.loss_mask) for t in each) for each in (valid, compared))

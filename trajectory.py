@@ -45,6 +45,16 @@ HEAD_END = ',"messages":'  # never inside a JSON string, whose quotes are escape
 COUNTED = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")  # follow from the rest
 
 
+def are_equal(returns: Sequence[float]) -> bool:
+    """Whether a group's returns are all the same, as far as float32 tells (advantages.py): a world
+    that pays in parts adds them up in the order in which they came.
+
+    >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
+    (True, False)
+    """
+    return max(returns) - min(returns) <= 1e-7 + 1e-6 * abs(max(returns))
+
+
 @dataclass
 class Turn:
     """One exchange: the action the policy took and the environment's answer to it."""

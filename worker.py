@@ -236,7 +236,8 @@ class Worker:
         )
 
     def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
-        """All requests, with a progress bar; on an engine error what has finished is kept.
+        """All requests, with a progress bar; on an engine error what has finished, on any rank, is
+        kept.
 
         Of any error `weights_are_done` tells that this step has not changed the weights.
         """
@@ -246,8 +247,9 @@ class Worker:
             return self.play(requests, settings, "rollout", log), log
         except (EngineError, distributed.RankError, TooManyEnvFailures) as error:
             self.weights_are_done = True
-            if not isinstance(error, TooManyEnvFailures):
-                self.run.write_trajectories(f"step_{step:06d}", log.ended)
+            if not isinstance(error, TooManyEnvFailures):  # all ranks are here
+                ended = [t for own in distributed.gather(log.ended) for t in own]
+                self.run.write_trajectories(f"step_{step:06d}", ended)
             raise
 
     def play(
@@ -311,8 +313,10 @@ class Worker:
         """`sync`, where there are token ids to sample behind but no trajectories."""
         c = self.config
         num_bytes = self.load_into_engine()
+        room = c.max_trajectory_tokens - sync.NUM_PROBED  # the sampler takes no longer ones
+        cut = [ids[:room] for ids in openings]
         differences = sync.compare(
-            self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
+            self.policy.model, self.engine, cut, c.temperature, self.device, seed=step
         )
         return sync.check(differences, c.max_sync_error, step), num_bytes
 
@@ -341,7 +345,13 @@ class Worker:
 
         horizons = evaluation_horizons(c)
         tasks, samples = self.eval_tasks, c.samples_at(step)
-        return evaluate_policy(play, tasks, samples, self.settings(), horizons, step)
+        settings = replace(self.settings(), weight_version=step)
+        return evaluate_policy(play, tasks, samples, settings, horizons, step)
+
+    @property
+    def returns_to_start(self) -> bool:
+        """Whether a resumed run needs the weights that it began with: adapters stand on them."""
+        return bool(self.config.lora_rank)
 
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files. Collective."""

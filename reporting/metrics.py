@@ -47,7 +47,7 @@ from reporting.plots import plot
 from reporting.trackers import Trackers
 from runtime import phases
 from runtime.files import flush, make_folder
-from trajectory import LOST, STOP_REASONS, RolloutHandler
+from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal
 
 # Deterministic given the seed: metrics.jsonl.
 METRICS: dict[str, str] = {
@@ -95,7 +95,7 @@ METRICS: dict[str, str] = {
     "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks so far (epochs)",
+    "data/epoch": "passes over the training tasks so far, of worlds the least (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
     "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
@@ -187,7 +187,7 @@ def summarize_trajectories(
         "train/repeated_token_rate": sum(n for n, _ in repeated)
         / max(sum(total for _, total in repeated), 1),
         "train/groups": len(returns_of_group),
-        "train/groups_zero_variance": sum(max(r) == min(r) for r in returns_of_group.values()),
+        "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
         "train/env_failures": sum(stops[reason] for reason in LOST),
         **{
@@ -317,6 +317,7 @@ class MetricsLogger:
         self._files["metrics.jsonl"].close()
         truncate_log(path, step - 1, then=_line(METRICS, "metrics.jsonl", step, last | metrics))
         self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        plot(self.run_dir)
         if self._trackers:
             self._trackers.amend(step, _numbers(metrics))
 
@@ -343,8 +344,7 @@ class MetricsLogger:
         if self._rows_printed % table.HEADER_EVERY == 0:
             print(table.header(self._method))
         self._rows_printed += 1
-        values = metrics | timings
-        print(table.row(step, values, last_step, left_s, self._method), flush=True)
+        print(table.row(step, metrics | timings, last_step, left_s, self._method), flush=True)
         phases.spoke()
         plot(self.run_dir)
         if self._trackers:

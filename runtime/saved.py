@@ -58,7 +58,8 @@ def as_kept(config: Options, names: Collection[str] = NAMES_FILES) -> Options:
     for name in {"model", "warm_start"} & set(names):
         folder = getattr(config, name)
         if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).expanduser().is_dir():
-            changes[name] = os.path.abspath(Path(folder).expanduser())
+            # Where a link leads now: checkpoints/best of a run that goes on will be another.
+            changes[name] = os.path.realpath(Path(folder).expanduser())
     for name in {*LISTS_OF_FILES} & set(names):
         if given := getattr(config, name, ()):
             changes[name] = tuple(os.path.abspath(Path(each).expanduser()) for each in given)

@@ -35,6 +35,8 @@ from models import save_policy
 from runtime import distributed
 from runtime.lora import merged_weights
 
+NUM_PROBED = 8  # tokens sampled behind each opening
+
 
 class SyncError(RuntimeError):
     """The sampler holds other weights than the trainer."""
@@ -131,7 +133,7 @@ def _sample(
     engine: Engine, openings: Sequence[list[int]], temperature: float, seed: int
 ) -> list[Generation]:
     """A few sampled tokens after each opening, in that order."""
-    sampling = SamplingSettings(max_tokens=8, temperature=temperature, seed=seed)
+    sampling = SamplingSettings(max_tokens=NUM_PROBED, temperature=temperature, seed=seed)
     for i, ids in enumerate(openings):
         engine.submit(f"probe-{seed}-{i}", ids, sampling)
     done: dict[int, Generation] = {}
