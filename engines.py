@@ -116,7 +116,12 @@ class TransformersEngine:
 
     def poll(self) -> list[Generation]:
         batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
-        return self._decode(batch) if batch else []
+        try:
+            return self._decode(batch) if batch else []
+        except torch.OutOfMemoryError:
+            raise  # whose advice is clock.py's
+        except RuntimeError as error:
+            raise EngineError(f"transformers failed in a step: {error}") from error
 
     @torch.no_grad()
     def _decode(self, batch: list[tuple[str, list[int], SamplingSettings]]) -> list[Generation]:
@@ -201,7 +206,11 @@ def sample(
     Returns:
         The id and its log-prob under the distribution it was drawn from (0.0 when τ = 0: there was
         no choice).
+    Raises:
+        EngineError: a logit is NaN or infinite: there is no distribution.
     """
+    if not logits.max().isfinite():  # NaN anywhere makes the largest NaN; -inf is probability 0
+        raise EngineError("the model's logits are not finite: its weights are broken")
     if temperature == 0:
         return int(logits.argmax()), 0.0
     log_probs = (logits / temperature).log_softmax(-1)  # (V,)

@@ -23,7 +23,7 @@ Read next: rollout.py, which plays many clients at once.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -326,8 +326,9 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         self._clients: set[EnvClient] = set()  # open
         self._lock = threading.Lock()  # guards both
 
-    def client(self) -> EnvClient:
-        """An open session on the least loaded address that works; close() it after use.
+    def client(self, avoid: Collection[str] = ()) -> EnvClient:
+        """An open session on the least loaded address that works; close() it after use. Those in
+        `avoid` come last.
 
         Raises:
             TooManySessions: every server answered 429 for busy_wait_s.
@@ -336,7 +337,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         """
         started = time.monotonic()
         while True:
-            address = self.addresses.pick(started)
+            address = self.addresses.pick(started, avoid)
             client = EnvClient(
                 self.env,
                 address.url,

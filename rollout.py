@@ -39,7 +39,6 @@ from envclient import (
     EnvError,
     EnvPool,
     EnvPools,
-    NotSupported,
     StepResult,
     TooManySessions,
 )
@@ -144,11 +143,15 @@ def collect(
                 episode.take(generation)
                 calls.act(episode)
     except BaseException as error:
-        engine.abort()
+        with contextlib.suppress(Exception):  # it may be the engine that has failed
+            engine.abort()
         if isinstance(error, EngineError):
             for episode in generating.values():  # in nobody's hands but the engine's
                 episode.fail("engine_error", error)
-                log.ended.append(episode.handler)
+        noted = {id(handler) for handler in log.ended}
+        for episode in episodes:  # also those whose last answer nobody has looked at
+            if episode.handler.stop_reason and id(episode.handler) not in noted:
+                log.end(episode.handler)
         raise
     finally:
         log.seconds += time.perf_counter() - began
@@ -213,8 +216,9 @@ class _EnvCalls:
 
 
 def state_of(client: EnvClient) -> dict[str, Any] | None:
-    """What people look at; None where the server has none, as AgentGym's own."""
-    with contextlib.suppress(NotSupported):
+    """What people look at; None where the server has none, as AgentGym's own, or fails to show it:
+    the turn was played all the same, and a session that is gone shows at the next."""
+    with contextlib.suppress(EnvError):
         return client.state()
     return None
 
@@ -277,6 +281,7 @@ class _Episode:
         self.client: EnvClient | None = None
         self.crash: BaseException | None = None
         self.restarts_left, self.must_restart = 1, False
+        self.failed: set[str] = set()  # servers that have lost a session of this episode
         self.submitted_at = 0.0
         self.handler = self._new_handler()
 
@@ -285,15 +290,16 @@ class _Episode:
         return RolloutHandler(**heading, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:
-        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried. Full
-        ones are waited for as long as sessions of ours may end."""
+        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried, those
+        that have failed this episode last. Full ones are waited for as long as sessions of ours may
+        end."""
         self.close()
         self.handler, self.must_restart = self._new_handler(), False
         left = NUM_TRIES
         while left and not self.stopping.is_set():
             left -= 1
             try:
-                self.client = self.pool.client()
+                self.client = self.pool.client(avoid=self.failed)
                 index, seed = self.request.task.task_index, self.request.seed
                 observation = self.client.reset(index, seed=seed)
                 self.handler.start(self.chat, self.client.prompt, observation)
@@ -301,7 +307,7 @@ class _Episode:
                     self.handler.first_state = state_of(self.client)
                 return
             except EnvError as error:
-                self.close()
+                self.give_up_session()
                 left += isinstance(error, TooManySessions) and self.pool.addresses.is_in_use()
                 if not left:
                     self.fail("env_error", error)
@@ -320,6 +326,8 @@ class _Episode:
             if self.settings.record_state:
                 turn.state = state_of(self.client)
         except EnvError as error:
+            # Now: while it waits for another one, those before it may be waiting for this one.
+            self.give_up_session()
             if self.restarts_left:
                 self.restarts_left -= 1
                 self.must_restart = True  # by the loop, in the pool where waiting is allowed
@@ -363,6 +371,12 @@ class _Episode:
         out_of_budget = len(generation.token_ids) < s.max_tokens_per_turn
         if generation.finish_reason == "length" and out_of_budget:
             handler.stop("length")
+
+    def give_up_session(self) -> None:
+        """It has failed: the next one is of another server, if there is one."""
+        if self.client is not None:
+            self.failed.add(self.client.base_url)
+        self.close()
 
     def close(self) -> None:
         client, self.client = self.client, None  # in one step: the loop and a thread may both close

@@ -45,7 +45,7 @@ from starlette.exceptions import HTTPException
 
 from envs import VERSION, Wire, env_name, get_env
 from envs.limits import OWN_FILES, BodyLimit, NoWebPages, bounded_protocol, raise_file_limit
-from envs.listening import listen_on, names_of, serve, url_of, warn_of_strangers
+from envs.listening import leave, listen_on, names_of, serve, url_of, warn_of_strangers
 from envs.options import parse
 from envs.seal import TURN_HEADER, TURN_PATTERN, Sealed
 from envs.sessions import Answer, ApiError, Episodes, Sessions, error_answer
@@ -141,9 +141,13 @@ def _add_playing(app: FastAPI, episodes: Episodes) -> None:
         session = await sessions.create()
         turn = None
         if wire.shows_task_at_create:  # as AgentGym: the n-th session's is task n
-            async with sessions.use(session.session_id):
-                number = session.session_id - sessions.first_id
-                turn = await episodes.show(session, number % episodes.num_tasks)
+            number = session.session_id - sessions.first_id
+            try:
+                async with sessions.use(session.session_id):
+                    turn = await episodes.show(session, number % episodes.num_tasks)
+            except ApiError:  # nobody will ever hear of this session
+                await sessions.close(session.session_id)
+                raise
         return Answer(wire.create(session.session_id, turn))
 
     @app.post("/reset")
@@ -299,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
             get_env(options.env).open_shared()
         listener = listen_on(options.host, options.port, options.request_timeout_s)
-    except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
+    except (OSError, ImportError, RuntimeError, ValueError) as error:
         where = f"{options.host}:{options.port}"
         free = "; --port 0 takes a free one" if "in use" in str(error) else ""
         why = f"cannot serve {options.env} on {where}: {error}{free}"
@@ -314,4 +318,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -19,7 +19,6 @@ Measured: benchmarks/server.py. Read next: envs/seal.py (whose episode it is), t
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
@@ -38,6 +37,7 @@ from starlette.responses import JSONResponse
 from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, seal
 
 NUM_THREADS = 128  # for worlds that are not fast
+CLOSE_WAIT_S = 5.0  # for evicted sessions to be closed
 log = logging.getLogger("envs.server")
 
 
@@ -103,6 +103,7 @@ class Sessions:
         self.table: dict[int, Session] = {}
         self._numbers = itertools.count(self.first_id)
         self._num_starting = 0
+        self._ending: set[asyncio.Future[None]] = set()  # evicted, and not yet closed
         self._threads: anyio.CapacityLimiter | None = None
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
@@ -173,16 +174,27 @@ class Sessions:
         session = self.table.pop(session_id, None)
         if session is None:
             return False
-        async with session.lock:  # asyncio's locks serve in the order of asking
-            await self.call(session.env.close)
+        await self._end(session)
         return True
 
     async def evict_idle(self) -> None:
+        """Out of the table at once; a world that hangs when it is closed is not waited for long."""
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
-                with contextlib.suppress(ApiError):  # logged by call(); it is out of the table
-                    await self.close(session.session_id)
+                ending = asyncio.ensure_future(self._end(self.table.pop(session.session_id)))
+                self._ending.add(ending)
+                ending.add_done_callback(self._has_ended)
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=CLOSE_WAIT_S)
+
+    async def _end(self, session: Session) -> None:
+        async with session.lock:  # asyncio's locks serve in the order of asking
+            await self.call(session.env.close)
+
+    def _has_ended(self, ending: asyncio.Future[None]) -> None:
+        self._ending.discard(ending)
+        ending.cancelled() or ending.exception()  # logged by call()
 
 
 TURN: tuple[tuple[str, Any], ...] = (

@@ -373,10 +373,12 @@ def _play_with_retries(
 ) -> None:
     """Play; what the servers lose is tried again, then marked with its stop_reason and error."""
     tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
+    tried: set[str] = set()
     while True:
         trajectory.turns, trajectory.messages = [], []
         try:
-            with contextlib.closing(pool.client()) as client:
+            with contextlib.closing(pool.client(avoid=tried)) as client:
+                tried.add(client.base_url)
                 return run_api_episode(api, client, request, settings, trajectory)
         except ApiRefused:
             raise

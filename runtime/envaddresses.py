@@ -10,7 +10,7 @@ Read next: envclient.py, whose pool of clients asks here.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from runtime.envhttp import (
@@ -32,7 +32,8 @@ class Address:
     """One server, as its clients have found it."""
 
     url: str
-    load: int = 0  # clients open
+    load: int = 0  # clients, those that are still opening their session too
+    num_open: int = 0  # sessions
     num_failures: int = 0  # since it last worked
     retry_at: float = 0.0  # time.monotonic() from when on it may be used
     is_probed: bool = False  # after failures one client at a time tries it
@@ -77,9 +78,11 @@ class Addresses:
         self._is_closed = False
         self._changed = threading.Condition()  # guards every address
 
-    def pick(self, started: float) -> Address:
+    def pick(self, started: float, avoid: Collection[str] = ()) -> Address:
         """Wait for an address that may be used and count a client to it.
 
+        Args:
+            avoid: addresses to take only where no other may be used.
         Raises:
             TooManySessions, AllServersDown: none can be used, and has not been since `started`
                 (time.monotonic()) for as long as it was to be waited for; or `close` was called.
@@ -91,7 +94,7 @@ class Addresses:
                 if self._is_closed:
                     raise self._nothing_usable()
                 if usable:
-                    address = min(usable, key=lambda a: a.load)
+                    address = min(usable, key=lambda a: (a.url in avoid, a.load))
                     address.load += 1
                     address.is_probed = address.num_failures > 0
                     return address
@@ -102,9 +105,11 @@ class Addresses:
                 self._changed.wait(min([give_up_at, *wake_at]) - now)
 
     def note_success(self, address: Address) -> None:
+        """A client has opened its session."""
         with self._changed:
             address.num_failures, address.is_probed, address.last_error = 0, False, None
             address.retry_at, address.has_worked = 0.0, True
+            address.num_open += 1
             self._changed.notify_all()
 
     def note_failure(self, address: Address, error: EnvError) -> None:
@@ -125,6 +130,7 @@ class Addresses:
         """A client is closed."""
         with self._changed:
             address.load -= 1
+            address.num_open -= has_opened
             if not has_opened:  # whoever waits may try now
                 address.is_probed = False
             self._changed.notify_all()
@@ -132,7 +138,7 @@ class Addresses:
     def is_in_use(self) -> bool:
         """Whether there are sessions of ours, which may end and leave room for another."""
         with self._changed:
-            return any(address.load for address in self.all)
+            return any(address.num_open for address in self.all)
 
     def close(self) -> None:
         """Nobody waits any more."""
@@ -151,9 +157,12 @@ class Addresses:
         where = ", ".join(address.url for address in self.all)
         if self._is_closed:
             return AllServersDown("the pool is closed", where)
-        if all(isinstance(error, TooManySessions) for error in errors):
+        full = [str(error) for error in errors if isinstance(error, TooManySessions)]
+        if full:  # and who waits for it gets a place, whatever has become of the others
             what = f"full for {self.busy_wait_s:g} s; raise --max-sessions or add servers"
-            return TooManySessions(what, where, 429, str(errors[0]))
+            down = [a.url for a in self.all if isinstance(a.last_error, UNREACHABLE)]
+            what += f" (down: {', '.join(down)})" if down else ""
+            return TooManySessions(what, where, 429, full[0])
         lines = "".join(
             f"\n  {address.url} ({address.num_failures} failures): {address.last_error}"
             for address in self.all

@@ -155,7 +155,7 @@ class Transport:
         try:
             while True:
                 try:
-                    left_s = give_up_at - time.monotonic()
+                    left_s = max(give_up_at - time.monotonic(), 0.01)  # a sleep may be long
                     return self._request_once(method, path, fields, left_s, turn)
                 except TooManySessions:  # refused, so not done: any request may be repeated
                     again_at = time.monotonic() + pause

@@ -174,9 +174,9 @@ class VLLMEngine:
             ids, log_probs = list(best.token_ids), list(best.logprobs.logprobs)
             if best.logprobs.token_ids != ids:
                 raise EngineError(f"{output.request_id}: vLLM's log-probs are of other ids")
-            finished.append(
-                Generation(output.request_id, ids, log_probs, best.finish_reason or "length")
-            )
+            if best.finish_reason not in ("stop", "length") or not ids:
+                raise EngineError(f"{output.request_id}: vLLM ended it with {best.finish_reason}")
+            finished.append(Generation(output.request_id, ids, log_probs, best.finish_reason))
         return finished
 
     def abort(self) -> None:

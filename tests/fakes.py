@@ -156,6 +156,7 @@ class FakeClient:
     """One session of FakePool; used after close() it fails as a real one does."""
 
     prompt = ({"role": "system", "content": "rules"},)
+    base_url = "http://fake"
 
     def __init__(self, pool: "FakePool") -> None:
         self.pool, self.task_index, self.num_turns = pool, -1, 0
@@ -207,7 +208,7 @@ class FakePool:
     def of(self, world: str) -> "FakePool":
         return self
 
-    def client(self) -> FakeClient:
+    def client(self, avoid=()) -> FakeClient:
         client = FakeClient(self)
         self.on_open()
         with self.lock:

@@ -190,8 +190,8 @@ class BrokenFor:
     def of(self, world):
         return self
 
-    def client(self):
-        client = self.pool.client()
+    def client(self, avoid=()):
+        client = self.pool.client(avoid)
         reset = client.reset
 
         def failing_reset(task_index, seed=0):

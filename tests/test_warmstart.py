@@ -95,8 +95,8 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
     class Pool(FakePool):
         env = "textcraft"
 
-        def client(self):
-            client = super().client()
+        def client(self, avoid=()):
+            client = super().client(avoid)
             client.prompt = TextCraft.PROMPT
             return client
 

@@ -36,7 +36,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import threading
 import unicodedata
 from collections import deque
@@ -281,6 +280,7 @@ def open_retriever(settings: Mapping[str, str] = os.environ) -> Retriever:
 
 
 if __name__ == "__main__":
+    from envs.listening import leave
     from envs.searchqa.service import main
 
-    sys.exit(main(open_retriever))
+    leave(main(open_retriever))

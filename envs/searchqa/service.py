@@ -147,7 +147,7 @@ def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = 
     try:
         with listen_on(options.host, options.port, REQUEST_TIMEOUT_S) as listener:
             return _serve(open_retriever(), listener, options.host)
-    except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
+    except (OSError, ImportError, RuntimeError, ValueError) as error:
         print(f"envs.searchqa.retrieval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
