@@ -2,8 +2,9 @@
 
 An episode gives a few rewards, most often one at its end. Policy gradients need a number per
 token: positive makes the token likelier, negative less likely, zero leaves it alone. An
-*estimator* turns rewards into those numbers. All four here compute "what came after this token,
-minus a baseline for what was to be expected", and differ in where the baseline comes from:
+*estimator* turns rewards into those numbers. All four here take a baseline, what was to be
+expected, off a return: gae and reinforce_plus_plus off that of what came after the token, grpo and
+rloo, on every token alike, off the whole episode's. The baselines differ:
 
     gae                  a critic V(s), token by token       GAE          arXiv 1506.02438
     grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300

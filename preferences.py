@@ -12,8 +12,9 @@ alone: direct preference optimization (arXiv 2305.18290). No reward model, no cr
 sampled while it learns.
 
 For agents τ is a whole trajectory, of which the policy wrote its actions and the world the rest
-(arXiv 2403.02502). It is offline: it learns from what was tried, and where the policy has left that
-behind, pairs are played anew (dpo.py, --iterations).
+(arXiv 2403.02502). Then π* can be had only where the same actions always lead to the same τ: a pair
+is of one seed, so that luck is not paired (pairs.py). It is offline: it learns from what was tried,
+and where the policy has left that behind, pairs are played anew (dpo.py, --iterations).
 
 Shapes: P pairs. Run it: tests/test_preference_loss.py works each formula by hand. Read next:
 pairs.py, dpo.py.

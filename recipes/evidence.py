@@ -165,6 +165,6 @@ def spread(values: Sequence[float]) -> float:
 
 
 def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference of two arms, so many seeds each, whose 95 % interval just leaves 0:
-    t(2n-2) · s · √(2/n), s as these values have it."""
-    return student(2 * seeds - 2) * spread(values) * math.sqrt(2 / seeds)
+    """The difference of two arms, so many seeds each, whose 95 % interval, paired by seed as
+    `compare` has it, just leaves 0: t(n-1) · s · √(2/n), s as these values have it."""
+    return student(seeds - 1) * spread(values) * math.sqrt(2 / seeds)

@@ -1,7 +1,7 @@
 """The paper in miniature: each of its claims in a world small enough for seeds, controls and
 intervals on two CPU cores.
 
-In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 13 moves, held-out
+In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 16 moves, held-out
 ones are mazes of seeds that nobody was shown, and a model of 3M parameters, which has imitated a
 careless teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All
 arms of one seed see the same goals in the same order, and are measured on held-out goals in 16

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 
 import pytest
 
@@ -91,3 +92,20 @@ def test_as_many_held_out_goals_begin_like_one_that_is_trained_on_as_is_said():
     assert (len(held_out), sum(each in trained_on for each in held_out)) == (90, 2)
     said = " ".join(laboratory.__doc__.split())
     assert "of the 90 near goals held out two begin like one that is trained on" in said
+
+
+def test_the_pages_say_how_many_moves_the_oracle_needs(world):
+    needed = {"near": [], "middle": []}
+    for index in laboratory.goals(SEEDS["held_out"]):
+        record, solved = laboratory.show(world, index, random.Random(0), error=0.0)
+        assert solved
+        needed[laboratory.tier_of(f"babyai_{index}")].append(len(actions(record)))
+    near, middle = needed["near"], needed["middle"]
+    assert (min(near), max(near), len(middle)) == (1, 3, 60)
+    most, median = max(middle), round(statistics.median(middle))
+    soon = sum(moves <= 4 for moves in middle)
+    root = FOLDER.parent.parent
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert f"up to {most} moves, {median} in the median ({soon} of the 60 at most 4)" in readme
+    results = (root / "RESULTS.md").read_text(encoding="utf-8")
+    assert f"(near) or up to {most}, {median} in the median, {soon} of 60 at most 4" in results
