@@ -328,7 +328,7 @@ def test_after_the_stop_nothing_is_asked(serve):
 class LocalClient:
     """An EnvClient without HTTP; `trouble(what, n)` may raise before the n-th call."""
 
-    prompt = TextCraft.PROMPT
+    base_url, prompt = "http://fake", TextCraft.PROMPT
 
     def __init__(self, trouble):
         self.env, self.trouble, self.calls = TextCraft(), trouble, 0
@@ -359,7 +359,7 @@ class LocalPool:
     def __init__(self, trouble=lambda what: None):
         self.trouble = trouble
 
-    def client(self):
+    def client(self, avoid=()):
         return LocalClient(self.trouble)
 
 
@@ -434,7 +434,7 @@ class EndsWith(LocalPool):
     def __init__(self, result):
         self.result = result
 
-    def client(self):
+    def client(self, avoid=()):
         client = LocalClient(lambda what: None)
         client.step = lambda text: self.result
         return client
