@@ -203,7 +203,10 @@ def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, 
     for resume in (False, True):
         with pytest.raises(Misuse, match="enough"):
             train.train(Config(tasks="ids.json", run_dir="run", resume=resume))
-    assert [config.tasks for config in seen] == [f"{here}/ids.json", "ids.json"]
+        keep(here / "run", seen[0])
+    assert [config.tasks for config in seen] == [f"{here}/ids.json"] * 2
+    with pytest.raises(Misuse, match="leave out --seed"):
+        train.train(Config(tasks="ids.json", run_dir="run", resume=True, seed=1))
 
 
 def test_a_run_is_not_told_to_end_before_where_it_is(tmp_path):
