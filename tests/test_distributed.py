@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve, train_main
 
 from models import load_policy
+from reporting.logs import read_log
 from runtime import checkpoint, distributed
 
 ROOT = Path(__file__).parents[1]
@@ -338,19 +339,26 @@ def test_a_number_of_processes_that_does_not_divide_the_tasks_is_one_line(tmp_pa
     assert not Path(settings["run_dir"]).exists()
 
 
-def test_an_error_on_one_rank_stops_all_with_one_line_that_names_it(tmp_path):
-    """Rank 0 waits for the trajectories of a rank that has none to give."""
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_on_one_rank_stops_all_with_one_line_that_names_it(tmp_path, broken):
+    """Rank 0 waits for the trajectories of a rank that has none to give. What the other has played
+    to its end is kept, whichever of them writes."""
     with serve() as url:
-        settings = settings_for(tmp_path, url)
+        settings = settings_for(tmp_path, url, eval_every=0)
         began = time.monotonic()
         code, stdout, stderr = launch(
-            "tests/train_toy.py", "--fail-on-rank", "1", *flags(**settings), timeout=120
+            *("tests/train_toy.py", "--fail-on-rank", str(broken)),
+            *flags(**settings),
+            timeout=120,
         )
     assert code != 0
     lines = own_lines(stderr)
     assert len(lines) == 1, lines
-    assert "rank 1 of 2, rolling out: EngineError: this rank's sampler broke" in lines[0]
+    said = "EngineError: this rank's sampler broke"
+    assert said in lines[0] and f"rank {broken} of 2, rolling out: {said}" in lines[0]
     assert time.monotonic() - began < 100
+    kept = read_log(Path(settings["run_dir"]) / "trajectories/step_000001.jsonl")
+    assert len(kept) == settings["tasks_per_step"] * settings["group_size"] // 2
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_a_line(tmp_path):
