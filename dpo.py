@@ -53,6 +53,7 @@ import torch
 import program
 from batching import Batch
 from config import Misuse
+from conversations import return_of
 from losses import Objective
 from methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
 from order import portion
@@ -176,6 +177,9 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     if not found:
         task = "" if config.pairs else '; tries at one task have one "item_id", or "id"'
         raise Misuse(f"no pair left ({left_out or 'nothing was given'}){task}")
+    if config.min_return and all(return_of(pair.chosen) is None for pair in found):
+        least = f"--min-return {config.min_return:g}"
+        raise Misuse(f"{least} chooses by return, and nothing here has one; leave it out")
     distributed.say(f"{len(found)} pairs" + (f"; left out: {left_out}" if left_out else ""))
     return fitting(config, found, "pairs", lambda pair: (pair.chosen, pair.rejected))
 

@@ -418,6 +418,16 @@ def test_given_pairs_that_do_not_fit_are_found_before_there_is_a_run(tmp_path, u
     assert "1 of 2 pairs have more than" in capsys.readouterr().out
 
 
+def test_a_least_return_is_refused_where_nothing_has_a_return(tmp_path, url, capsys):
+    """It left out nothing, without a word."""
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps([{"prompt": "p", "chosen": "a", "rejected": "b"}]))
+    values = settings("dpo", tmp_path, url, pairs=(str(file),), iterations=1, min_return=0.5)
+    assert run("dpo", values) == 2
+    assert "--min-return 0.5 chooses by return, and nothing here has" in capsys.readouterr().err
+    assert not Path(values["run_dir"]).exists()
+
+
 def test_a_pair_with_a_side_over_the_limit_is_left_out_and_counted(capsys):
     said = conversation(0, "a"), conversation(0, "b"), conversation(0, "ccc")
     pairs = [Pair("a", said[2], said[0]), Pair("b", said[0], said[2]), Pair("c", *said[:2])]
