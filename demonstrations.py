@@ -63,10 +63,11 @@ class Manner(NamedTuple):
 
 
 PLAIN = Manner()
+MAX_TURNS = 50  # of an episode that is shown
 
 
 def demonstrate(
-    client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN, max_turns: int = 50
+    client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN, max_turns: int = MAX_TURNS
 ) -> Conversation | None:
     """The oracle plays one task: an AgentTraj conversation, or None if it failed, knew no move or
     took more than `max_turns`.
@@ -202,7 +203,8 @@ def demonstrations(
         records = play_demonstrations(env, tasks, count, seed, urls, manner)
         if not records:
             raise ValueError(
-                f"the oracle of {env} solved none of {4 * count} tasks; nothing to show"
+                f"the oracle of {env} solved none of {4 * count} tasks in {MAX_TURNS} turns each, "
+                "or knew no move; nothing to show"
             )
         (folder / file.name).write_text(json.dumps(records, indent=1), encoding="utf-8")
 

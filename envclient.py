@@ -260,7 +260,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return value
 
     def _unexpected(self, answer: Any, path: str, expected: str) -> EnvProtocolError:
-        what = f"the answer should hold {expected}; is this the address of a {self.env} server?"
+        what = f"the answer should hold {expected}; is this a {self.env} server, and is it well?"
         error = EnvProtocolError(what, self.base_url + path, 200, repr(answer))
         self._on_failure(error)
         return error

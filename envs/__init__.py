@@ -59,6 +59,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,21 +142,72 @@ def get_env(name: str) -> Any:
             f"unknown environment {name!r}; choose one of: {known}; or give package.module:Class"
         )
     module_name, _, class_name = where.partition(":")
+    if name in ENVS:
+        return getattr(import_module(module_name), class_name)
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if name in ENVS or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, what it imports is not
-        raise ValueError(
-            f"environment {name}: there is no module {error.name}; put its folder on PYTHONPATH"
-        ) from error
-    env_class = getattr(module, class_name, None)
+    except Exception as error:  # a file of somebody's, which does what it likes
+        if isinstance(error, ImportError) and f"{module_name}.".startswith(f"{error.name}."):
+            what = f"there is no module {error.name}; put its folder on PYTHONPATH"
+        else:
+            what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
+        raise ValueError(f"environment {name}: {what}") from error
+    env_class: Any = getattr(module, class_name, None)
     if not inspect.isclass(env_class):
         raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
-    missing = [each for each in REQUIRED if not hasattr(env_class, each)]
-    if missing and name not in ENVS:
-        raise ValueError(f"environment {name}: the class lacks {', '.join(missing)}")
+    if problem := _problem_of(env_class):  # type: ignore[arg-type]
+        raise ValueError(f"environment {name}: the class {problem}")
     return env_class
+
+
+@cache
+def _problem_of(env_class: Any) -> str | None:
+    """What of the list above a class does not have, or has otherwise, as far as one can see without
+    playing."""
+    if missing := [each for each in REQUIRED if not hasattr(env_class, each)]:
+        return f"lacks {', '.join(missing)}"
+    if not isinstance(env_class.WIRE, Wire):
+        return "has a WIRE that is no Wire(); see envs/wire.py"
+    if problem := problem_of_messages(env_class.PROMPT):
+        return f"has a PROMPT that will not do: {problem}"
+    horizon = getattr(env_class, "HORIZON", 1)
+    if not isinstance(horizon, int) or horizon < 1:
+        return f"has HORIZON {horizon!r}, which must be a number of turns"
+    for preset in ("LAPTOP", "PAPER"):
+        numbers = getattr(env_class, preset, {})
+        rounds = numbers.get("rounds", (1,)) if isinstance(numbers, Mapping) else None
+        if not isinstance(rounds, tuple) or not all(isinstance(each, int) for each in rounds):
+            return f"has a {preset} that is no dict of options, `rounds` a tuple: {numbers!r:.80}"
+    try:
+        count, subtask = env_class.num_tasks(), env_class.subtask(0)
+    except ImportError:
+        return None  # the simulator, which a trainer may lack
+    except Exception as error:
+        return f"fails at num_tasks() or subtask(0), called on it ({type(error).__name__}: {error})"
+    if not isinstance(count, int) or count < 1 or not isinstance(subtask, str):
+        return f"has {count!r} tasks, the first of sub-task {subtask!r:.40}: a number and a text"
+    return None
+
+
+def problem_of_messages(messages: Any) -> str | None:
+    """What is wrong with the messages before a first observation.
+
+    >>> problem_of_messages([{"role": "system", "content": "Play."}])
+    >>> problem_of_messages([{"role": "user", "content": "Play."}])[:47]
+    'the roles are user; expected system, or user an'
+    """
+    for message in messages if isinstance(messages, list | tuple) and messages else [None]:
+        found = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+            return f'expected a list of {{"role": ..., "content": ...}}, got {message!r:.80}'
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[0] == "system" else roles
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        return (
+            f"the roles are {', '.join(roles)}; expected system, or user and assistant in turn, "
+            "since the first observation follows as a user's message"
+        )
+    return None
 
 
 def names_of(env: str) -> list[str]:
@@ -272,7 +324,9 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
     known = ", ".join(lists) or "none"
     if file is None:
         if split not in lists:
-            raise ValueError(f"{name} has no split {split!r}; choose one of: {known}")
+            where = f"; its file would be {ids_dir(env) / f'{name}_{split}.json'}"
+            said = f"{name} has no split {split!r}; choose one of: {known}"
+            raise ValueError(said + ("" if lists else where))
         return lists[split]
     path = Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout

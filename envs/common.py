@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, ids_dir
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, env_name, ids_dir
 
 
 class Stage:
@@ -120,11 +120,13 @@ def write_id_lists(
     """Write one list for each split, in AgentGym's format; returns how many ids each file holds.
 
     A task is given by its index, or by its id where that does not begin with the world's name.
+    `env` is as for `get_env`.
     """
-    written = {}
+    written, name = {}, env_name(env)
     for split, tasks in lists.items():
-        path = (folder or ids_dir(env)) / f"{env}_{split}.json"
-        ids = [task if isinstance(task, str) else f"{env}_{task}" for task in tasks]
+        path = (folder or ids_dir(env)) / f"{name}_{split}.json"
+        path.parent.mkdir(exist_ok=True)
+        ids = [task if isinstance(task, str) else f"{name}_{task}" for task in tasks]
         lines = [json.dumps({"item_id": task_id}) for task_id in ids]
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
         written[path] = len(lines)
@@ -133,10 +135,9 @@ def write_id_lists(
 
 def play(env: Any, task_index: int, seed: int) -> None:
     """An episode in the terminal; an empty line asks the oracle, ? what can be done."""
-    print(
-        f"{env.PROMPT[-1]['content']}\n\n(An empty line lets the oracle play, ? lists what can be"
-    )
-    print("done now, Ctrl-D ends. The word Action: is not needed.)\n")
+    print("\n\n".join(message["content"] for message in env.PROMPT))
+    print("\n(An empty line lets the oracle play, ? lists what can be done now, Ctrl-D ends. The")
+    print("word Action: is not needed.)\n")
     print(env.reset(task_index, seed))
     ended, total = False, 0.0
     while not ended:

@@ -22,6 +22,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -38,16 +39,24 @@ from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, s
 
 NUM_THREADS = 128  # for worlds that are not fast
 CLOSE_WAIT_S = 5.0  # for evicted sessions to be closed
+RULES = "tutorials/05_add_your_own_environment.md has what a world's methods return"
 log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
     """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry. numpy's
-    numbers and truth values are written as Python's."""
+    numbers and truth values are written as Python's.
+
+    Raises ApiError for what a world says that is no JSON: a set, an array, a NaN.
+    """
 
     def render(self, content: Any) -> bytes:
         dumps = partial(json.dumps, allow_nan=False, separators=(",", ":"), default=_plain)
-        return dumps(content).encode("ascii")
+        try:
+            return dumps(content).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            what = f"the environment failed: its answer is no JSON ({error})"
+            raise ApiError(500, what, RULES) from error
 
 
 def _plain(value: Any) -> Any:
@@ -222,12 +231,23 @@ def problem_of(outcome: Any) -> str | None:
         if not isinstance(value, expected) and not is_number_like(value, expected):
             wanted = expected.__name__ if isinstance(expected, type) else "a number"
             return f"gives {name} as {type(value).__name__}, not as {wanted}"
+    _, reward, _, _, info = outcome
+    if not math.isfinite(reward):
+        return f"gives a reward of {reward}, which must be finite"
+    solved = info.get("success", False)
+    if not isinstance(solved.item() if hasattr(solved, "item") else solved, bool):
+        return f"gives info['success'] as {type(solved).__name__}, not as bool"
     return None
 
 
 def is_number_like(value: Any, expected: Any) -> bool:
     """numpy's numbers and truth values, which many worlds compute with."""
     return expected is not str and expected is not dict and hasattr(value, "item")
+
+
+def is_move(said: Any) -> bool:
+    """Whether an oracle's answer is (thought, action)."""
+    return isinstance(said, tuple | list) and [type(part) for part in said] == [str, str]
 
 
 class Episodes:
@@ -273,7 +293,11 @@ class Episodes:
     async def ask(self, session: Session, method: str) -> Any:
         """What a method of the world answers that changes nothing."""
         self._require_episode(session)
-        return await self.sessions.call(getattr(session.env, method))
+        said = await self.sessions.call(getattr(session.env, method))
+        if method == "oracle" and not is_move(said):
+            what = f"the environment failed: {self.env_class.__name__}.oracle() gives {said!r:.80}"
+            raise ApiError(500, f"{what}, not a thought and an action", RULES)
+        return said
 
     def latest(self, session: Session) -> dict:
         """The turn of the latest reset or step."""
@@ -302,7 +326,7 @@ class Episodes:
         if problem := problem_of(outcome):
             session.has_episode = False
             what = f"the environment failed: {self.env_class.__name__} {problem}"
-            raise ApiError(500, what, "tutorials/05 has what reset and step return")
+            raise ApiError(500, what, RULES)
         observation, reward, terminated, truncated, info = outcome
         session.turn = {
             "observation": observation,

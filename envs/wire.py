@@ -29,19 +29,19 @@ class Outcome(NamedTuple):
 
 
 class Wire:
-    """The field names and answers of one world, TextCraft's by default; each method returns the
-    JSON answer.
+    """The field names and answers of one world, by default TextCraft's names; each method returns
+    the JSON answer.
 
     `turn` is the dict {"observation", "reward", "done", "terminated", "truncated", "info",
     "subtask"} of the latest reset or step.
     """
 
-    title = "TextCraft"
+    title = ""  # what AgentGym's servers call themselves
     session_field = "id"
     index_field = "data_idx"
     index_default: int | None = 0  # None: /reset must name a task
     create_body: Mapping[str, Any] = {}  # what our client sends to /create
-    shows_task_at_create = True  # /create already answers with an observation
+    shows_task_at_create = False  # /create already answers with an observation: a reset more
     has_score = False  # /reset and /step also answer the world's own score, info["score"]
     points = 1  # what the wire calls a full return; SciWorld counts to 100
     solved_from = 1.0  # AgentGym's servers do not say "solved": an end with this return or more
@@ -51,7 +51,7 @@ class Wire:
     pays_once = False  # AgentGym's server may play on after the mission is done and paid for
 
     def root(self) -> Any:
-        return f"This is environment {self.title}."
+        return f"This is environment {self.title}." if self.title else "This is an environment."
 
     def create(self, session_id: int, turn: dict | None) -> Any:
         answer: dict[str, Any] = {self.session_field: session_id}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
-from envs import settings_of
+from envs import ENVS, settings_of
 from mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
@@ -271,13 +271,8 @@ def check_here(config: RunConfig) -> None:
     """
     with refusing():
         for own in in_each(config):
-            package = settings_of(own.env).package
-            here = config.needs_world and own.env_addr in ((), (LOCAL,))
-            if package and here and importlib.util.find_spec(package) is None:
-                raise ValueError(
-                    f"--env {own.env} needs the package {package}: run `make setup "
-                    f"ENV={own.env}`, or give --env-addr"
-                )
+            if config.needs_world and own.env_addr in ((), (LOCAL,)):
+                check_package(own.env)
         tasks_of(config)
         held_out_tasks(config)
     check_run_dir(config)
@@ -290,6 +285,18 @@ def check_here(config: RunConfig) -> None:
         check_model(config.warm_start, "--warm-start")
     check_length(config.model, config.max_trajectory_tokens + 1)
     check_room(config)
+
+
+def check_package(env: str) -> None:
+    """Raise ValueError where what the world needs to be played is not installed."""
+    package = settings_of(env).package
+    try:
+        if not package or importlib.util.find_spec(package):
+            return
+    except ModuleNotFoundError:  # package.module, without the package
+        pass
+    how = f"run `make setup ENV={env}`" if env in ENVS else f"pip install what gives {package}"
+    raise ValueError(f"--env {env} needs the package {package}: {how}, or give --env-addr")
 
 
 def check_run_dir(config: RunConfig) -> None:

@@ -71,6 +71,12 @@ class Child:
         return answer
 
 
+def python_path() -> str:
+    """PYTHONPATH as it is meant in any folder."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
+
+
 @contextlib.contextmanager
 def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
     """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
@@ -82,6 +88,8 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
         options: of subprocess.Popen, as `cwd` and `env`.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
+    if path := python_path():  # it may run in another folder
+        options["env"] = (options.get("env") or os.environ) | {"PYTHONPATH": path}
     # Files, not pipes: nobody need read them for the child to go on writing.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from config import Misuse
 from conversations import NAMES, Conversation, is_sound
-from envs import get_env, names_of
+from envs import get_env, names_of, problem_of_messages
 
 Messages = list[dict[str, str]]
 MAX_BYTES = 100_000  # of a prompt: a file of this size is another one than was meant
@@ -97,13 +97,8 @@ def _messages(text: str, file: str, env: str) -> Messages:
         texts = [message.get(key) for key in ("role", "content")] if _is_object(message) else []
         if len(texts) != 2 or not all(isinstance(each, str) and is_sound(each) for each in texts):
             raise Misuse(f"--prompt {file}: {kind}, got {json.dumps(message)[:80]}")
-    roles = [message["role"] for message in messages]
-    turns = roles[1:] if roles[0] == "system" else roles
-    if turns != ["user", "assistant"] * (len(turns) // 2):
-        raise Misuse(
-            f"--prompt {file}: the roles are {', '.join(roles)}; expected system, or user and "
-            "assistant in turn, since the first observation follows as a user's message"
-        )
+    if problem := problem_of_messages(messages):
+        raise Misuse(f"--prompt {file}: {problem}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

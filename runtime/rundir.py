@@ -42,6 +42,7 @@ from runtime import distributed, files
 from runtime.checks import check_run_dir
 from runtime.find_model import best_checkpoint
 from runtime.media import put_pictures_beside
+from runtime.processes import python_path
 from trajectory import RolloutHandler
 
 PACKAGES = (
@@ -127,7 +128,7 @@ def python() -> str:
     words = str(program.relative_to(here) if program.is_relative_to(here) else program)
     if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
         words = "python"
-    path = os.environ.get("PYTHONPATH")
+    path = python_path()
     return f"PYTHONPATH={shlex.quote(path)} {words}" if path else shlex.quote(words)
 
 

@@ -1,6 +1,8 @@
 """Worlds are found, a folder in envs/ or a class anywhere, with their numbers and id lists."""
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,12 @@ import pytest
 from toy_env import Letters, registered
 
 import envs
-from envclient import connect
+from envclient import EnvServerError, connect
 from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
+from envs.common import write_id_lists
+from runtime.checks import check_package
 from runtime.envserver import local_server
+from runtime.rundir import python
 
 ROOT = Path(__file__).parent.parent
 COIN = """
@@ -161,12 +166,110 @@ def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
 
 def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
     far.write_text("import no_such_package\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+    with pytest.raises(ValueError, match="far.coin cannot be imported .*no_such_package"):
         get_env("far.coin:Coin")
     command = [sys.executable, "-m", "envs.server", "--env", "far.coin:Coin", "--port", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "No module named 'no_such_package'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("WIRE = Wire()", "WIRE = Wire", "WIRE that is no Wire"),
+        ('[{"role": "system", "content": "Say heads or tails."}]', '"Play."', "PROMPT that will"),
+        ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
+        ('"role": "system"', '"role": "developer"', "the roles are developer; expected system"),
+        ("IS_FAST = True", "IS_FAST, HORIZON = True, '12'", "HORIZON '12', which must be a number"),
+        ("IS_FAST = True", "IS_FAST, LAPTOP = True, {'rounds': 5}", "`rounds` a tuple"),
+        ("staticmethod(lambda: 4)", "lambda self: 4", "fails at num_tasks() or subtask(0)"),
+        ("lambda: 4", "lambda: 0", "has 0 tasks"),
+        ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),
+        ('lambda task_index: "coin"', "lambda task_index: {}[task_index]", "KeyError: 0"),
+        ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
+        ("World = Coin", "raise RuntimeError('no')", "cannot be imported (RuntimeError: no)"),
+    ],
+)
+def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
+    far, old, new, message
+):
+    assert old in COIN
+    far.write_text(COIN.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        get_env("far.coin:Coin")
+    assert str(error.value).startswith("environment far.coin:Coin: ")
+    assert "\n" not in str(error.value)
+
+
+STRANGE = {
+    "a set in the state": (
+        "return {}",
+        "return {'held': {1}}",
+        "state",
+        "set is nothing that JSON",
+    ),
+    "a NaN in the state": ("return {}", "return {'x': float('nan')}", "state", "no JSON"),
+    "a tuple for a key": ("return {}", "return {(1, 2): 3}", "state", "no JSON"),
+    "an oracle without a thought": (
+        'return "It is always heads.", "heads"',
+        'return "ba"',
+        "oracle",
+        "oracle() gives 'ba', not a thought and an action",
+    ),
+    "a NaN for a reward": ('info["score"], True', "float('nan'), True", "step", "reward of nan"),
+    "a set in info": ('{"success": action', '{"seen": {1}, "success": action', "step", "no JSON"),
+    "success that is a number": ('action == "heads",', "1,", "step", "info['success'] as int"),
+}
+
+
+@pytest.mark.parametrize("where", ["served", "local"])
+@pytest.mark.parametrize("strange", STRANGE)
+def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, strange, where):
+    """A server's connection broke behind it, and the next step with it; in this process it was a
+    TypeError that ended all play."""
+    old, new, asked, message = STRANGE[strange]
+    assert old in COIN
+    far.write_text(COIN.replace(old, new))
+    ask = {"state": lambda c: c.state(), "oracle": lambda c: c.oracle()}
+    ask["step"] = lambda c: c.step("Action: heads")
+    with contextlib.ExitStack() as stack:
+        url = "local" if where == "local" else stack.enter_context(local_server("far.coin:Coin"))
+        client = stack.enter_context(connect("far.coin:Coin", url, num_retries=0))
+        for _ in range(2):
+            client.reset(0)
+            with pytest.raises(EnvServerError, match=re.escape(message)):
+                ask[asked](client)
+        if asked != "step":  # what was asked changes nothing
+            assert client.step("Action: heads").terminated
+
+
+def test_id_lists_are_written_under_the_name_that_reads_them(far):
+    written = write_id_lists("far.coin:Coin", {"few": [2, 0]})
+    assert [path.name for path in written] == ["coin_few.json"]
+    assert [task.task_index for task in load_tasks("far.coin:Coin", "few")] == [2, 0]
+
+
+def test_a_world_without_lists_says_where_they_would_be(far):
+    for path in (far.parent / "ids").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="its file would be .*far/ids/coin_train.json"):
+        load_tasks("far.coin:Coin", "train")
+
+
+def test_a_folder_of_worlds_may_be_named_from_where_one_stands(far, monkeypatch):
+    """The server of a run is another process in another folder."""
+    monkeypatch.chdir(far.parent.parent.parent)
+    monkeypatch.setenv("PYTHONPATH", far.parent.parent.name)
+    with local_server("far.coin:Coin") as url, connect("far.coin:Coin", url) as client:
+        assert client.reset(0) == "Coin 0 is thrown."
+    assert f"PYTHONPATH={far.parent.parent} " in python()
+
+
+def test_a_package_is_asked_for_as_it_can_be_had(far):
+    far.write_text(COIN.replace("IS_FAST = True", "IS_FAST, PACKAGE = True, 'no_such.module'"))
+    with pytest.raises(ValueError, match="needs the package no_such.module: pip install"):
+        check_package("far.coin:Coin")
 
 
 # ---- what a world's class says of itself

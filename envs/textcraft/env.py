@@ -80,6 +80,10 @@ class _ActionFailed(Exception):
     """The action is understood but does nothing; the message is the observation."""
 
 
+class TextCraftWire(Wire):
+    title, shows_task_at_create = "TextCraft", True
+
+
 class TextCraft:
     """One TextCraft session; see the module docstring."""
 
@@ -94,7 +98,7 @@ class TextCraft:
             "says; planks or wool may be any kind, named in full.\n" + ANSWER,
         }
     ]
-    WIRE = Wire()
+    WIRE = TextCraftWire()
     IS_FAST = True
     LAPTOP: ClassVar = {
         "tasks": "short_train",
