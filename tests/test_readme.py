@@ -586,6 +586,25 @@ def test_what_is_said_of_the_weak_teacher_is_what_the_laboratory_measured() -> N
     assert abs(share("rl", late) - by_two) < 0.01  # "in one sample as many as the start in two"
 
 
+def test_what_is_said_of_when_to_widen_is_what_its_table_says() -> None:
+    _, _, table = MEASURED.partition("<!-- miniature widening -->")
+    table, _, _ = table.partition("<!-- end widening -->")
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    cells = {row[0].strip(): [cell.split()[0] for cell in row[2:5]] for row in rows if row[2:]}
+    soon, late = ([cells[arm][n] for arm in ("early", "stepwise", "late")] for n in (0, 2))
+    assert soon == sorted(soon, key=float)
+    said = " ".join(MEASURED.split())
+    assert "within 4 turns: {}, {} and {} %.".format(*soon) in said
+    ends = sorted(late, key=float)
+    assert f"the three end alike, at {ends[0]} to {ends[-1]} %." in said
+    told = [line for line in table.splitlines() if "minus stepwise" in line]
+    for line in told:
+        over_goals, over_seeds = re.findall(r"\[([-+.\d]+), ([-+.\d]+)\]", line)
+        assert (float(over_goals[0]) * float(over_goals[1]) > 0) == ("in 4 turns" in line)
+        assert float(over_seeds[0]) < 0 < float(over_seeds[1])
+    assert len(told) == 4
+
+
 def test_the_answers_of_the_lesson_on_experiments_are_right() -> None:
     said = (ROOT / "tutorials" / "12_an_experiment.md").read_text(encoding="utf-8")
     results = miniature_plan.read_results(miniature_plan.FOLDER)
