@@ -102,7 +102,8 @@ def test_an_evaluation_by_hand_is_a_phase_that_counts_episodes(monkeypatch, tmp_
         shown.append((label, total))
         yield shown.append
 
-    episode = SimpleNamespace(success=True, to_json=lambda: "{}\n", first_state=None, turns=[])
+    episode = SimpleNamespace(trajectory_id="s000000-t0000-k00", success=True)
+    episode.to_json, episode.first_state, episode.turns = lambda: "{}\n", None, []
     monkeypatch.setattr(evaluate, "playing", playing)
     monkeypatch.setattr(evaluate, "summarize", lambda *_, **__: {})
     monkeypatch.setattr(evaluate, "plot_curves", lambda *_: None)
