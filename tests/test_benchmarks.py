@@ -171,6 +171,16 @@ def test_trl_gets_the_pairs_token_for_token():
             assert columns[f"ref_{side}_logps"][pair] == float(batch.ref_sums[row])
 
 
+def test_the_page_says_of_the_methods_what_was_measured():
+    file = ROOT / "benchmarks/results/methods_tiny.json"
+    ratios = {
+        name: case["ratio"]
+        for name, case in json.loads(file.read_text(encoding="utf-8"))["summary"].items()
+    }
+    said = "{imitate} and {dpo} (goal 0.9); {shared} (goal 1.2: missed)".format(**ratios)
+    assert said in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+
+
 def test_the_page_says_of_replay_what_was_measured():
     found = json.loads((ROOT / "benchmarks/results/replay.json").read_text(encoding="utf-8"))
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
