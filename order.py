@@ -45,15 +45,12 @@ def drawn(
     >>> drawn(1, [4, 2], 6, "0", [2, 1])
     [(0, 2), (0, 1), (1, 1), (0, 3), (0, 0), (1, 0)]
     """
-    weights = weights or [1] * len(counts)
-    dealt = [world for world, weight in enumerate(weights) for _ in range(weight)]
+    dealt = _round_of(len(counts), weights)
     orders: dict[tuple[int, int], list[int]] = {}
     taken = []
     for position in range((turn - 1) * per_turn, turn * per_turn):
-        round_, place = divmod(position, len(dealt))
-        world = dealt[place]
-        own = round_ * weights[world] + dealt[:place].count(world)
-        epoch, place = divmod(own, counts[world])
+        world = dealt[position % len(dealt)]
+        epoch, place = divmod(_times(world, position, dealt), counts[world])
         if (world, epoch) not in orders:
             orders[world, epoch] = _order_of(epoch, counts[world], key)
         taken.append((world, orders[world, epoch][place]))
@@ -68,13 +65,8 @@ def epochs(
     >>> epochs(1, [4, 2], 6, [2, 1])
     [1.0, 1.0]
     """
-    weights = weights or [1] * len(counts)
-    dealt = [world for world, weight in enumerate(weights) for _ in range(weight)]
-    rounds, rest = divmod(turn * per_turn, len(dealt))
-    return [
-        (rounds * weights[world] + dealt[:rest].count(world)) / count
-        for world, count in enumerate(counts)
-    ]
+    dealt = _round_of(len(counts), weights)
+    return [_times(world, turn * per_turn, dealt) / count for world, count in enumerate(counts)]
 
 
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
@@ -87,6 +79,18 @@ def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], 
     epoch, place = divmod(turn - 1, -(-count // per_turn))
     taken = _order_of(epoch, count, key)[place * per_turn : (place + 1) * per_turn]
     return taken, epoch + (place * per_turn + len(taken)) / count
+
+
+def _round_of(num_worlds: int, weights: Sequence[int]) -> list[int]:
+    """The worlds as positions are dealt to them, over and over."""
+    weights = weights or [1] * num_worlds
+    return [world for world, weight in enumerate(weights) for _ in range(weight)]
+
+
+def _times(world: int, position: int, dealt: Sequence[int]) -> int:
+    """How many of the positions before this one are the world's."""
+    rounds, rest = divmod(position, len(dealt))
+    return rounds * dealt.count(world) + dealt[:rest].count(world)
 
 
 def _order_of(epoch: int, count: int, key: str) -> list[int]:

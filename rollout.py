@@ -293,7 +293,6 @@ class _Episode:
         """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried, those
         that have failed this episode last. Full ones are waited for as long as sessions of ours may
         end."""
-        self.close()
         self.handler, self.must_restart = self._new_handler(), False
         left = NUM_TRIES
         while left and not self.stopping.is_set():

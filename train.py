@@ -185,7 +185,7 @@ def usable_trajectories(
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
     """The control: every trajectory gets another one's return, on its last turn; what it did no
-    longer matters. The multiset of returns stays; hardly any group is silent then.
+    longer matters. The multiset of returns stays; fewer groups are silent then.
     """
     valid = [t for t in trajectories if t.is_valid]
     returns = [t.total_return for t in valid]

@@ -5,7 +5,7 @@ World      13 levels of BabyAI, whose words are few, so that a small model gener
            By what the oracle needs on most of their mazes, in turns, they are of three kinds:
 
                near     1 to 3     go to, pick up or open something in the room
-               middle   3 to 10    doors in order, put next to, a key in a box; up to 18 in some
+               middle   3 to 10    doors in order, put next to, a key in a box; more in some
                far      8 to 16    unlock a door with a key that lies elsewhere, or behind another
 
            Level seeds 0 to 39 are trained on, 40 to 54 held out, 100 to 999 the teacher's. Who

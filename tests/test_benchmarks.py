@@ -12,7 +12,17 @@ import pytest
 import torch
 from toy_env import fresh_process_state
 
-from benchmarks import common, groups, prefix, rollout, server, trl_dpo, update, weight_sync
+from benchmarks import (
+    common,
+    groups,
+    methods,
+    prefix,
+    rollout,
+    server,
+    trl_dpo,
+    update,
+    weight_sync,
+)
 from losses import Objective
 from runtime.prefix import opening_length
 
@@ -179,6 +189,8 @@ def test_the_page_says_of_the_methods_what_was_measured():
     }
     said = "{imitate} and {dpo} (goal 0.9); {shared} (goal 1.2: missed)".format(**ratios)
     assert said in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    padded, packed = 2 * (methods.OPENING + methods.OWN), methods.OPENING + 2 * methods.OWN
+    assert padded / packed == 1.2  # "all that can be saved"
 
 
 def test_the_page_says_of_replay_what_was_measured():

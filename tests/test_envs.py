@@ -203,12 +203,7 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
 
 
 STRANGE = {
-    "a set in the state": (
-        "return {}",
-        "return {'held': {1}}",
-        "state",
-        "set is nothing that JSON",
-    ),
+    "a set in the state": ("return {}", "return {'x': {1}}", "state", "set is nothing that JSON"),
     "a NaN in the state": ("return {}", "return {'x': float('nan')}", "state", "no JSON"),
     "a tuple for a key": ("return {}", "return {(1, 2): 3}", "state", "no JSON"),
     "an oracle without a thought": (

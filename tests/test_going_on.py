@@ -37,7 +37,7 @@ from runtime.default_models import resolve_model
 from runtime.files import marks_of
 from runtime.saved import as_kept, saved_config
 from train import usable_trajectories
-from trajectory import Turn
+from trajectory import Turn, are_equal
 
 MOVING = dict(algorithm="reinforce_plus_plus", entropy_coef=0.01)  # whatever the returns are
 
@@ -238,6 +238,15 @@ def test_equal_scores_that_were_paid_in_other_parts_are_no_signal():
     rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
     advantages, _ = grpo(rewards, torch.ones(2, 2), torch.zeros(2, dtype=torch.int64))
     assert not advantages.any(), "as the estimator has it"
+
+
+@pytest.mark.parametrize("least", [0.0, 0.01, 0.3, 1.0])
+def test_what_counts_as_equal_is_what_the_estimator_has_no_advantage_for(least):
+    limit = 1e-7 + 1e-6 * least
+    for gap in (0.0, limit / 3, limit * 3):
+        rewards = torch.tensor([[least], [least + gap]], dtype=torch.float64)
+        advantages, _ = grpo(rewards, torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
+        assert are_equal([least, least + gap]) == (not advantages.any())
 
 
 def test_whitening_within_a_world_sees_the_groups_that_say_nothing():

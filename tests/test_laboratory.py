@@ -107,5 +107,7 @@ def test_the_pages_say_how_many_moves_the_oracle_needs(world):
     root = FOLDER.parent.parent
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert f"up to {most} moves, {median} in the median ({soon} of the 60 at most 4)" in readme
+    lesson = (root / "tutorials/04_horizon.md").read_text(encoding="utf-8")
+    assert f"middle ones up to {most}, {median} in the median; {soon} of the 60 at" in lesson
     results = (root / "RESULTS.md").read_text(encoding="utf-8")
     assert f"(near) or up to {most}, {median} in the median, {soon} of 60 at most 4" in results

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -584,6 +584,31 @@ def test_what_is_said_of_the_weak_teacher_is_what_the_laboratory_measured() -> N
     by_two = fmean(mean_over_seeds([passes(r["held_out"][0], 2) for r in begun]).values())
     assert abs(share("rl", last) - in_12) < 0.01  # "as many as the start in 12"
     assert abs(share("rl", late) - by_two) < 0.01  # "in one sample as many as the start in two"
+
+
+def test_the_lessons_say_how_long_the_laboratorys_runs_took_and_where_entropy_began() -> None:
+    lessons = {n: next(ROOT.glob(f"tutorials/{n}_*.md")).read_text("utf-8") for n in (10, 12, 14)}
+    results = miniature_plan.read_results(miniature_plan.FOLDER)
+    minutes = sorted(60 * r["hours"] for (arm, _), r in results.items() if arm != "teacher")
+    assert f"{minutes[0]:.0f} to {minutes[-1]:.0f} minutes each" in lessons[12]
+    _, _, table = MEASURED.partition("<!-- miniature teacher -->")
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ")]
+    took = {arm.strip(): f"{float(cell):.0f}" for arm, seeds, cell in rows if "0 1 2" in seeds}
+    said = "{imitation}, {filtered} and {rl}".format(**took)
+    assert f"about as many minutes ({said})" in lessons[14]
+    assert f"it came out at {said} minutes" in MEASURED
+    by_env = worlds.read_results(ROOT / "recipes" / "results")
+
+    def begins(runs: Iterable[dict]) -> list[float]:
+        found = sorted(run["curve"][0]["policy/entropy"] for run in runs)
+        return [found[0], found[-1]]
+
+    others = [run for env in ("babyai", "sciworld", "searchqa") for run in by_env[env]]
+    said = "{:.2f} to {:.2f} nats in BabyAI".format(*begins(others))
+    assert said in lessons[10]
+    assert "{:.1f} to {:.1f} in TextCraft".format(*begins(by_env["textcraft"])) in lessons[10]
+    short = begins(results["short", seed] for seed in range(5))
+    assert "{:.1f} to {:.1f} in the laboratory".format(*short) in lessons[10]
 
 
 def test_what_is_said_of_when_to_widen_is_what_its_table_says() -> None:
