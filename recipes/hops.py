@@ -8,8 +8,8 @@ bridge, border, three hops: 2, 3, 3 and 4 turns of the oracle). Arms, at equal t
     stepwise   2, then 4, then 6
 
 Measured is exact match on the test list (100, 100, 100 and 50 of them) within 6 turns, so that an
-arm that trained with less is not cut where it was; before the first step and after the last, since an
-evaluation takes as long as seven steps of the long arm.
+arm that trained with less is not cut where it was; before the first step and after the last, since
+an evaluation takes as long as seven steps of the long arm.
 
     python recipes/hops.py run --arm stepwise --seed 0     runs or resumes: results/hops/
     python recipes/hops.py report                          the table of what is there

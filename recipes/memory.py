@@ -56,13 +56,18 @@ QWEN = {
 # -------------------------------------------------------------------------------------- arithmetic
 
 
-def step_flops(shape: Shape, tokens: int, lora_rank: int = 0) -> float:
-    """Of a step's TRAJECTORIES of `tokens` tokens, with checkpointing and without sampling."""
+def forward_flops(shape: Shape, tokens: int) -> float:
+    """Of a forward pass over one trajectory."""
     body = 2 * shape.layers * shape.layer_parameters
     attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens
     head = 2 * shape.vocab * shape.hidden * POLICY_SHARE
-    forward = (body + attention + head) * tokens * TRAJECTORIES
-    return forward * (2 + 1 + (1 if lora_rank else 2) + 1)  # scores, forward, backward, again
+    return (body + attention + head) * tokens
+
+
+def step_flops(shape: Shape, tokens: int, lora_rank: int = 0) -> float:
+    """Of a step's TRAJECTORIES of `tokens` tokens, with checkpointing and without sampling."""
+    passes = 2 + 1 + (1 if lora_rank else 2) + 1  # scores, forward, backward, forward again
+    return forward_flops(shape, tokens) * TRAJECTORIES * passes
 
 
 def arithmetic_rows() -> list[Result]:

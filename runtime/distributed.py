@@ -136,6 +136,11 @@ def shard(accelerator: Any, model: Any) -> Any:
         # NOTE: a launcher's only process is "distributed" for accelerate, which would wrap the
         # model for gradients to be averaged, and hide its attributes. Evaluation mode does not.
         return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
+    return shard_over_ranks(accelerator, model)
+
+
+def shard_over_ranks(accelerator: Any, model: Any) -> Any:
+    """`shard` with however many ranks the group has, one too (benchmarks/gpu.py)."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     options = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -23,16 +23,15 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
-from batching import Batch  # noqa: E402
-from models import HEAD_BYTES, PolicyModel  # noqa: E402
+from benchmarks.gpu import one_at_a_time, random_batch, random_policy  # noqa: E402
+from models import HEAD_BYTES  # noqa: E402
 from recipes.common import RESULTS, Result, markdown, read_json, write_json  # noqa: E402
 from recipes.memory import HEADING  # noqa: E402
 from runtime import distributed  # noqa: E402
 from runtime.files import write_text  # noqa: E402
-from runtime.lora import add_lora  # noqa: E402
-from runtime.memory import POLICY_SHARE, Keep, Shape, state_bytes, transient_bytes  # noqa: E402
+from runtime.memory import Keep, Shape, state_bytes, transient_bytes  # noqa: E402
 from runtime.recompute import keep_for_backward  # noqa: E402
-from update import Learner, Objective, update_policy  # noqa: E402
+from update import Learner, update_policy  # noqa: E402
 
 SMALL = {
     "tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2),  # the model of that name
@@ -71,41 +70,6 @@ class LiveBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
-def build(shape: Shape, lora_rank: int = 0) -> Any:
-    """A policy of this shape with random weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-    )
-    lm = Qwen2ForCausalLM(config)
-    if lora_rank:
-        add_lora(lm, lora_rank)
-    return PolicyModel(lm).train()
-
-
-def random_batch(shape: Shape, tokens: int) -> Batch:
-    """Two rows, whose last tokens are the policy's."""
-    mask = torch.zeros(2, tokens)
-    mask[:, -int(POLICY_SHARE * tokens) :] = 1
-    return Batch(
-        input_ids=torch.randint(0, shape.vocab, (2, tokens)),
-        loss_mask=mask,
-        rollout_log_probs=-mask,
-        token_rewards=torch.zeros_like(mask),
-        lengths=torch.tensor([tokens, tokens]),
-        group_ids=torch.tensor([0, 1]),
-        ref_log_probs=-mask,
-        advantages=torch.randn(2, tokens) * mask,
-    )
-
-
 def measure(
     shape: Shape,
     tokens: int = 1024,
@@ -120,20 +84,14 @@ def measure(
             kept for the backward pass is then that of several devices.
     """
     torch.manual_seed(0)
-    model = build(shape, lora_rank)
+    model = random_policy(shape, lora_rank)
     keep_for_backward(model, keep)
     accelerator = distributed.make_accelerator("bf16")
     policy = model.bfloat16() if bfloat16 else distributed.shard(accelerator, model)
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
     learner, batch = Learner(accelerator, policy, optimizer), random_batch(shape, tokens)
-    objective = Objective(
-        mini_batch_size=2,
-        max_tokens_per_micro_batch=tokens,
-        share_prefix=False,
-        entropy_coef=1e-3,
-        kl_loss_coef=1e-3,
-    )
+    objective = one_at_a_time(tokens)
     update_policy(learner, batch, objective)  # the optimizer makes its moments
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
     held = zip(STATE, (list(policy.parameters()), learning, moments), strict=True)
