@@ -96,9 +96,10 @@ def random_lm(shape: Shape) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def random_policy(shape: Shape, lora_rank: int = 0) -> PolicyModel:
+def random_policy(shape: Shape, lora_rank: int = 0, device: Any = "cpu") -> PolicyModel:
     """The same as a policy, with adapters if it has a rank."""
-    lm = random_lm(shape)
+    with torch.device(device):  # 3B are made there in a second
+        lm = random_lm(shape)
     if lora_rank:
         add_lora(lm, lora_rank)
     return PolicyModel(lm).train()
@@ -174,8 +175,7 @@ def _updates(
     """Peak bytes of an update; of weights, gradients and moments; seconds of `repeats` of them."""
     torch.manual_seed(0)
     accelerator = distributed.make_accelerator("bf16")
-    with torch.device(accelerator.device):
-        model: Any = random_policy(shape, rank)
+    model: Any = random_policy(shape, rank, accelerator.device)
     keep_for_backward(model, keep)
     if in_parts:
         model = distributed.shard_over_ranks(accelerator, model)

@@ -38,6 +38,7 @@ from engines import (
     TransformersEngine,
     Weights,
 )
+from runtime import clock
 from runtime.find_model import model_config
 from runtime.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
@@ -105,6 +106,7 @@ class VLLMEngine:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's card; by itself vLLM takes the first card.
             options["distributed_executor_backend"] = "external_launcher"
+        clock.return_freed()  # by a warm start in this process: up to two thirds of a card
         try:
             with _quiet():
                 self._llm = LLM(
@@ -196,13 +198,14 @@ class VLLMEngine:
         self._refuse_if_running("new weights are loaded")
         self._has_weights = False
         if self._is_asleep:
+            clock.return_freed()
             self._wake("weights")
         self._llm.llm_engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(weights)}
         )
         if self._is_asleep:
             self._wake("kv_cache")
-            self._is_asleep = False
+            self._is_asleep, clock.asleep_bytes = False, 0
         if self._llm.reset_prefix_cache() is False:
             raise EngineError("vLLM still holds keys and values of the old weights")
         self._has_weights = True
@@ -216,7 +219,9 @@ class VLLMEngine:
         self._refuse_if_running("the sampler sleeps")
         if self._can_sleep and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
+            free, _ = torch.cuda.mem_get_info()
             self._llm.sleep(level=2)
+            clock.asleep_bytes = max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def close(self) -> None:
         self._running.clear()
@@ -225,6 +230,7 @@ class VLLMEngine:
             # and with it the process groups of the next engine ("... group is not initialized").
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
+        clock.asleep_bytes = 0
 
     def _wake(self, tag: str) -> None:
         try:

@@ -13,6 +13,7 @@ import torch
 
 from engines import EngineError, Generation, SamplingSettings, TransformersEngine, sample
 from models import PolicyModel, load_causal_lm, load_tokenizer
+from runtime import clock
 from runtime.default_models import resolve_model
 from runtime.vllm_engine import VLLMEngine, make_engine
 
@@ -360,6 +361,9 @@ class FakeLLM:
 
     calls: list = []
     fails: tuple = ()  # names of the calls that raise
+    free = 0  # bytes of the card
+    emptied: list = []  # after how many calls torch was told to hand back what it keeps
+    GIVEN_BACK = 50  # by sleep
 
     def __init__(self, **options):
         assert options["enable_sleep_mode"]
@@ -388,6 +392,7 @@ class FakeLLM:
 
     def sleep(self, level):
         self._note("sleep", level)
+        FakeLLM.free += FakeLLM.GIVEN_BACK
 
     def wake_up(self, tags):
         self._note("wake_up", *tags)
@@ -410,6 +415,13 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FakeLLM.free, 100))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: FakeLLM.emptied.append(len(FakeLLM.calls))
+    )
+    monkeypatch.setattr(clock, "asleep_bytes", 0)
+    monkeypatch.setattr(FakeLLM, "free", 30)
+    monkeypatch.setattr(FakeLLM, "emptied", [])
     monkeypatch.setattr(FakeLLM, "calls", [])
     monkeypatch.setattr(FakeLLM, "fails", ())
     return VLLMEngine("nowhere", 512)
@@ -439,6 +451,31 @@ def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(on
         ("reset_prefix_cache",),
     ]
     assert run(engine, a=([1, 2], SamplingSettings(4)))["a"].token_ids == [7, 8]
+
+
+def test_what_torch_keeps_for_itself_goes_back_to_the_card_before_vllm_starts_and_wakes(on_a_gpu):
+    """torch's own cache of freed memory is none for vLLM's allocator: the first GPU run ended with
+    "cannot take back its memory for kv_cache"."""
+    assert FakeLLM.emptied == [0]  # before the start
+    on_a_gpu.sleep()
+    on_a_gpu.load_weights(iter(WEIGHTS))
+    calls = on_a_gpu._llm.calls
+    assert FakeLLM.emptied == [0, calls.index(("wake_up", "weights"))]
+
+
+def test_a_peak_counts_nothing_that_a_sleeping_sampler_has_given_back(on_a_gpu, monkeypatch):
+    """torch still counts it as allocated: 146 GB were said of an update on a card of 150."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 90)
+    assert clock.peak() == 90
+    on_a_gpu.sleep()
+    assert clock.peak() == 90 - FakeLLM.GIVEN_BACK
+    on_a_gpu.sleep()  # the second gives back nothing more
+    assert clock.peak() == 90 - FakeLLM.GIVEN_BACK
+    on_a_gpu.load_weights(iter(WEIGHTS))
+    assert clock.peak() == 90
+    on_a_gpu.sleep()
+    on_a_gpu.close()
+    assert clock.peak() == 90
 
 
 def test_a_sampler_that_is_awake_takes_new_weights_without_waking(on_a_gpu):
