@@ -17,8 +17,8 @@ solved. So a run tells what a step takes, and nothing of learning.
 
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
          python benchmarks/gpu.py --shape 0.5B           on a smaller one
-         python benchmarks/gpu.py --part run -- --engine transformers --steps 2
-What follows -- is handed to train.py. Without a GPU `--shape tiny` does the same on the processor.
+         python benchmarks/gpu.py --part run -- OPTIONS
+OPTIONS are handed to train.py. Without a GPU `--shape tiny` does the same on the processor.
 It prints tables and writes benchmarks/results/gpu-<shape>.json. Read next: recipes/memory.py.
 """
 
@@ -45,8 +45,14 @@ import torch  # noqa: E402
 from batching import Batch  # noqa: E402
 from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
 from models import PolicyModel  # noqa: E402
-from recipes.common import markdown  # noqa: E402
-from recipes.memory import LORA_RANK, PEAK_FLOPS, QWEN, forward_flops  # noqa: E402
+from recipes.memory import (  # noqa: E402
+    LORA_RANK,
+    PEAK_FLOPS,
+    QWEN,
+    forward_flops,
+    run_table,
+    update_table,
+)
 from runtime import clock, distributed  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
 from runtime.lora import add_lora  # noqa: E402
@@ -73,7 +79,6 @@ RUN = (
     *("--no-skip-zero-variance", "--on-collapse", "warn"),
 )
 ON_CPU = ("--engine", "transformers", "--max-tokens-per-turn", "16", "--tasks-per-step", "1")
-PHASES = ("rollout", "log_probs", "update", "sync")
 
 
 # ------------------------------------------------------------------------------------- an update
@@ -201,22 +206,6 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def update_table(rows: Sequence[dict[str, Any]]) -> str:
-    titles = "way | tokens | state, GB (formula) | peak, GB (formula) | measured / formula"
-    lines = []
-    for row in rows:
-        line = [row["way"], row["tokens"]]
-        if row["peak_gb"] is None:
-            line += [f"- ({row['state_formula_gb']})", f"out of memory ({row['formula_gb']})"]
-            lines.append([*line, "-", "-", "-", "-"])
-            continue
-        line += [f"{row['state_gb']} ({row['state_formula_gb']})"]
-        line += [f"{row['peak_gb']} ({row['formula_gb']})", f"{row['ratio']:.2f}"]
-        line += [f"{row['seconds']:.2f}", row["tokens_per_s"], f"{row['share_of_peak_flops']:.0%}"]
-        lines.append(line)
-    return "\n".join(markdown(f"{titles} | seconds | tokens/s | of the arithmetic", lines))
-
-
 # ----------------------------------------------------------------------------------------- a run
 
 
@@ -272,24 +261,6 @@ def _rows(run: Path) -> list[dict[str, float]]:
         of_step = {row["step"]: row for row in metrics}
         rows = [of_step.get(row["step"], {}) | row for row in timings if row["step"]]
     return rows
-
-
-def run_table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Medians over the steps but the first; the largest peaks."""
-    lines = []
-    for name, rows in runs.items():
-        later = rows[1:] or rows
-        line: list[Any] = [name]
-        for phase in PHASES:
-            seconds = median((row[f"time/{phase}_s"] for row in later), 1)
-            peak = max(row[f"memory/{phase}_bytes"] for row in rows) / 1e9
-            line.append(f"{seconds} ({peak:.1f})")
-        line.append(median((row["time/step_s"] for row in later), 1))
-        for key in ("rollout/generated_tokens_per_s", "update/tokens_per_s"):
-            line.append(round(median((row[key] for row in later), 0)))
-        lines.append(line)
-    titles = "run | " + " | ".join(f"{phase}, s (GB)" for phase in PHASES)
-    return "\n".join(markdown(f"{titles} | step, s | sampled/s | trained/s", lines))
 
 
 def _gb(num_bytes: float) -> float:

@@ -9,7 +9,7 @@ vocabulary:
     each; sampling, often the larger part: not counted
 
 tests/measure_memory.py holds the formulas against the tensors of real updates of small models on a
-CPU; the table says what it found. No GPU has run the rows of Qwen2.5.
+CPU; benchmarks/gpu.py holds them, and the seconds, against a 3B model with random weights on a GPU.
 
 Run:  python recipes/memory.py            print the page
       python recipes/memory.py --write    and write results/memory.json and results/memory.md
@@ -17,9 +17,10 @@ Run:  python recipes/memory.py            print the page
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,6 +43,8 @@ TRAJECTORIES = 32 * 8  # a step of the paper
 PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; the share of it that an update gets
 CARDS = (24, 40, 48, 80, 140, 180)  # GiB; 140 is what is sold as 141 GB
 CONTEXTS, DEVICES, LORA_RANK = (4096, 10752, 32768), (1, 2, 8), 64
+PHASES = ("rollout", "log_probs", "update", "sync")
+GPU_RESULTS = ROOT / "benchmarks/results/gpu-3B.json"
 HEADING = "## Arithmetic\n"  # of results/memory.md; above it stands what was measured
 
 
@@ -117,7 +120,7 @@ def report(rows: Sequence[Result]) -> str:
     cards, share = ", ".join(map(str, CARDS)), f"{SAMPLER_SHARE:.0%}"
     speed = f"{MFU:.0%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s a GPU"
     return f"""{HEADING}
-Not measured: no GPU has run these rows. GB (10⁹ bytes) a GPU.
+Of these rows one GPU has run 3B with 10,752 tokens, see below. GB (10⁹ bytes) a GPU.
 
 - state: weights, gradients, moments and the reference.
 - update: the most that an update takes, state included, with one trajectory of the full context in
@@ -130,7 +133,65 @@ Not measured: no GPU has run these rows. GB (10⁹ bytes) a GPU.
   them, and real trajectories are shorter.
 
 {arithmetic_table(rows)}
+
+## Measured on a GPU
+
+{measured_on_gpu(read_json(GPU_RESULTS))}
 """
+
+
+def measured_on_gpu(found: Result) -> str:
+    """What benchmarks/gpu.py has measured of 3B."""
+    card, versions = found["hardware"]["gpus"][0], found["versions"]
+    full, lora = found["card_gib"]["full"], found["card_gib"]["LoRA"]
+    return f"""One {card}, {found["date"][:10]}, torch {versions["torch"]}, vLLM {versions["vllm"]},
+random weights (`python benchmarks/gpu.py`). An update of two trajectories, each in a micro-batch of
+its own, without a reference model; state: weights, gradients and moments:
+
+{update_table(found["update"])}
+
+Steps of train.py with the settings of `textcraft_3b.sh`, but 8 tasks x 8 samples, at most 4 turns
+of 128 tokens each, and no checkpoint; medians of the steps but the first:
+
+{run_table(found["runs"])}
+
+The most that the card held while the sampler was awake, and while it slept: full {full["awake"]}
+and {full["asleep"]} GiB, LoRA {lora["awake"]} and {lora["asleep"]}."""
+
+
+def update_table(rows: Sequence[Result]) -> str:
+    """Of benchmarks/gpu.py's updates."""
+    titles = "way | tokens | state, GB (formula) | peak, GB (formula) | measured / formula"
+    lines = []
+    for row in rows:
+        line = [row["way"], row["tokens"]]
+        if row["peak_gb"] is None:
+            line += [f"- ({row['state_formula_gb']})", f"out of memory ({row['formula_gb']})"]
+            lines.append([*line, "-", "-", "-", "-"])
+            continue
+        line += [f"{row['state_gb']} ({row['state_formula_gb']})"]
+        line += [f"{row['peak_gb']} ({row['formula_gb']})", f"{row['ratio']:.2f}"]
+        line += [f"{row['seconds']:.2f}", row["tokens_per_s"], f"{row['share_of_peak_flops']:.0%}"]
+        lines.append(line)
+    return "\n".join(markdown(f"{titles} | seconds | tokens/s | of the arithmetic", lines))
+
+
+def run_table(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Of benchmarks/gpu.py's runs: medians over the steps but the first; the largest peaks."""
+    lines = []
+    for name, rows in runs.items():
+        later = rows[1:] or rows
+        line: list[object] = [name]
+        for phase in PHASES:
+            peak = max(row.get(f"memory/{phase}_bytes", 0) for row in rows) / 1e9
+            seconds = f"{median(row[f'time/{phase}_s'] for row in later):.1f}"
+            line.append(f"{seconds} ({peak:.1f})" if peak else seconds)
+        line.append(f"{median(row['time/step_s'] for row in later):.1f}")
+        for key in ("rollout/generated_tokens_per_s", "update/tokens_per_s"):
+            line.append(round(median(row[key] for row in later)))
+        lines.append(line)
+    titles = "trains | " + " | ".join(f"{phase}, s" for phase in PHASES)
+    return "\n".join(markdown(f"{titles} | step, s | sampled/s | trained/s", lines))
 
 
 def main() -> int:

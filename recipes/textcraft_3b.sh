@@ -19,8 +19,9 @@
 # The checkpoint that is tested is the best on goals that are in neither published list (70 of
 # TextCraft's 544), so that the test split is seen twice: before training and after it.
 #
-# Not run yet with the 3B model: it needs GPUs that we did not have. SMOKE=1 has been walked to its
-# last line. Arithmetic on memory: recipes/memory.py.
+# Not run yet with the 3B model's weights, which we had not beside a GPU; steps of it with random ones
+# have run on one of 141 GB (benchmarks/gpu.py), and SMOKE=1 has been walked to its last line.
+# Arithmetic on memory: recipes/memory.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -73,7 +74,7 @@ run make --no-print-directory setup
 
 # -------------------------------------------------------------------------------- machine check
 # What one process needs: the sampler's half of the card beside the weights and moments, or, with the
-# sampler asleep, the update; no GPU has tried it
+# sampler asleep, the update; of them CARD_1 and CARD_LORA have been tried, on 141 GB
 # (MiB of the whole card; recipes/memory.py, rows of 3B and 11k tokens; a test compares).
 CARD_8=32000 CARD_4=40000 CARD_2=65000 CARD_1=130000 CARD_LORA=48000
 step "machine"

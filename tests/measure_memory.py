@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
-from benchmarks.gpu import one_at_a_time, random_batch, random_policy  # noqa: E402
+from benchmarks.gpu import SHAPES, one_at_a_time, random_batch, random_policy  # noqa: E402
 from models import HEAD_BYTES  # noqa: E402
 from recipes.common import RESULTS, Result, markdown, read_json, write_json  # noqa: E402
 from recipes.memory import HEADING  # noqa: E402
@@ -34,7 +34,7 @@ from runtime.recompute import keep_for_backward  # noqa: E402
 from update import Learner, update_policy  # noqa: E402
 
 SMALL = {
-    "tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2),  # the model of that name
+    "tiny": SHAPES["tiny"],  # the model of that name
     "small": Shape("small", 2048, 384, 1536, 8, 6, 2),
 }
 STATE = ("weights", "gradients", "moments")

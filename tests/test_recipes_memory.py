@@ -3,14 +3,16 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import measure_memory
 import pytest
 
+from benchmarks import gpu
 from recipes import memory
-from runtime.memory import transient_bytes
+from runtime.memory import state_bytes, transient_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -89,6 +91,42 @@ def test_the_committed_table_was_measured_and_agrees_with_the_formulas_of_today(
             assert found[part] == formula[part], row
         if "transient" in found:
             assert found["transient"] == pytest.approx(formula["transient"], rel=0.1), row
+
+
+def test_a_gpu_took_what_the_formulas_of_today_say():
+    found = json.loads((ROOT / "benchmarks/results/gpu-3B.json").read_text())
+    assert found["hardware"]["gpus"] == ["NVIDIA H200"]
+    assert [row["way"] for row in found["update"]] == list(gpu.WAYS)
+    shape = memory.QWEN["3B"]
+    for row in found["update"]:
+        has_lora, in_parts, keep, _ = gpu.WAYS[row["way"]]
+        rank = memory.LORA_RANK if has_lora else 0
+        state = sum((state_bytes(shape, 1, rank) | {"reference": 0}).values())
+        rest = transient_bytes(shape, row["tokens"], 2 if in_parts else 1, rank, keep)
+        assert row["state_gb"] == round(state / 1e9, 2), row
+        assert row["peak_gb"] == pytest.approx((state + rest) / 1e9, rel=0.06), row
+    for name, rows in found["runs"].items():
+        assert all(row["sync/log_prob_diff_mean"] < 0.05 for row in rows), name
+    readme = (RECIPES / "README.md").read_text(encoding="utf-8")
+    ratios = [row["ratio"] for row in found["update"]]
+    assert f"peaks of {min(ratios):.2f} to {max(ratios):.2f} of the formula's" in readme
+    used = {row["way"]: f"{row['share_of_peak_flops']:.0%}" for row in found["update"]}
+    assert used["full, checkpointing"] == "40%" and "40 % of the card's arithmetic" in readme
+    lora = [int(used[way][:-1]) for way in used if way.startswith("LoRA")]
+    assert f"{min(lora)} to {max(lora)} with LoRA" in readme
+
+
+@pytest.mark.long
+def test_the_gpu_benchmark_walks_all_its_ways_on_a_processor(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--shape", "tiny", "--context", "256"]
+    command += ["--repeats", "1", "--run-steps", "2", "--out", str(tmp_path / "gpu.json")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["way"] for row in found["update"]] == list(gpu.WAYS)
+    assert all(row["state_gb"] == row["state_formula_gb"] for row in found["update"])
+    assert {name: len(rows) for name, rows in found["runs"].items()} == {"full": 2, "LoRA": 2}
+    assert "| LoRA, checkpointing, FSDP2 | 256 |" in ended.stdout
 
 
 def test_what_is_written_is_what_was_there_where_nothing_has_changed(tmp_path, monkeypatch, capsys):
