@@ -53,7 +53,7 @@ from rollout import (
     collect,
     sampling_seed,
 )
-from runtime import checkpoint, distributed, malloc, precision, rundir, sync
+from runtime import checkpoint, clock, distributed, malloc, precision, rundir, sync
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import add_lora, save_adapter
@@ -108,7 +108,8 @@ class Worker:
         self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted
-        with self.stop.allowed() if alone else contextlib.nullcontext():
+        allowed = self.stop.allowed() if alone else contextlib.nullcontext()
+        with allowed, clock.advice("the warm start"):
             self.start = start_model(config, self.accelerator)
         with refusing():
             self.tokenizer = load_tokenizer(self.start)
@@ -119,7 +120,7 @@ class Worker:
             pools = {env_name(own.env): open_pool(own, stack) for own in in_each(config)}
             self.pool = EnvPools(pools)
             self.check_budget()
-        with phase("loading the models"):
+        with phase("loading the models"), clock.advice("loading the models"):
             self.load_models()
         if not config.plays:
             return

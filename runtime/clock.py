@@ -107,7 +107,7 @@ def reset_peak() -> None:
 
 
 @contextlib.contextmanager
-def advice(phase: str, options: Mapping[str, Any]) -> Iterator[None]:
+def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Turn a failed allocation, of torch or of the system, into one line that says what to do."""
     try:
         yield
@@ -118,6 +118,7 @@ def advice(phase: str, options: Mapping[str, Any]) -> Iterator[None]:
         )
         if not lacking or isinstance(error, OutOfMemory):
             raise
+        options = options or {}
         names = [name for name in SMALLER.get(phase, ()) if name in options]
         flags = [f"--{name.replace('_', '-')} (now {options[name]})" for name in names]
         if phase in ("time/log_probs_s", "time/update_s"):

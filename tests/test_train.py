@@ -1005,6 +1005,9 @@ def test_sentinels_see_what_a_step_measured(tmp_path, monkeypatch):
         ("update", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
          ["--max-tokens-per-micro-batch (now 2048)", "--max-trajectory-tokens (now 128)"]),
         ("roll_out", MemoryError(), ["--max-trajectory-tokens (now 128)"]),
+        # Another process has the card: no option of ours helps, and the error says whose it is.
+        ("load_models", torch.OutOfMemoryError("CUDA out of memory. Process 4344 has 105.39 GiB"),
+         ["in loading the models: CUDA out of memory. Process 4344"]),
     ],
 )  # fmt: skip
 def test_out_of_memory_is_one_line_that_names_what_to_lower(
