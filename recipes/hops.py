@@ -51,12 +51,19 @@ BASE = (
     *("--eval-samples", "1", "--eval-start-samples", "1", "--save-every", "5"),
     *("--max-trajectory-tokens", "3072", "--on-collapse", "warn"),
 )
+LAST = ("--steps", "--eval-every", "--learning-rate-decay-steps")
 STEPWISE = ("--rounds-scheduler", "scaling_inter_stepwise", "--steps-scaling-inter", "20")
 # So many steps play about as many turns: 32 episodes of 2, of 3.2 or of both and what lies between.
-ARMS: dict[str, tuple[str, ...]] = {
-    "short": ("--rounds", "2", "--steps", "80", "--eval-every", "80"),
-    "long": ("--rounds", str(MOST), "--steps", "48", "--eval-every", "48"),
-    "stepwise": (*STEPWISE, "--rounds", "2", "4", str(MOST), "--steps", "60", "--eval-every", "60"),
+STEPS = {"short": 80, "long": 48, "stepwise": 60}
+ROUNDS: dict[str, tuple[str, ...]] = {
+    "short": ("--rounds", "2"),
+    "long": ("--rounds", str(MOST)),
+    "stepwise": (*STEPWISE, "--rounds", "2", "4", str(MOST)),
+}
+# Each arm is measured at its end, and its learning rate falls until there.
+ARMS = {
+    arm: (*rounds, *(w for o in LAST for w in (o, str(STEPS[arm]))))
+    for arm, rounds in ROUNDS.items()
 }
 
 
