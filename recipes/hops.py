@@ -48,13 +48,22 @@ MOST = 6  # turns, of the longest arm and of every evaluation
 BASE = (
     *("--env", "searchqa", "--preset", "laptop", "--model", "smollm2-135m"),
     *("--tasks", "train", "--eval-tasks", "test", "--eval-rounds", str(MOST)),
-    *("--eval-samples", "1", "--eval-start-samples", "1", "--save-every", "5"),
+    *(
+        "--eval-every",
+        "1000",
+        "--eval-samples",
+        "1",
+        "--eval-start-samples",
+        "1",
+        "--save-every",
+        "5",
+    ),
     *("--max-trajectory-tokens", "3072", "--on-collapse", "warn"),
 )
-LAST = ("--steps", "--eval-every", "--learning-rate-decay-steps")
-STEPWISE = ("--rounds-scheduler", "scaling_inter_stepwise", "--steps-scaling-inter", "20")
+LAST = ("--steps", "--learning-rate-decay-steps")
+STEPWISE = ("--rounds-scheduler", "scaling_inter_stepwise", "--steps-scaling-inter", "12")
 # So many steps play about as many turns: 32 episodes of 2, of 3.2 or of both and what lies between.
-STEPS = {"short": 80, "long": 48, "stepwise": 60}
+STEPS = {"short": 49, "long": 32, "stepwise": 36}
 ROUNDS: dict[str, tuple[str, ...]] = {
     "short": ("--rounds", "2"),
     "long": ("--rounds", str(MOST)),
