@@ -32,6 +32,7 @@ from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog, TooManyEnvFailures
 from runtime import checkpoint, distributed, phases, rundir
 from runtime.clock import Clock
+from runtime.default_models import resolve_model
 from runtime.files import marks_of
 from runtime.interrupt import StopRequests
 from worker import Worker
@@ -111,7 +112,8 @@ class Session(Generic[WorkerType]):
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
         self.failed_evaluation: Exception | None = None
-        self.start = marks_of(Path(worker.start))
+        # A hub's id is a folder of its cache by now: the models have been loaded.
+        self.start = marks_of(Path(resolve_model(worker.start)))
         self.progress = Progress(
             run_path=run.path, start=worker.start, kl_controller=worker.kl_controller
         )
@@ -139,7 +141,8 @@ class Session(Generic[WorkerType]):
                 lacks = f"it lacks {error}; resume with the version that wrote it, or start anew"
                 problem = lacks if isinstance(error, KeyError) else error
                 raise TrainingError(f"{file} is not what this version writes: {problem}") from None
-            if worker.returns_to_start and state.get("start", self.start) != self.start:
+            began = state.get("start") or self.start
+            if worker.returns_to_start and self.start and began != self.start:
                 raise TrainingError(
                     f"{worker.start} holds other weights than when this run began, and it needs "
                     "those: put them back, or start anew"

@@ -56,7 +56,14 @@ from recipes.memory import (  # noqa: E402
 from runtime import clock, distributed  # noqa: E402
 from runtime.default_models import resolve_model  # noqa: E402
 from runtime.lora import add_lora  # noqa: E402
-from runtime.memory import POLICY_SHARE, Keep, Shape, state_bytes, transient_bytes  # noqa: E402
+from runtime.memory import (  # noqa: E402
+    GIB,
+    POLICY_SHARE,
+    Keep,
+    Shape,
+    state_bytes,
+    transient_bytes,
+)
 from runtime.recompute import keep_for_backward  # noqa: E402
 from update import Learner, Objective  # noqa: E402
 
@@ -227,8 +234,9 @@ def save_random_model(shape: Shape, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def play(model: Path, steps: int, words: Sequence[str]) -> list[dict[str, float]]:
-    """The timings of a run's first steps; it is killed then, so that no checkpoint is written.
+def play(model: Path, steps: int, words: Sequence[str]) -> tuple[list[dict[str, float]], float]:
+    """The timings of a run's first steps, and the most GiB that the card held meanwhile; it is
+    killed then, so that no checkpoint is written.
 
     Raises:
         SystemExit: it ended before.
@@ -237,13 +245,17 @@ def play(model: Path, steps: int, words: Sequence[str]) -> list[dict[str, float]
         run = Path(folder) / "run"
         command = [sys.executable, "train.py", *RUN, "--model", str(model), "--run-dir", str(run)]
         process = subprocess.Popen([*command, *words], cwd=ROOT, start_new_session=True)
+        most = 0
         try:
             while process.poll() is None and len(rows := _rows(run)) < steps:
                 time.sleep(0.5)
+                if torch.cuda.is_available():
+                    free, total = torch.cuda.mem_get_info()
+                    most = max(most, total - free)
             if len(rows := _rows(run)) < steps:
                 code = process.returncode
                 raise SystemExit(f"train.py ended with {code} after {len(rows)} of {steps} steps")
-            return rows
+            return rows, round(most / GIB, 1)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
@@ -278,8 +290,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="more options for train.py, after --")
     o = parser.parse_args(argv)
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
+    if not on_gpu and o.shape != "tiny":
+        raise SystemExit("no GPU that torch can use; --shape tiny does the same on the processor")
     results = Results(o.out, f"gpu-{o.shape}.json")
-    found: dict[str, Any] = {"shape": o.shape, "words": o.words, "update": [], "runs": {}}
+    found: dict[str, Any] = {
+        "shape": o.shape,
+        "words": o.words,
+        "update": [],
+        "runs": {},
+        "card_gib": {},
+    }
     if o.part != "run":
         for way in o.ways:
             found["update"].append(measure(way, shape, o.context, o.repeats))
@@ -293,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in o.runs:
                 lora = ("--lora-rank", f"{LORA_RANK}") if name == "LoRA" else ()
                 words = [*lora, *(() if on_gpu else ON_CPU), *o.words]
-                found["runs"][name] = play(Path(folder), o.run_steps, words)
+                rows, most = play(Path(folder), o.run_steps, words)
+                found["runs"][name], found["card_gib"][name] = rows, most
                 results.write(found)
     print(f"\n{update_table(found['update'])}\n\n{run_table(found['runs'])}")
     return 0

@@ -143,20 +143,22 @@ Of these rows one GPU has run 3B with 10,752 tokens, see below. GB (10⁹ bytes)
 def measured_on_gpu(found: Result) -> str:
     """What benchmarks/gpu.py has measured of 3B."""
     card, versions = found["hardware"]["gpus"][0], found["versions"]
-    full, lora = found["card_gib"]["full"], found["card_gib"]["LoRA"]
+    most = ", ".join(f"{name} {gib} GiB" for name, gib in found["card_gib"].items())
+    words = " ".join(found["words"])
     return f"""One {card}, {found["date"][:10]}, torch {versions["torch"]}, vLLM {versions["vllm"]},
-random weights (`python benchmarks/gpu.py`). An update of two trajectories, each in a micro-batch of
-its own, without a reference model; state: weights, gradients and moments:
+random weights (`python benchmarks/gpu.py -- {words}`; not the versions that
+`make setup` installs). An update of two trajectories, each in a micro-batch of its own, without a
+reference model; state: weights, gradients and moments:
 
 {update_table(found["update"])}
 
-Steps of train.py with the settings of `textcraft_3b.sh`, but 8 tasks x 8 samples, at most 4 turns
-of 128 tokens each, and no checkpoint; medians of the steps but the first:
+Steps of train.py with the settings of `textcraft_3b.sh`, but 8 tasks x 8 samples in mini-batches of
+32, at most 4 turns, {words}, and no checkpoint; medians of the steps but the
+first:
 
 {run_table(found["runs"])}
 
-The most that the card held while the sampler was awake, and while it slept: full {full["awake"]}
-and {full["asleep"]} GiB, LoRA {lora["awake"]} and {lora["asleep"]}."""
+The most that the card held, half of it being the sampler's: {most}.{found.get("asleep", "")}"""
 
 
 def update_table(rows: Sequence[Result]) -> str:

@@ -30,6 +30,8 @@ PYTHON=.venv/bin/python
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 RUN_DIR=${RUN_DIR:-runs/textcraft_3b${SMOKE:+-smoke}}
 RESULT=${RESULT:-$([ "$SMOKE" ] && echo "$RUN_DIR/textcraft_3b" || echo recipes/results/textcraft_3b)}
+# After Ctrl-C a launcher kills its processes in 30 s; a large model ends its step and saves first.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 step() { printf '\n== %s\n' "$*"; }
 run() { # show a command, and run it
@@ -55,7 +57,7 @@ TEST=(
     --max-tokens-per-turn 512 --max-trajectory-tokens 10752 --temperature 1.0
 )
 NUM_HELD_OUT=70
-SETTINGS="the published ones"
+SETTINGS= # the result says what the run has trained with
 if [ "$SMOKE" ]; then # smaller numbers, the same commands; a later option overrides an earlier one
     MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="of a smoke test: the figures mean nothing"
     export CUDA_VISIBLE_DEVICES=""
@@ -76,7 +78,7 @@ run make --no-print-directory setup
 # What one process needs: the sampler's half of the card beside the weights and moments, or, with the
 # sampler asleep, the update; of them CARD_1 and CARD_LORA have been tried, on 141 GB
 # (MiB of the whole card; recipes/memory.py, rows of 3B and 11k tokens; a test compares).
-CARD_8=32000 CARD_4=40000 CARD_2=65000 CARD_1=130000 CARD_LORA=48000
+CARD_8=24000 CARD_4=40000 CARD_2=65000 CARD_1=130000 CARD_LORA=40000
 step "machine"
 LAUNCH=("$PYTHON")
 if [ "$SMOKE" ]; then
@@ -87,9 +89,9 @@ if [ "$SMOKE" ]; then
         TRAIN+=(--engine transformers) TEST+=(--engine transformers)
     fi
 else
-    CARDS=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null) || CARDS=
+    CARDS=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null) || CARDS=
     [ "$CARDS" ] ||
-        stop "no GPU answers (nvidia-smi); this recipe needs one of 80 GB or several. Without any:" \
+        stop "no GPU answers (nvidia-smi); this recipe needs one of 40 GB or several. Without any:" \
             "SMOKE=1 walks through it with a small model, and make train learns on two CPU cores"
     COUNT=$(wc -l <<< "$CARDS") CARD=$(sort -rn <<< "$CARDS" | tail -n 1)
     echo "$COUNT GPUs, $CARD MiB the smallest"
@@ -107,9 +109,8 @@ else
         echo "training on one of them"
         TRAIN+=(--max-tokens-per-micro-batch 10752)
     elif [ "$CARD" -ge $CARD_LORA ]; then
-        SETTINGS="the published ones, but LoRA of rank 64 with learning rate 1e-5"
-        echo "training on one of them with LoRA: full training does not fit beside the sampler." \
-            "The settings are $SETTINGS"
+        echo "training on one of them with LoRA, rank 64 and learning rate 1e-5: all weights want" \
+            "$CARD_1 MiB beside the sampler"
         TRAIN+=(--max-tokens-per-micro-batch 10752 --lora-rank 64 --learning-rate 1e-5)
     else
         stop "$COUNT x $CARD MiB is too little for a 3B model and 10752 tokens; needed: 8 GPUs of" \
@@ -185,7 +186,12 @@ run_dir, result, tested, choice, settings = Path(sys.argv[1]), *sys.argv[2:]
 record = json.loads((run_dir / "config.json").read_text())
 paths = [run_dir / name / "eval.json" for name in ("test_before", "test_after")]
 before, after = (json.loads(path.read_text()) for path in paths)
-shown = {"settings": settings, "checkpoint": Path(tested).resolve().name, "model": record["config"]["model"]}
+config = record["config"]
+if not settings:
+    settings = "the published ones"
+    if config["lora_rank"]:
+        settings += ", but LoRA of rank {lora_rank} with learning rate {learning_rate:g}".format(**config)
+shown = {"settings": settings, "checkpoint": Path(tested).resolve().name, "model": config["model"]}
 shown |= {"date": datetime.date.today().isoformat(), **record}
 write_json(Path(result + ".json"), shown | {"before": before, "after": after})
 cards = record["hardware"]["gpus"]

@@ -143,10 +143,13 @@ def sweep(folder: Path) -> None:
 
 
 def marks_of(folder: Path) -> str:
-    """Of the weights in a folder: names, sizes and 64 places of each file, as a digest. Other
-    weights differ there, and to look takes no time whatever the model's size."""
+    """Of the weights in a folder: names, sizes and 64 places of each file, as a digest; "" where
+    there are none. Other weights differ there, and to look takes no time whatever their size."""
+    paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if not paths:
+        return ""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as file:

@@ -97,7 +97,10 @@ class Run:
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
-        return f"{python()} {self.program} --resume --run-dir {shlex.quote(str(self.path))}"
+        words = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
+        if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            return f"accelerate launch --num_processes {count} (and your other options) {words}"
+        return f"{python()} {words}"
 
     def discard(self) -> None:
         """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def test_a_run_that_needs_the_weights_it_began_with_refuses_others(
         assert read_metrics(told["run_dir"]) == before
 
 
+def test_a_run_that_fetched_its_model_knows_it_again_when_the_hubs_cache_has_it(
+    tmp_path, monkeypatch
+):
+    """At the first start the model is an id, at the next a folder: the marks were those of nothing,
+    and every run of the paper preset whose first start downloaded its model refused to go on."""
+    weights = a_start(tmp_path / "snapshot")
+    monkeypatch.setattr(session, "resolve_model", {"org/model": str(weights)}.get)
+    worker = SimpleNamespace(start="org/model", kl_controller=None, eval_tasks=[])
+    run = SimpleNamespace(path=tmp_path)
+    begun = session.Session(Config(), run, worker, stop=None)
+    assert begun.start == marks_of(weights) != ""
+
+
 def test_a_link_is_kept_as_what_it_leads_to(tmp_path):
     """`checkpoints/best` of a run that goes on is another folder tomorrow."""
     for step in (1, 2):
@@ -107,7 +121,7 @@ def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
     content[:] = bytes(255 - byte for byte in content)
     file.write_bytes(content)
     assert marks_of(tmp_path) != before
-    assert marks_of(tmp_path / "nowhere") == marks_of(tmp_path / "neither")
+    assert marks_of(tmp_path / "nowhere") == ""
 
 
 # --- Its last evaluation -------------------------------------------------------------------------

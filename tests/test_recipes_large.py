@@ -207,11 +207,13 @@ def test_the_test_is_the_published_split_with_thirty_turns(tmp_path):
     [
         ([81559] * 16, 8, {}),
         ([81559] * 5, 4, {}),
-        ([40960] * 8, 8, {}),
+        ([24576] * 8, 8, {}),
+        ([40960] * 5, 4, {}),
         ([143771] * 2, 2, {}),
         ([183359], 1, {}),
         ([143771], 1, {}),
         ([81559], 1, {"lora_rank": 64, "learning_rate": 1e-5}),
+        ([46068], 1, {"lora_rank": 64, "learning_rate": 1e-5}),  # sold as 48 GB
     ],
 )
 def test_the_run_fits_itself_to_the_gpus(tmp_path, cards, processes, changes):
@@ -232,9 +234,9 @@ def test_the_run_fits_itself_to_the_gpus(tmp_path, cards, processes, changes):
 @pytest.mark.parametrize(
     ("cards", "line"),
     [
-        (None, "no GPU answers (nvidia-smi); this recipe needs one of 80 GB or several."),
-        ([24576] * 8, "8 x 24576 MiB is too little for a 3B model"),
-        ([40960], "1 x 40960 MiB is too little for a 3B model"),
+        (None, "no GPU answers (nvidia-smi); this recipe needs one of 40 GB or several."),
+        ([16384] * 8, "8 x 16384 MiB is too little for a 3B model"),
+        ([24576], "1 x 24576 MiB is too little for a 3B model"),
     ],
 )
 def test_a_machine_that_is_too_small_is_told_so(tmp_path, cards, line):

@@ -127,6 +127,14 @@ def test_the_gpu_benchmark_walks_all_its_ways_on_a_processor(tmp_path):
     assert all(row["state_gb"] == row["state_formula_gb"] for row in found["update"])
     assert {name: len(rows) for name, rows in found["runs"].items()} == {"full": 2, "LoRA": 2}
     assert "| LoRA, checkpointing, FSDP2 | 256 |" in ended.stdout
+    page = memory.measured_on_gpu(found | {"hardware": {"gpus": ["a card"]}})
+    assert page.startswith("One a card") and "half of it being the sampler's: full 0.0 GiB" in page
+
+
+def test_the_gpu_benchmark_refuses_a_large_model_without_a_gpu(tmp_path):
+    with pytest.raises(SystemExit, match="no GPU that torch can use; --shape tiny"):
+        gpu.main(["--out", str(tmp_path / "gpu.json")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_written_is_what_was_there_where_nothing_has_changed(tmp_path, monkeypatch, capsys):
