@@ -63,7 +63,7 @@ BASE = (
 LAST = ("--steps", "--learning-rate-decay-steps")
 STEPWISE = ("--rounds-scheduler", "scaling_inter_stepwise", "--steps-scaling-inter", "12")
 # So many steps play about as many turns: 32 episodes of 2, of 3.2 or of both and what lies between.
-STEPS = {"short": 49, "long": 32, "stepwise": 36}
+STEPS = {"short": 45, "long": 28, "stepwise": 36}
 ROUNDS: dict[str, tuple[str, ...]] = {
     "short": ("--rounds", "2"),
     "long": ("--rounds", str(MOST)),
