@@ -227,8 +227,11 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
             ChatApi(base, model_of(config), key), pool, r, s, progress
         )
 
+    import torch
+
     from chat import ChatTemplate
     from models import load_tokenizer, stop_ids_of
+    from runtime import precision
     from runtime.default_models import resolve_model
     from runtime.vllm_engine import make_engine
 
@@ -237,8 +240,12 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     chat = ChatTemplate(tokenizer, stop_ids_of(path))
     kind = "transformers" if config.deterministic else config.engine
     with phase("starting the sampler"):
-        seed = {"seed": config.seed} if kind == "vllm" else {}
-        engine = make_engine(kind, path, config.max_trajectory_tokens, config.deterministic, **seed)
+        options: dict[str, Any] = {"seed": config.seed} if kind == "vllm" else {}
+        if torch.cuda.is_available():  # nothing else of ours is on the card
+            options["dtype"] = precision.choose("auto").dtype
+            options |= {"gpu_memory_utilization": 0.9} if kind == "vllm" else {}
+        length = config.max_trajectory_tokens
+        engine = make_engine(kind, path, length, config.deterministic, **options)
     stack.callback(engine.close)
     build_folder(out / TOKENIZER, tokenizer.save_pretrained)
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))

@@ -31,13 +31,14 @@ from reporting.timeleft import TimeLeft
 from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog, TooManyEnvFailures
 from runtime import checkpoint, distributed, phases, rundir
-from runtime.clock import Clock
+from runtime.clock import Clock, OutOfMemory
 from runtime.default_models import resolve_model
 from runtime.files import marks_of
 from runtime.interrupt import StopRequests
 from worker import Worker
 
-PLAYING_FAILED = (EngineError, distributed.RankError, TooManyEnvFailures)
+# clock.py makes an OutOfMemory of an engine that had no memory.
+PLAYING_FAILED = (EngineError, OutOfMemory, distributed.RankError, TooManyEnvFailures)
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
 
@@ -305,9 +306,9 @@ class Session(Generic[WorkerType]):
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`. Collective."""
         state = self.identity() | {"start": self.start} | self.progress.state_dict()
-        worker = self.worker
-        with phases.phase("saving"):
-            checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
+        with phases.phase("saving"), self.worker.room_to_save():
+            parts = self.worker.parts()
+            checkpoint.save(self.run.path, step, self.worker.export, parts, state)
         self.saved_step = step
         self.tidy_up()
 
@@ -315,9 +316,6 @@ class Session(Generic[WorkerType]):
         """A checkpoint unless there is one of the last completed step."""
         done = self.completed_step
         if done > self.saved_step or not checkpoint.steps_saved(self.run.path):
-            if not done:  # an optimizer that has done nothing gets its state now: room for it
-                with contextlib.suppress(EngineError):
-                    self.worker.rest()
             self.save(done)
 
     def identity(self) -> dict[str, Any]:

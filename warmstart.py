@@ -161,6 +161,7 @@ def train_to(
         sft["records"] = starts.hash_of(records)
         write_json(folder / "sft.json", sft)
         write_json(folder / "sft_data.json", records)
+    distributed.forget(accelerator, policy)
     last = sum(losses[-8:]) / len(losses[-8:])
     distributed.say(f"action loss {losses[0]:.3f} -> {last:.3f} nats a token")
 
@@ -170,7 +171,9 @@ def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) ->
     path = resolve_model(model)
     tokenizer, policy = load_tokenizer(path), load_policy(path)
     load_adapter(policy.lm, adapters)
-    export_policy(accelerator, distributed.shard(accelerator, policy), tokenizer, folder)
+    policy = distributed.shard(accelerator, policy)
+    export_policy(accelerator, policy, tokenizer, folder)
+    distributed.forget(accelerator, policy)
 
 
 def build(folder: Path, train: Callable[[Path | None], None]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,8 +165,7 @@ class Worker:
     def forget_policy(self) -> None:
         """Free the policy before another takes its place: accelerate keeps what it has prepared,
         and sharded models lie in cycles."""
-        models = self.accelerator._models
-        models[:] = [model for model in models if model is not self.policy.model]
+        distributed.forget(self.accelerator, self.policy.model)
         del self.policy
         gc.unfreeze()  # vLLM has frozen what was there when it started, cycles too
         gc.collect()
@@ -195,9 +194,9 @@ class Worker:
             )
         if urls:
             return FleetEngine(urls, self.run.path / "weights", served)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"dtype": self.precision.dtype}
         if c.engine == "vllm":
-            options = {"seed": seed_of(distributed.rank()), "dtype": self.precision.dtype}
+            options["seed"] = seed_of(distributed.rank())
             options["gpu_memory_utilization"] = sampler_share(c)
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
@@ -332,6 +331,21 @@ class Worker:
         """The sampler's memory is the trainer's until new weights wake it."""
         if self.config.plays:
             self.engine.sleep()
+
+    @contextlib.contextmanager
+    def room_to_save(self) -> Iterator[None]:
+        """On a GPU the sampler sleeps while a checkpoint is written, if an optimizer has done
+        nothing yet: it gets its state then, and gradients for it, as large as the weights. A
+        sampler that fails is another phase's trouble."""
+        is_fresh = not all(optimizer.state for _, optimizer in self.parts().values())
+        if not (is_fresh and self.config.plays and self.device.type != "cpu"):
+            yield
+            return
+        with contextlib.suppress(EngineError):
+            self.rest()
+        yield
+        with contextlib.suppress(EngineError):
+            self.load_into_engine()
 
     # Measuring, and what a checkpoint holds
 

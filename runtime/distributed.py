@@ -162,6 +162,11 @@ def shard_over_ranks(accelerator: Any, model: Any) -> Any:
     return shard_module(model, **settings)
 
 
+def forget(accelerator: Any, model: Any) -> None:
+    """Let go of a model that `shard` has seen: accelerate keeps what it has prepared."""
+    accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter in one piece on this device. Collective when it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -74,6 +74,8 @@ def check_room(config: RunConfig, room: Room | None = None) -> str | None:
     if shape is None or room is None:
         return None
     need = needed(config, shape, room.is_gpu)
+    if room.is_gpu:  # an H200 held 81 GB where the parts are 76
+        need = need._replace(peak=need.peak + CONTEXT * room.total)
     said = (
         f"{config.model} with these options needs about {need.peak / 1e9:.3g} GB "
         f"({need.state / 1e9:.3g} GB of it weights and optimizer)"
@@ -104,7 +106,8 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     if rl and rl.needs_critic:
         state += sum(parts[name] for name in ("weights", "gradients", "moments"))
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
-    tokens = min(max(c.max_tokens_per_micro_batch, c.max_trajectory_tokens), in_step)
+    at_once = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # no pair is parted
+    tokens = min(max(c.max_tokens_per_micro_batch, at_once), in_step)
     head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
     keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
     update = transient_bytes(shape, tokens, world, rank, keep, head)
@@ -112,7 +115,8 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     sampler = 0.0 if c.engine_url or c.engine_devices else 2 * shape.parameters + sequence
     if is_gpu:
         beside = (MARGIN * state + sampler) if sampler else 0.0
-        peak = max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update))
+        stays = 2 * shape.parameters if c.engine == "transformers" else 0  # it never sleeps
+        peak = max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update) + stays)
         return Need(state, peak, state - gradients)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own = 0.0
@@ -128,13 +132,19 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
 
 def sampler_share(config: RunConfig, room: Room | None = None) -> float:
     """Of a card, what vLLM may take beside the trainer: half of it, or what weights, moments and
-    reference leave, since it takes its memory back after each update while they are there."""
+    reference leave, since it takes its memory back after each update while they are there. It is
+    also there when the trainer scores what was sampled after a sync (`sync.compare`), for which
+    autocast, or FSDP of what belongs to no layer, makes copies in bfloat16."""
     shape = shape_of(config.model, model_config(config.model) or {})
     room = room or room_here()
     if shape is None or room is None or not room.is_gpu:
         return SAMPLER_SHARE
-    held = needed(config, shape, is_gpu=True).held
-    return max(min(SAMPLER_SHARE, 1 - MARGIN * held / room.total - CONTEXT), LEAST_SHARE)
+    held = MARGIN * needed(config, shape, is_gpu=True).held
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        held += 2 * 2 * shape.root_parameters  # of policy and reference
+    elif not config.lora_rank:
+        held += 2 * shape.parameters
+    return max(min(SAMPLER_SHARE, 1 - held / room.total - CONTEXT), LEAST_SHARE)
 
 
 def advice(config: RunConfig, room: Room) -> str:

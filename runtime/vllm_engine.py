@@ -219,8 +219,12 @@ class VLLMEngine:
         self._refuse_if_running("the sampler sleeps")
         if self._can_sleep and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
+            clock.return_freed()  # as vLLM does, so that the difference is the sampler's alone
             free, _ = torch.cuda.mem_get_info()
-            self._llm.sleep(level=2)
+            try:
+                self._llm.sleep(level=2)
+            except Exception as error:  # another process took memory meanwhile, and vLLM asserts
+                raise EngineError(f"vLLM cannot give its memory back: {error!r}") from error
             clock.asleep_bytes = max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def close(self) -> None:
@@ -275,11 +279,12 @@ def make_engine(
     if kind == "vllm":
         return VLLMEngine(model_path, max_model_len, **options)
     if kind == "transformers":
-        # TransformersEngine is the float32 reference on a CPU; on a GPU it samples in bfloat16.
+        # TransformersEngine is the float32 reference on a CPU; on a GPU it samples as vLLM would.
         on_gpu = torch.cuda.is_available() and not deterministic
+        dtype = getattr(torch, options.get("dtype", "bfloat16"))
         return TransformersEngine(
             model_path,
-            dtype=torch.bfloat16 if on_gpu else torch.float32,
+            dtype=dtype if on_gpu else torch.float32,
             deterministic=deterministic,
             device="cuda" if on_gpu else "cpu",
         )

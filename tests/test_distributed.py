@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def free_port():
 def own_lines(stderr):
     """What train.py itself said on stderr, the launcher's report left out."""
     return [line for line in stderr.splitlines() if line.startswith("train.py: ")]
+
+
+def test_a_model_that_is_let_go_of_is_nobodys():
+    """accelerate keeps what it has prepared: the warm start's model lay on the card all run long."""
+    accelerator = distributed.make_accelerator("no")
+    kept, gone = (distributed.shard(accelerator, torch.nn.Linear(2, 2)) for _ in range(2))
+    reference = weakref.ref(gone)
+    distributed.forget(accelerator, gone)
+    del gone
+    assert reference() is None and any(model is kept for model in accelerator._models)
 
 
 # --- An update on the same trajectories ----------------------------------------------------------

@@ -460,7 +460,15 @@ def test_what_torch_keeps_for_itself_goes_back_to_the_card_before_vllm_starts_an
     on_a_gpu.sleep()
     on_a_gpu.load_weights(iter(WEIGHTS))
     calls = on_a_gpu._llm.calls
-    assert FakeLLM.emptied == [0, calls.index(("wake_up", "weights"))]
+    # And before sleep, so that what is free afterwards and was not is the sampler's alone.
+    assert FakeLLM.emptied == [0, 0, calls.index(("wake_up", "weights"))]
+
+
+def test_a_sampler_that_cannot_sleep_says_so_in_a_line(on_a_gpu, monkeypatch):
+    """vLLM asserts that there is more room than before; another process may have taken it."""
+    monkeypatch.setattr(FakeLLM, "fails", (("sleep", 2),))
+    with pytest.raises(EngineError, match="cannot give its memory back"):
+        on_a_gpu.sleep()
 
 
 def test_a_peak_counts_nothing_that_a_sleeping_sampler_has_given_back(on_a_gpu, monkeypatch):

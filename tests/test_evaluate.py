@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import uvicorn
 from starlette.responses import JSONResponse
 from toy_env import Letters, serve
@@ -756,6 +757,27 @@ def test_help_explains_every_flag(capsys):
     text = capsys.readouterr().out
     for name in EvalConfig.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_on_a_gpu_the_sampler_has_the_card_to_itself_in_a_format_that_the_card_knows(
+    tmp_path, monkeypatch
+):
+    """It asked for bfloat16, which a T4 lacks, and for half of the card, as beside a trainer."""
+    asked = []
+
+    def make(kind, path, length, deterministic, **options):
+        asked.append(options)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(vllm_engine, "make_engine", make)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    with contextlib.ExitStack() as stack:
+        for engine in ("vllm", "transformers"):
+            evaluate._player(EvalConfig(model="tiny", engine=engine), tmp_path / engine, stack)
+    vllm, transformers = asked
+    assert vllm == {"seed": 0, "dtype": "float32", "gpu_memory_utilization": 0.9}
+    assert transformers == {"dtype": "float32"}
 
 
 def test_what_was_played_is_kept_however_the_player_ends(tmp_path):

@@ -24,6 +24,7 @@ from toy_env import (
 
 import session
 import train
+import worker
 from advantages import grpo, whiten_each
 from config import Config, Misuse
 from engines import EngineError
@@ -95,9 +96,9 @@ def test_a_run_that_fetched_its_model_knows_it_again_when_the_hubs_cache_has_it(
     and every run of the paper preset whose first start downloaded its model refused to go on."""
     weights = a_start(tmp_path / "snapshot")
     monkeypatch.setattr(session, "resolve_model", {"org/model": str(weights)}.get)
-    worker = SimpleNamespace(start="org/model", kl_controller=None, eval_tasks=[])
+    own = SimpleNamespace(start="org/model", kl_controller=None, eval_tasks=[])
     run = SimpleNamespace(path=tmp_path)
-    begun = session.Session(Config(), run, worker, stop=None)
+    begun = session.Session(Config(), run, own, stop=None)
     assert begun.start == marks_of(weights) != ""
 
 
@@ -122,6 +123,39 @@ def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
     file.write_bytes(content)
     assert marks_of(tmp_path) != before
     assert marks_of(tmp_path / "nowhere") == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "state", "fails", "expected"),
+    [
+        ("cuda", {}, False, ["rest", "save", "load"]),
+        ("cuda", {}, True, ["save", "load"]),  # requests run, as after Ctrl-C: saved all the same
+        ("cuda", {"moments": 1}, False, ["save"]),
+        ("cpu", {}, False, ["save"]),
+    ],
+)
+def test_an_optimizer_that_has_done_nothing_is_saved_while_the_sampler_sleeps(
+    device, state, fails, expected
+):
+    """torch makes its state for the checkpoint, from gradients as large as the weights: no room for
+    them beside a sampler that is awake."""
+    said = []
+
+    def rest():
+        if fails:
+            raise EngineError("4 requests are running")
+        said.append("rest")
+
+    own = SimpleNamespace(
+        parts=lambda: {"policy": (None, SimpleNamespace(state=state))},
+        config=SimpleNamespace(plays=True),
+        device=torch.device(device),
+        rest=rest,
+        load_into_engine=lambda: said.append("load"),
+    )
+    with worker.Worker.room_to_save(own):
+        said.append("save")
+    assert said == expected
 
 
 # --- Its last evaluation -------------------------------------------------------------------------

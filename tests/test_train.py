@@ -526,7 +526,14 @@ def test_a_server_that_dies_in_mid_step_is_one_line_that_names_it(
     assert_one_line(capsys.readouterr().err, "4 of 4 trajectories were lost", url)
 
 
-@pytest.mark.parametrize("error", [EngineError("the sampler is gone"), TrainingError("all lost")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("the sampler is gone"),
+        EngineError("vLLM failed in a step: CUDA out of memory"),  # clock.py's OutOfMemory
+        TrainingError("all lost"),
+    ],
+)
 def test_a_step_whose_evaluation_fails_is_saved_and_evaluated_on_resume(
     tmp_path, capsys, monkeypatch, error
 ):
@@ -606,13 +613,16 @@ def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
     assert read_metrics(run_dir) == []
 
 
-def test_what_fails_in_a_rollout_loses_no_step_that_was_trained(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("said", ["the sampler is gone", "CUDA out of memory"])
+def test_what_fails_in_a_rollout_loses_no_step_that_was_trained(
+    tmp_path, capsys, monkeypatch, said
+):
     """--save-every is far away, and so the steps since are in memory alone."""
     poll = TransformersEngine.poll
 
     def failing_poll(engine):
         if rollouts[0] == 3:
-            raise EngineError("the sampler is gone")
+            raise EngineError(said)
         return poll(engine)
 
     rollouts, roll_out = [0], worker.Worker.roll_out
@@ -627,7 +637,7 @@ def test_what_fails_in_a_rollout_loses_no_step_that_was_trained(tmp_path, capsys
         code, run_dir = run_in_process(tmp_path, url, steps=4, save_every=4)
         captured = capsys.readouterr()
         assert code == 1
-        assert_one_line(captured.err, "the sampler is gone")
+        assert_one_line(captured.err, said)
         assert checkpoint.steps_saved(run_dir) == [2]
         monkeypatch.setattr(TransformersEngine, "poll", poll)
         assert f"--resume --run-dir {run_dir}" in captured.out

@@ -349,6 +349,10 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
     """Install the set and the environment's extras unless they are there already."""
     if set_name == "auto":  # keep what is there: asking for the GPU takes a second
         set_name = next((name for name, one in SETS.items() if environment.holds(one)), "")
+        if set_name == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
+            print(
+                "setup: .venv holds the cpu set and there is a GPU: make setup SET=cuda", flush=True
+            )
         set_name = set_name or ("cuda" if has_gpu() else "cpu")
     chosen = SETS[set_name]
     names = known_environments(environment.root)
