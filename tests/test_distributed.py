@@ -46,7 +46,7 @@ def own_lines(stderr):
 
 
 def test_a_model_that_is_let_go_of_is_nobodys():
-    """accelerate keeps what it has prepared: the warm start's model lay on the card all run long."""
+    """accelerate keeps what it has prepared: a warm start lay on the card all run long."""
     accelerator = distributed.make_accelerator("no")
     kept, gone = (distributed.shard(accelerator, torch.nn.Linear(2, 2)) for _ in range(2))
     reference = weakref.ref(gone)
