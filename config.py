@@ -167,7 +167,7 @@ class RunConfig(Portions):
     seed: int = 0
     """of task order, environments and sampling"""
     deterministic: bool = False
-    """bitwise repeatable: transformers engine, float32, every sequence sampled alone; slow"""
+    """bitwise repeatable (seen on CPUs): transformers engine, float32, sequences sampled alone"""
     record_state: bool = False
     """keep what people look at (inventory, map) in the trajectory files"""
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,10 @@ class Worker:
             distributed.say(line)
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
+            if torch.cuda.is_available():  # whose fast attention adds in any order, with a warning
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                for fast in ("flash", "mem_efficient", "cudnn"):
+                    getattr(torch.backends.cuda, f"enable_{fast}_sdp")(False)
         torch.manual_seed(config.seed)
         self.precision = distributed.first(
             "timing the processor", lambda: precision.choose(config.precision, config.deterministic)
