@@ -236,12 +236,12 @@ def shown_in_each(
 
 
 def source_of(env: str) -> str:
-    """Hash of the Python files that a world's texts are made in: its package, or the file that
-    holds its class alone, and what all worlds share."""
+    """Hash of the files that a world's texts are made in, code and lines of data: its package, or
+    the file that holds its class alone, and what all worlds share."""
     file = Path(inspect.getfile(get_env(env)))
     shared = Path(inspect.getfile(Task)).parent
     own = [file]
     if (file.parent / "__init__.py").exists():
-        own = sorted(file.parent.rglob("*.py"))
+        own = sorted([*file.parent.rglob("*.py"), *file.parent.rglob("*.jsonl")])
     paths = [*own, shared / "__init__.py", shared / "common.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

@@ -1,5 +1,7 @@
 """Demonstrations: played once over HTTP, kept, and asked of the servers that were named."""
 
+from pathlib import Path
+
 import pytest
 from toy_env import NAME, Letters, registered, serve
 
@@ -56,6 +58,14 @@ def test_other_tasks_counts_seeds_or_another_source_of_the_world_are_played_anew
         monkeypatch.setattr(module, "source_of", lambda env: "changed")
         demonstrations(NAME, tasks, 5, 0)
     assert len(played) == 5
+
+
+def test_questions_of_a_world_are_part_of_its_source(monkeypatch):
+    """Demonstrations of questions that were written anew are other ones."""
+    before, read = module.source_of("searchqa"), Path.read_bytes
+    lines = "questions.jsonl"
+    monkeypatch.setattr(Path, "read_bytes", lambda p: b"" if p.name == lines else read(p))
+    assert module.source_of("searchqa") != before
 
 
 def test_the_source_of_a_world_is_all_its_files():

@@ -228,6 +228,15 @@ def test_instructions_in_a_passage_change_nothing(env, shelf):
     assert env.step(answer("42"))[1:3] == (0.0, True)
 
 
+def test_of_one_endless_word_no_more_is_kept_than_is_shown(env, shelf):
+    """A session may hold a hundred searches; available_actions offered a title of 5,000."""
+    shelf.found["endless"] = [Passage(0, "t" * 5000, "w" * 100_000)]
+    observation, *_ = env.step(search("endless"))
+    [(_, [kept])] = env._searches
+    assert len(kept.title) + len(kept.text) < len(observation) < 2500
+    assert max(map(len, env.available_actions())) < 300
+
+
 def test_a_passage_is_shown_and_kept_as_far_as_asked(env, shelf, monkeypatch):
     monkeypatch.setenv("SEARCHQA_PASSAGE_WORDS", "4")
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_TOPK", "1")

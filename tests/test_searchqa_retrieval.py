@@ -4,6 +4,7 @@ import doctest
 import math
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -24,7 +25,8 @@ from retrieval_fakes import (
 )
 
 from envs.searchqa import ranking, remote, retrieval, service
-from envs.searchqa.ranking import Progress, RetrievalError, Scored, best
+from envs.searchqa.corpus import CorpusError
+from envs.searchqa.ranking import Progress, QueryError, RetrievalError, Scored, best
 from envs.searchqa.remote import Remote
 from envs.searchqa.retrieval import BM25, Batcher, open_retriever, words
 
@@ -244,6 +246,85 @@ def test_an_error_reaches_every_caller_of_its_batch_and_the_next_batch_is_answer
         assert all(pool.map(lambda query: ask(batcher, query), queries))
         found = pool.map(lambda number: batcher.search_one(f"good {number}", 2), range(8))
         assert [len(each) for each in found] == [2] * 8
+
+
+class OneIsBad(Recorder):
+    """A service that answers, with too little for one query of several."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def scored(self, queries, top_k):
+        if "bad" in queries:
+            self.asked.append(list(queries))
+            raise self.error
+        return super().scored(queries, top_k)
+
+
+@pytest.mark.parametrize("error", [QueryError("too few"), CorpusError("line 7 is no JSON")])
+def test_a_query_that_fails_by_itself_fails_alone(error):
+    """What one policy wrote cost up to 31 other sessions their episode."""
+
+    def ask(batcher, query):
+        try:
+            return batcher.search_one(query, 1)[0].title
+        except type(error):
+            return "failed"
+
+    recorder = OneIsBad(error)
+    with batched(recorder, wait_s=20.0, max_batch=8) as batcher, ThreadPoolExecutor(8) as pool:
+        queries = ["bad", *map(str, range(7))]
+        found = list(pool.map(lambda query: ask(batcher, query), queries))
+    assert found == ["failed", *map(str, range(7))]
+    assert len(recorder.asked) == 9  # together, and each alone
+
+
+def test_of_a_service_that_hangs_nobody_waits_for_more_than_two_searches():
+    """32 at a time, 128 sessions waited for four of them, longer than their clients wait."""
+
+    class Hangs(Remote):
+        PAUSES_S = ()
+        calls = 0
+        hold = threading.Event()
+
+        def scored(self, queries, top_k):
+            Hangs.calls += 1
+            Hangs.hold.wait(20)
+            raise RetrievalError("no answer")
+
+    with batched(Hangs("http://127.0.0.1:9")) as batcher, ThreadPoolExecutor(128) as pool:
+        waiting = [pool.submit(batcher.search_one, str(n), 3) for n in range(128)]
+        while not Hangs.calls or len(batcher._waiting) < 128 - 32 * Hangs.calls:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        Hangs.hold.set()
+        for each in waiting:
+            with pytest.raises(RetrievalError, match="no answer"):
+                each.result(20)
+    assert Hangs.calls <= 2
+    assert 2 * 25.0 < 60.0 and Remote("http://127.0.0.1:9")._timeout_s == 25.0  # a client's step
+
+
+def test_who_builds_an_index_builds_it_alone_and_deletes_what_a_killed_one_left(bm25s):
+    first = BM25(BOOK)
+    left = first.folder.parent / f".new-abc-{first.folder.name}"
+    left.mkdir()
+    (left / "ids").write_bytes(b"gigabytes")
+    BM25(BOOK)
+    assert left.exists()  # nothing is built
+    shutil.rmtree(first.folder)
+    built, build = [], retrieval._build_bm25
+
+    def slow(corpus, new):
+        built.append(new)
+        time.sleep(0.2)
+        build(corpus, new)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(retrieval, "_build_bm25", slow)
+        list(pool.map(lambda _: BM25(BOOK), range(3)))
+    assert len(built) == 1 and not left.exists()
 
 
 def test_a_retriever_that_returns_too_little_is_an_error_for_its_callers():

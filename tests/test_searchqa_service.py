@@ -18,11 +18,11 @@ from fastapi.testclient import TestClient
 from retrieval_fakes import BOOK, Recorder, batched, numbers, random_corpus, write_corpus
 
 from envs.searchqa import service
-from envs.searchqa.ranking import RetrievalError, Scored
+from envs.searchqa.ranking import QueryError, RetrievalError, Scored
 from envs.searchqa.remote import Remote, contents
 from envs.searchqa.retrieval import BM25, open_retriever
 from envs.searchqa.service import create_app
-from envs.searchqa.text import Passage
+from envs.searchqa.text import Passage, passage_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -206,6 +206,22 @@ def test_an_answer_that_is_none_is_refused_at_once_in_one_line(answer, said):
     message = str(caught.value)
     assert said in message and url in message and "SEARCHQA_RETRIEVAL_URL" in message
     assert "\n" not in message and len(message) < 700
+
+
+def test_a_query_that_finds_too_little_among_others_is_told_from_a_service_that_lacks_passages():
+    few, enough = [document(0)], [document(0), document(1)]
+    for lists, of_one in (([few, enough], True), ([few, few], False), ([enough], False)):
+        with (
+            scripted((200, {"result": lists})) as (url, _),
+            pytest.raises(RetrievalError) as caught,
+        ):
+            Remote(url).search(["?", "Kenya"], 2)
+        assert isinstance(caught.value, QueryError) == of_one
+
+
+def test_a_passage_without_a_title_leaves_as_it_came():
+    for line in ("only text", '"Kenya"\ntext', '""\ntwo\nlines'):
+        assert contents(passage_of(0, line)) == line
 
 
 def test_a_lost_connection_and_a_5xx_are_repeated(monkeypatch):

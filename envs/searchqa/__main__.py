@@ -9,9 +9,11 @@ from envs.searchqa.splits import write_ids
 
 def write_questions() -> dict[str, int]:
     """Needs the corpus; asking and reading questions does not."""
-    from envs.searchqa import generate
+    from envs.searchqa import generate, questions
 
-    return generate.write_questions()
+    written = generate.write_questions()
+    questions.forget()  # --write-ids comes after it, in the same process
+    return written
 
 
 if __name__ == "__main__":

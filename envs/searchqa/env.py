@@ -34,8 +34,9 @@ Arguments
     reset(task_index, seed=0). A task leaves nothing open, so the seed changes nothing. The options
     are environment variables: envs/searchqa/options.py, of retrieval envs/searchqa/retrieval.py.
 
-(task index, actions) fix every text, as long as the corpus and its index are the same. A search
-that fails (an index server that is down) is an error of the world, never an observation.
+(task index, actions) fix every text, as long as the corpus and its index are the same (and but for
+near-ties of retrieval by meaning: envs/searchqa/dense.py). A search that fails (an index
+server that is down) is an error of the world, never an observation.
 
 Differences from AgentGym's server, whose numbers are therefore not the same
     - There the episode goes on after a wrong answer (SEARCHQA_WRONG_ANSWER), and of several in a
@@ -61,7 +62,16 @@ from envs.searchqa.options import read_options, variant
 from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import PUBLISHED, Question, find_question, kind_of, num_questions
 from envs.searchqa.shared import close_shared, shared_batcher
-from envs.searchqa.text import Passage, exact_match, f1, harmless, information, shortened
+from envs.searchqa.text import (
+    MAX_TITLE,
+    Passage,
+    exact_match,
+    f1,
+    first_words,
+    harmless,
+    information,
+    shortened,
+)
 from envs.searchqa.wire import SearchWire
 
 MAX_TURNS = 100
@@ -184,7 +194,9 @@ class SearchQA:
         found = shared_batcher().search_one(query, self._options.top_k)
         num_words = self._options.passage_words
         # What was not shown is not kept: it counts for nobody, and a server has many sessions.
-        shown = tuple(p._replace(text=" ".join(p.text.split()[:num_words])) for p in found)
+        shown = tuple(
+            Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words)) for p in found
+        )
         self._searches.append(Search(query, shown))
         return information(shown, num_words)
 

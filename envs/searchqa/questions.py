@@ -143,6 +143,12 @@ def _own(entry: dict[str, Any]) -> Question:
     return Question(entry["question"], golden, entry["kind"], plan)
 
 
+def forget() -> None:
+    """Of our questions what is kept in memory: the file is another one now."""
+    own_questions.cache_clear()
+    _opening.cache_clear()
+
+
 # The published ones.
 
 
@@ -165,7 +171,12 @@ def published(index: int) -> Question:
         raise LookupError(f"question {index} is of {path}, which is not there ({FOLDER_VARIABLE})")
     state = path.stat()
     lines = _open_lines(path, state.st_size, state.st_mtime_ns)
-    number = index - data_set.start
+    number, size = index - data_set.start, data_set.stop - data_set.start
+    if len(lines) > size:
+        raise LookupError(
+            f"{path} ({FOLDER_VARIABLE}) has {len(lines)} lines, its data set {size} "
+            "questions: it is another split"
+        )
     if number >= len(lines):
         raise LookupError(
             f"question {index} is line {number + 1} of {path} ({FOLDER_VARIABLE}), "

@@ -25,6 +25,10 @@ class RetrievalError(RuntimeError):
     """There are no passages, and it is not the query's fault; the message is one line."""
 
 
+class QueryError(RetrievalError):
+    """One of several queries has no passages, and the others have: each may be asked alone."""
+
+
 class Scored(NamedTuple):
     passage: Passage
     score: float  # higher is better
@@ -34,6 +38,7 @@ class Retriever(ABC):
     """What finds passages; `scored` is what a kind of retriever has to bring."""
 
     WAIT_S = 0.003  # how long a Batcher gathers queries for it
+    MAX_BATCH = 32  # queries in one search of a Batcher
 
     @abstractmethod
     def scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:

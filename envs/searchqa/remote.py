@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from envs.searchqa.ranking import RetrievalError, Retriever, Scored
+from envs.searchqa.ranking import QueryError, RetrievalError, Retriever, Scored
 from envs.searchqa.text import Passage, passage_of
 from runtime.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 
@@ -27,6 +27,8 @@ def contents(passage: Passage) -> str:
     >>> contents(Passage(0, "Kenya", "A republic."))
     '"Kenya"\\nA republic.'
     """
+    if not passage.title and "\n" not in passage.text:
+        return passage.text
     return f'"{passage.title}"\n{passage.text}'
 
 
@@ -44,8 +46,11 @@ class Remote(Retriever):
     """
 
     PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # before each repetition
+    # All that wait, so that nobody waits for more than two searches, the one under way and its own:
+    # 50 s at most, less than a client waits for its step.
+    MAX_BATCH = 4096
 
-    def __init__(self, url: str, timeout_s: float = 30.0, max_bytes: int = 16 << 20) -> None:
+    def __init__(self, url: str, timeout_s: float = 25.0, max_bytes: int = 16 << 20) -> None:
         try:
             self.url = checked_url(url, "SEARCHQA_RETRIEVAL_URL").removesuffix("/retrieve")
         except ValueError as error:
@@ -70,10 +75,12 @@ class Remote(Retriever):
             raise self._error(f"the answer is not Search-R1's ({error!r}): {got!r}") from error
         shortest = min(map(len, lists), default=0)
         if len(lists) != len(queries) or shortest < top_k:
-            raise self._error(
+            error = self._error(
                 f"asked for {top_k} passages for each of {len(queries)} queries, got {len(lists)} "
                 f"lists, the shortest of {shortest}"
             )
+            is_of_some = len(lists) == len(queries) and max(map(len, lists)) >= top_k
+            raise QueryError(str(error)) if is_of_some else error
         return [found[:top_k] for found in lists]
 
     def _ask(self, body: bytes) -> bytes:

@@ -32,10 +32,14 @@ Serve it:  python -m envs.searchqa.retrieval --port 8000
 Read next: envs/searchqa/dense.py.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
+import sys
 import threading
 import unicodedata
 from collections import deque
@@ -46,12 +50,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envs.searchqa.corpus import Corpus, open_corpus
+from envs.searchqa.corpus import Corpus, CorpusError, open_corpus
 from envs.searchqa.dense import Dense, Encoder
-from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, best, needed
+from envs.searchqa.ranking import (
+    Progress,
+    QueryError,
+    RetrievalError,
+    Retriever,
+    Scored,
+    best,
+    needed,
+)
 from envs.searchqa.remote import Remote
 from envs.searchqa.text import Passage
-from runtime.files import build_folder, cache_dir
+from runtime.files import ASIDE, build_folder, cache_dir, make_folder
 
 TITLE_TIMES = 3
 MAX_QUERY_WORDS = 64  # different known ones that count: a query of 100 kB must not cost seconds
@@ -92,7 +104,9 @@ class BM25(Retriever):
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.folder = cache_dir() / "searchqa" / f"bm25-{digest}"
         if not self.folder.is_dir():
-            build_folder(self.folder, lambda new: _build_bm25(corpus, new))
+            with alone_in(self.folder):
+                if not self.folder.is_dir():
+                    build_folder(self.folder, lambda new: _build_bm25(corpus, new))
         try:
             self._index = bm25s.BM25.load(self.folder, mmap=True, show_progress=False)
             num_indexed = self._index.scores["num_docs"]
@@ -120,6 +134,24 @@ class BM25(Retriever):
         return [
             Scored(self.corpus[int(place)], float(scores[place])) for place in best(scores, top_k)
         ]
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Of the processes that would build `folder` one does, and first deletes what another that was
+    killed has left: for Wikipedia gigabytes of it, and of memory for each that builds."""
+    make_folder(folder.parent)
+    lock = folder.with_suffix(".lock")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say = "envs.searchqa: another process indexes the corpus; this one waits for it"
+            print(say, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for left in folder.parent.glob(f"{ASIDE}*-{folder.name}"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
 
 
 def _build_bm25(corpus: Corpus, new: Path) -> None:
@@ -177,17 +209,19 @@ class _Request(NamedTuple):
 class Batcher:
     """One thread that searches for many: what they ask within wait_s becomes one search.
 
-    Who asks first is answered first, so nobody waits for longer than the searches under way.
+    Who asks first is answered first. One query that fails, in a batch of others, fails alone; a
+    retriever that fails fails all.
 
     Args:
         wait_s: how long the first query of a batch waits for others; None: the retriever's WAIT_S.
-        max_batch: queries in one search.
+        max_batch: queries in one search; None: the retriever's MAX_BATCH.
     """
 
     def __init__(
-        self, retriever: Retriever, wait_s: float | None = None, max_batch: int = 32
+        self, retriever: Retriever, wait_s: float | None = None, max_batch: int | None = None
     ) -> None:
-        self.retriever, self.max_batch = retriever, max_batch
+        self.retriever = retriever
+        self.max_batch = max_batch or getattr(retriever, "MAX_BATCH", Retriever.MAX_BATCH)
         self.wait_s = getattr(retriever, "WAIT_S", Retriever.WAIT_S) if wait_s is None else wait_s
         self._waiting: deque[_Request] = deque()
         self._changed = threading.Condition()
@@ -222,17 +256,25 @@ class Batcher:
 
     def _run(self) -> None:
         while batch := self._gather():
-            queries = list(dict.fromkeys(request.query for request in batch))
-            try:
-                # The best of the longest list are those of a shorter one.
-                lists = self.retriever.search(queries, max(request.top_k for request in batch))
-                found = dict(zip(queries, lists, strict=True))
-                for request in batch:
-                    request.answer.set_result(found[request.query][: request.top_k])
-            except BaseException as error:  # the thread must live, and nobody may wait for ever
-                for request in batch:
-                    if not request.answer.done():
-                        request.answer.set_exception(error)
+            self._answer(batch)
+
+    def _answer(self, batch: list[_Request]) -> None:
+        """Give each what it asked for, or what was raised."""
+        queries = list(dict.fromkeys(request.query for request in batch))
+        try:
+            # The best of the longest list are those of a shorter one.
+            lists = self.retriever.search(queries, max(request.top_k for request in batch))
+            found = dict(zip(queries, lists, strict=True))
+            for request in batch:
+                request.answer.set_result(found[request.query][: request.top_k])
+        except BaseException as error:  # the thread must live, and nobody may wait for ever
+            if isinstance(error, (QueryError, CorpusError)) and len(queries) > 1:
+                for query in queries:
+                    self._answer([request for request in batch if request.query == query])
+                return
+            for request in batch:
+                if not request.answer.done():
+                    request.answer.set_exception(error)
 
     def _gather(self) -> list[_Request]:
         """The next queries to search for; none after `close`."""

@@ -73,9 +73,14 @@ def information(passages: Sequence[Passage], max_words: int) -> str:
     return f"<information>{chr(10).join(lines)}</information>"
 
 
-def shortened(text: str, max_words: int) -> str:
+def first_words(text: str, max_words: int) -> str:
     """At most so many words, on one line, and of a language without blanks as much as they hold."""
-    return harmless(" ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD])
+    return " ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD]
+
+
+def shortened(text: str, max_words: int) -> str:
+    """The first words, harmless."""
+    return harmless(first_words(text, max_words))
 
 
 def harmless(text: str) -> str:
