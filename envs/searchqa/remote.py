@@ -75,12 +75,12 @@ class Remote(Retriever):
             raise self._error(f"the answer is not Search-R1's ({error!r}): {got!r}") from error
         shortest = min(map(len, lists), default=0)
         if len(lists) != len(queries) or shortest < top_k:
-            error = self._error(
+            lacking = self._error(
                 f"asked for {top_k} passages for each of {len(queries)} queries, got {len(lists)} "
                 f"lists, the shortest of {shortest}"
             )
             is_of_some = len(lists) == len(queries) and max(map(len, lists)) >= top_k
-            raise QueryError(str(error)) if is_of_some else error
+            raise QueryError(str(lacking)) if is_of_some else lacking
         return [found[:top_k] for found in lists]
 
     def _ask(self, body: bytes) -> bytes:

@@ -221,7 +221,8 @@ class Batcher:
         self, retriever: Retriever, wait_s: float | None = None, max_batch: int | None = None
     ) -> None:
         self.retriever = retriever
-        self.max_batch = max_batch or getattr(retriever, "MAX_BATCH", Retriever.MAX_BATCH)
+        own: int = getattr(retriever, "MAX_BATCH", Retriever.MAX_BATCH)
+        self.max_batch = own if max_batch is None else max_batch
         self.wait_s = getattr(retriever, "WAIT_S", Retriever.WAIT_S) if wait_s is None else wait_s
         self._waiting: deque[_Request] = deque()
         self._changed = threading.Condition()
