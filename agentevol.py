@@ -28,7 +28,8 @@ crowded out; and an iteration's data is used for many steps, for imitation need 
 
 (AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
 here the first exploration is the start's, which wants a warm start, and iterations have as many
-steps.)
+steps. The paper merges what an iteration explored with the first demonstrations alone; here, as in
+the script, the set keeps what earlier iterations found.)
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
@@ -173,9 +174,13 @@ def evolve(
         told = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
         distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {told}")
         if not new:
+            least = config.min_return + ROUNDING
+            count = sum(config.ignore_returns or record["return"] > least for record in said)
+            which = f"earned more than {config.min_return:g}"
+            which += " and is not in the set already" if count else ""
             distributed.say(
-                f"iteration {iteration + 1}: nothing of {len(said)} explored earned more than "
-                f"{config.min_return:g}; the set stays as it was"
+                f"iteration {iteration + 1}: nothing of {len(said)} explored {which}; the set "
+                "stays as it was"
             )
         metrics |= {
             "train/trajectories_used": len(new),

@@ -178,6 +178,8 @@ def as_agenttraj(content: Any, name: str, min_return: float | None = None) -> Co
         raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
     if "trajectory_id" in content:
         return _of_trajectory(content, min_return)
+    if "reward" in content and "return" not in content:  # as AgentGym's evaluations note it
+        content = content | {"return": content["reward"]}
     if min_return is not None and "return" not in content:
         raise ValueError("--min-return asks for a return, which this lacks; a run's lines have one")
     noted = (content.get("item_id"), content.get("id"), name)  # the last: nobody's but its own

@@ -160,7 +160,9 @@ def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) ->
         records = distributed.first("reading what is shown", read)
     wanted = count * len(in_each(config))
     if not data and len(records) < wanted:
-        distributed.say(f"the oracle showed {len(records)} of {wanted}: no more that differ")
+        distributed.say(
+            f"the oracle showed {len(records)} of {wanted}: else it failed, or did the same"
+        )
     return records
 
 

@@ -138,6 +138,11 @@ def say_remarks(config: RunConfig, argv: Sequence[str] | None) -> None:
             print(f"note: {line}", flush=True)
 
 
+# What decides how many steps an epoch takes.
+COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
+COUNTED |= {"tasks", "split", "subtasks"}
+
+
 def starting_from(
     argv: Sequence[str],
     kind: type[Options] = Config,  # type: ignore[assignment]
@@ -149,9 +154,8 @@ def starting_from(
         if "preset" in given:
             raise Misuse("--config and --preset both say where to start from; give one")
         saved = options_from(file, kind) | {"config": file}
-        counted = "data" in given and "steps" in kind.may_be_zero
-        if "epochs" in given or counted:  # not the steps that other epochs, or data, took
-            saved.pop("steps", None)
+        if "steps" in kind.may_be_zero and COUNTED & given.keys():
+            saved.pop("steps", None)  # as many as the other run's epochs took
     asked = saved | given
     env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():

@@ -222,6 +222,8 @@ class EvolConfig(IteratedConfig):
         if self.ignore_returns:
             yield "weighting", "leave it out, --ignore-returns counts all alike"
             yield "min_return", "leave it out, --ignore-returns looks at no return"
+        if self.iterations == 1:
+            yield "learn_from", "leave it out, one iteration begins once"
 
     @property
     def plays(self) -> bool:

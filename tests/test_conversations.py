@@ -186,6 +186,14 @@ def test_records_of_files_are_chosen_by_their_returns_where_they_have_one(tmp_pa
         read(file, min_return=0.0)
 
 
+def test_what_agentgym_calls_reward_is_a_return(tmp_path):
+    """Without it every expert counted as better, and a failure as a demonstration."""
+    lines = [RECORDS[0] | {"reward": 0}, RECORDS[1] | {"reward": 0.5, "return": 1.0}]
+    file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    assert [conversations.return_of(record) for record in read(file)] == [0.0, 1.0]
+    assert [r["item_id"] for r in read(file, min_return=0.5)] == [RECORDS[1]["item_id"]]
+
+
 @pytest.mark.parametrize("form", [RECORDS[0], {"messages": said(1)}], ids=["AgentTraj", "messages"])
 @pytest.mark.parametrize(
     "wrong", ['"1"', "null", "true", "NaN", "-Infinity", "1" + "0" * 400, "[1]"]

@@ -36,6 +36,7 @@ from pairs import Pair
 from preferences import preference_loss
 from reporting.metrics import METRICS
 from runtime import checkpoint, distributed
+from runtime.checks import remarks
 from runtime.cli import training_options
 from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
@@ -847,6 +848,7 @@ REFUSED = [
     ("dpo", {"pairs": ("FILES",), "iterations": 1}, "Is a directory"),
     ("agentevol", {"min_return": -1.0}, "--min-return -1 must be finite, and no return is below 0"),
     ("agentevol", {"ignore_returns": True}, "--min-return has no effect here"),
+    ("agentevol", {"learn_from": "last", "iterations": 1}, "--learn-from has no effect here"),
     ("dpo", {"beta": 0}, "--beta 0 must be above 0"),
     ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "is of --loss sigmoid alone"),
@@ -926,6 +928,18 @@ def test_every_preset_and_every_runs_options_are_a_command_line(kind, tmp_path):
         assert found.rounds == rounds and found.learning_rate == kind.learning_rate
 
 
+def test_nobody_is_said_to_train_on_tasks_where_files_teach(tmp_path):
+    """129 held-out tasks were "also trained on" by a file of one conversation."""
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([conversation(0)]))
+    lists = ("--tasks", "short_test", "--eval-tasks", "short_test", *SMALL)
+    for words, is_said in (((), True), (("--data", str(file)), False)):
+        asked = [*words, *lists]
+        found = training_options(asked, "sft.py", "", SftConfig, check_method)
+        lines = remarks(found)
+        assert any("also trained on" in line for line in lines) == is_said
+
+
 def test_epochs_that_are_given_win_over_another_runs_steps(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"method": "sft", "config": {"steps": 6, "epochs": 2}}))
@@ -938,6 +952,9 @@ def test_epochs_that_are_given_win_over_another_runs_steps(tmp_path):
         (["--steps", "7"], 7, 2),
         (["--data", str(other)], 0, 2),
         (["--data", str(other), "--steps", "7"], 7, 2),
+        (["--mini-batch-size", "4"], 0, 2),
+        (["--num-demonstrations", "512"], 0, 2),
+        (["--hold-out", "0.5"], 0, 2),
     ):
         found = training_options([*words, *more], "sft.py", "", SftConfig, check_method)
         assert (found.steps, found.epochs) == (steps, epochs)
