@@ -13,12 +13,11 @@ order, each only if the one before found nothing:
 
     1  pip  torch==2.13.0+cpu
     2  uv   torch==2.13.0 with --torch-backend=cpu, which knows where the CPU builds are
-    3  pip  torch==2.13.0, the default build: it works on a CPU, but only together with its
-            dependencies, several GB of CUDA packages; a line says so
+    3  pip  torch==2.13.0, the default build, with several GB of CUDA packages; a line says so
 
-All that is written lies in `.venv`, the temporary files and the log `.venv/setup.log` included;
-only pip's own cache is outside. Standard library only: this file runs before there is anything
-else. What goes wrong ends in one line that says what to do, and the end of the log if pip failed.
+All that is written lies in `.venv`, log and temporary files included; only pip's own cache is
+outside. Standard library only: this file runs before there is anything else. What goes wrong ends
+in one line that says what to do, and the end of the log if pip failed.
 
 Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAME]`.
 Read next: requirements.txt, stubs/README.md.
@@ -350,9 +349,7 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
     if set_name == "auto":  # keep what is there: asking for the GPU takes a second
         set_name = next((name for name, one in SETS.items() if environment.holds(one)), "")
         if set_name == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
-            print(
-                "setup: .venv holds the cpu set and there is a GPU: make setup SET=cuda", flush=True
-            )
+            print("setup: .venv holds the cpu set, for the GPU here: make setup SET=cuda")
         set_name = set_name or ("cuda" if has_gpu() else "cpu")
     chosen = SETS[set_name]
     names = known_environments(environment.root)

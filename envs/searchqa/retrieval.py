@@ -151,7 +151,10 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         for left in folder.parent.glob(f"{ASIDE}*-{folder.name}"):
             shutil.rmtree(left, ignore_errors=True)
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # who waits for it finds the index, or builds in its turn
 
 
 def _build_bm25(corpus: Corpus, new: Path) -> None:
