@@ -28,8 +28,7 @@ crowded out; and an iteration's data is used for many steps, for imitation need 
 
 (AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
 here the first exploration is the start's, which wants a warm start, and iterations have as many
-steps. The paper merges what an iteration explored with the first demonstrations alone; here, as in
-the script, the set keeps what earlier iterations found.)
+steps. The set keeps what earlier iterations found.)
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96

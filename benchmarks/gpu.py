@@ -209,8 +209,7 @@ def _updates(
 def free() -> None:
     """What the last model has left: sharded ones lie in cycles."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    clock.return_freed()
 
 
 # ----------------------------------------------------------------------------------------- a run

@@ -9,7 +9,7 @@ bridge, border, three hops: 2, 3, 3 and 4 turns of the oracle). Arms, at equal t
 
 Measured is exact match on the test list (100, 100, 100 and 50 of them) within 6 turns, so that an
 arm that trained with less is not cut where it was; before the first step and after the last, since
-an evaluation takes as long as seven steps of the long arm.
+an evaluation takes as long as several steps of the long arm.
 
     python recipes/hops.py run --arm stepwise --seed 0     runs or resumes: results/hops/
     python recipes/hops.py report                          the table of what is there
@@ -60,7 +60,6 @@ BASE = (
     ),
     *("--max-trajectory-tokens", "3072", "--on-collapse", "warn"),
 )
-LAST = ("--steps", "--learning-rate-decay-steps")
 STEPWISE = ("--rounds-scheduler", "scaling_inter_stepwise", "--steps-scaling-inter", "12")
 # So many steps play about as many turns: 32 episodes of 2, of 3.2 or of both and what lies between.
 STEPS = {"short": 45, "long": 28, "stepwise": 36}
@@ -71,7 +70,7 @@ ROUNDS: dict[str, tuple[str, ...]] = {
 }
 # Each arm is measured at its end, and its learning rate falls until there.
 ARMS = {
-    arm: (*rounds, *(w for o in LAST for w in (o, str(STEPS[arm]))))
+    arm: (*rounds, "--steps", f"{STEPS[arm]}", "--learning-rate-decay-steps", f"{STEPS[arm]}")
     for arm, rounds in ROUNDS.items()
 }
 

@@ -106,7 +106,7 @@ class VLLMEngine:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's card; by itself vLLM takes the first card.
             options["distributed_executor_backend"] = "external_launcher"
-        clock.return_freed()  # by a warm start in this process: up to two thirds of a card
+        clock.return_freed()  # by a warm start in this process
         try:
             with _quiet():
                 self._llm = LLM(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,13 @@ def test_a_gpu_took_what_the_formulas_of_today_say():
     assert f"peaks of {min(ratios):.2f} to {max(ratios):.2f} of the formula's" in readme
     used = {row["way"]: f"{row['share_of_peak_flops']:.0%}" for row in found["update"]}
     assert used["full, checkpointing"] == "40%" and "40 % of the card's arithmetic" in readme
+    seconds = {
+        name: statistics.median(row["time/update_s"] for row in rows[1:])
+        for name, rows in found["runs"].items()
+    }
+    lesson = (ROOT / "tutorials/10_is_my_run_healthy.md").read_text(encoding="utf-8")
+    said = f"{seconds['LoRA']:.1f} s for an update\nof a 3B model with adapters"
+    assert said in lesson and f"and {seconds['full']:.1f} s for one of all weights" in lesson
     lora = [int(used[way][:-1]) for way in used if way.startswith("LoRA")]
     assert f"{min(lora)} to {max(lora)} with LoRA" in readme
 

@@ -24,11 +24,9 @@ passages' scores differ by no more than that (1e-6), their order may too.
 Read next: envs/searchqa/remote.py.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from envs.searchqa.corpus import Corpus
-from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, needed
+from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, locked, needed
 from envs.searchqa.remote import contents
 from runtime.exchange import encodable
 from runtime.files import aside, cache_dir, make_folder
@@ -199,13 +197,7 @@ def _cached(corpus: Corpus, encoder: Encoder) -> Path:
         return path
     make_folder(path.parent)
     part = path.with_suffix(".part")
-    with part.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say = "envs.searchqa: another process encodes the corpus; this one waits for it"
-            print(say, file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(part, "encodes"):
         if not path.exists():  # the other one was stopped, or there was none
             _encode_corpus(corpus, encoder, part)
             _write_index(part, encoder.width, path)

@@ -7,11 +7,14 @@ corpus alone: neither on the algorithm that picked the best, nor on how many wer
 Read next: envs/searchqa/retrieval.py.
 """
 
+import contextlib
+import fcntl
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +65,20 @@ def needed(package: str) -> Any:
         if package in EXTRA:
             hint = "envs/searchqa/requirements.txt says how"
         raise RetrievalError(f"the package {error.name} is not installed; {hint}") from error
+
+
+@contextlib.contextmanager
+def locked(path: Path, doing: str) -> Iterator[None]:
+    """Of the processes that would make one thing, the one that is here; others wait, and say so.
+    `path` is made if it is not there, and stays as it is."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say = f"envs.searchqa: another process {doing} the corpus; this one waits for it"
+            print(say, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def best(scores: np.ndarray, top_k: int) -> np.ndarray:

@@ -33,13 +33,11 @@ Read next: envs/searchqa/dense.py.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import sys
 import threading
 import unicodedata
 from collections import deque
@@ -59,6 +57,7 @@ from envs.searchqa.ranking import (
     Retriever,
     Scored,
     best,
+    locked,
     needed,
 )
 from envs.searchqa.remote import Remote
@@ -142,13 +141,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     killed has left: for Wikipedia gigabytes of it, and of memory for each that builds."""
     make_folder(folder.parent)
     lock = folder.with_suffix(".lock")
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say = "envs.searchqa: another process indexes the corpus; this one waits for it"
-            print(say, file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(lock, "indexes"):
         for left in folder.parent.glob(f"{ASIDE}*-{folder.name}"):
             shutil.rmtree(left, ignore_errors=True)
         try:
