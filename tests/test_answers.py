@@ -152,9 +152,11 @@ def test_a_search_that_shows_one_passage_loses_two_hops_and_the_oracle_some(monk
             shown.setdefault((question.kind, top_k), []).append(seen)
     share = {key: round(100 * sum(seen) / len(seen)) for key, seen in shown.items()}
     said = answers_of("13_deep_search")
-    falls = [share[kind, top_k] for top_k in (3, 1) for kind in ("bridge", "border")]
-    assert "falls from {} and {} % to {} and {} %".format(*falls) in said
-    assert f"of one hop from {share['one hop', 3]} to {share['one hop', 1]} %" in said
+    falls = {kind: f"from {share[kind, 3]} to {share[kind, 1]} %" for kind, _ in share}
+    three = [shown["three hops", top_k] for top_k in (3, 1)]
+    few = f"three hops from {sum(three[0])} questions of {len(three[0])} to {sum(three[1])}"
+    assert f"(bridge {falls['bridge']}, border {falls['border']}, {few})" in said
+    assert f"one hop a quarter ({falls['one hop']})" in said
 
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_TOPK", "1")
     env, given_up = SearchQA(), 0

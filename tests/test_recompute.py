@@ -4,6 +4,7 @@ import measure_memory
 import pytest
 import torch
 
+from benchmarks.gpu import random_batch, random_policy
 from losses import Objective
 from runtime.distributed import make_accelerator
 from runtime.recompute import keep_for_backward, what_to_keep
@@ -14,9 +15,9 @@ SHAPE = measure_memory.SMALL["tiny"]
 
 def gradients(keep, share_prefix=False, bf16=False):
     torch.manual_seed(0)
-    model = measure_memory.build(SHAPE)
+    model = random_policy(SHAPE)
     keep_for_backward(model, keep)
-    batch = measure_memory.random_batch(SHAPE, 96)
+    batch = random_batch(SHAPE, 96)
     if share_prefix:  # one group with one opening
         batch.group_ids[:] = 0
         batch.input_ids[1, :60] = batch.input_ids[0, :60]
