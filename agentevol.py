@@ -28,7 +28,8 @@ crowded out; and an iteration's data is used for many steps, for imitation need 
 
 (AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
 here the first exploration is the start's, which wants a warm start, and iterations have as many
-steps. The set keeps what earlier iterations found.)
+steps. The set keeps what earlier iterations found; --merge-with demonstrations lets each
+iteration's exploration join those alone.)
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
@@ -164,6 +165,8 @@ def evolve(
 
     def make() -> tuple[list[Conversation], dict[str, Any]]:
         before = kept.of(iteration)[0] if iteration else list(given)
+        if config.merge_with == "demonstrations":
+            before = [record for record in before if record["origin"] == DEMONSTRATED]
         said, metrics = w.explore(
             iteration + 1, step, config.tasks_per_iteration, config.group_size
         )
@@ -177,9 +180,10 @@ def evolve(
             count = sum(config.ignore_returns or record["return"] > least for record in said)
             which = f"earned more than {config.min_return:g}"
             which += " and is not in the set already" if count else ""
+            whole = config.merge_with == "all"
+            rest = "the set stays as it was" if whole else "the demonstrations are the set"
             distributed.say(
-                f"iteration {iteration + 1}: nothing of {len(said)} explored {which}; the set "
-                "stays as it was"
+                f"iteration {iteration + 1}: nothing of {len(said)} explored {which}; {rest}"
             )
         metrics |= {
             "train/trajectories_used": len(new),

@@ -35,6 +35,7 @@ from runtime.clock import Clock, OutOfMemory
 from runtime.default_models import resolve_model
 from runtime.files import marks_of
 from runtime.interrupt import StopRequests
+from runtime.methods import IteratedConfig
 from worker import Worker
 
 # clock.py makes an OutOfMemory of an engine that had no memory.
@@ -122,7 +123,11 @@ class Session(Generic[WorkerType]):
         evaluated = [
             n for n in range(1, c.steps + 1) if held_out and is_due(n, c.eval_every, c.steps)
         ]
-        self.time_left = TimeLeft(c.steps, evaluated, held_out / max(c.episodes_per_step, 1))
+        exploring, episodes = range(0), c.episodes_per_step
+        if isinstance(c, IteratedConfig):
+            exploring = range(1, c.steps + 1, c.steps_per_iteration)
+            episodes = c.tasks_per_iteration * c.group_size
+        self.time_left = TimeLeft(c.steps, evaluated, held_out / max(episodes, 1), exploring)
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint."""
@@ -278,7 +283,7 @@ class Session(Generic[WorkerType]):
                 "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
                 "rollout/engine_idle_share": log.engine_idle_s / seconds,
             }
-        self.time_left.note(timings)
+        self.time_left.note(timings | {"step": step})
         self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
             raise TrainingError(collapse)

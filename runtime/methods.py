@@ -205,6 +205,9 @@ class EvolConfig(IteratedConfig):
     """how much a kept trajectory counts: as much as it earned, or one, as a demonstration"""
     ignore_returns: bool = False
     """control: whatever it earned, what is explored first joins, and counts 1"""
+    merge_with: Literal["all", "demonstrations"] = "all"
+    """what an iteration's exploration joins: all that was there before, or no more than the
+    demonstrations"""
     learn_from: Literal["base", "last"] = "base"
     """whose weights an iteration begins with: the run's start, or the iteration's before"""
     # How it learns
@@ -224,6 +227,7 @@ class EvolConfig(IteratedConfig):
             yield "min_return", "leave it out, --ignore-returns looks at no return"
         if self.iterations == 1:
             yield "learn_from", "leave it out, one iteration begins once"
+            yield "merge_with", "leave it out, the only iteration joins the demonstrations"
 
     @property
     def plays(self) -> bool:

@@ -780,6 +780,18 @@ def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_
     assert on[2]["policy/entropy"] < rows[2]["policy/entropy"] - 0.01
 
 
+def test_exploration_may_join_the_demonstrations_alone(tmp_path, url):
+    values = settings("agentevol", tmp_path, url, merge_with="demonstrations")
+    assert run("agentevol", values) == 0
+    origins = [
+        json.loads((tmp_path / f"run/evolving/iteration_00{n}.json").read_text())["origins"]
+        for n in (1, 2)
+    ]
+    for number, found in enumerate(origins, start=1):
+        assert set(found) == {"demonstration", f"iteration {number}"}
+        assert found["demonstration"] == 4
+
+
 def test_an_iteration_in_which_nothing_earned_leaves_the_demonstrations_and_says_so(
     tmp_path, url, capsys
 ):
@@ -849,6 +861,11 @@ REFUSED = [
     ("agentevol", {"min_return": -1.0}, "--min-return -1 must be finite, and no return is below 0"),
     ("agentevol", {"ignore_returns": True}, "--min-return has no effect here"),
     ("agentevol", {"learn_from": "last", "iterations": 1}, "--learn-from has no effect here"),
+    (
+        "agentevol",
+        {"merge_with": "demonstrations", "iterations": 1},
+        "--merge-with has no effect here",
+    ),
     ("dpo", {"beta": 0}, "--beta 0 must be above 0"),
     ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "is of --loss sigmoid alone"),

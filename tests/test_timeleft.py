@@ -46,6 +46,19 @@ def test_an_evaluation_that_was_never_timed_is_taken_for_a_rollout_of_its_size()
     assert fed(TimeLeft(10, [10], eval_share=3.0), rows).after(9) == 30 + 100
 
 
+def test_explorations_that_begin_an_iteration_are_counted_apart_from_its_steps():
+    """The first step of AgentEvol explores for minutes; 239 more of those would be hours."""
+    left = TimeLeft(240, [120, 240], exploring=range(1, 241, 60))
+    fed(left, [{"step": 1, "time/step_s": 320.0, "time/rollout_s": 300.0}])
+    assert left.after(1) == 239 * 20 + 3 * 300
+    fed(left, [{"step": 2, "time/step_s": 20.0}])
+    assert left.after(60) == 180 * 20 + 3 * 300  # step 61 begins with one
+    assert left.after(61) == 179 * 20 + 2 * 300
+    resumed = {"step": 3, "time/step_s": 21.0, "time/rollout_s": 1.0}  # what it read, not played
+    fed(left, [resumed])
+    assert left.after(181) == 59 * 20
+
+
 @pytest.mark.parametrize("cut", [3, 12, 25])
 def test_a_resumed_run_that_reads_its_timings_says_what_an_uninterrupted_one_says(cut):
     rows = [{"time/step_s": 10.0 + n % 7, "time/rollout_s": 5.0} for n in range(30)]
