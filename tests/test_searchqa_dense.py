@@ -225,7 +225,14 @@ def test_an_index_that_does_not_fit_is_refused_in_one_line(encoder, tmp_path):
     vectors = encoder.passages([contents(passage) for passage in BOOK])
     few = write_index(tmp_path / "few.index", vectors[:3])
     wide = write_index(tmp_path / "wide.index", np.ones((len(BOOK), 24), np.float32))
-    holes = write_index(tmp_path / "holes.index", np.full_like(vectors, np.nan))
+    some = vectors.copy()
+    some[[1, 3]] = np.nan  # none of those that are looked at when it is opened
+    holes = write_index(tmp_path / "holes.index", some)
+    empty = write_index(tmp_path / "empty.index", np.full_like(vectors, np.nan))
+    other = Encoder(make_model(tmp_path / "other", seed=1))
+    others = write_index(
+        tmp_path / "others.index", other.passages([contents(passage) for passage in BOOK])
+    )
     text = tmp_path / "text.index"
     text.write_text("no index\n")
     for path, said in (
@@ -233,12 +240,14 @@ def test_an_index_that_does_not_fit_is_refused_in_one_line(encoder, tmp_path):
         (wide, r"wide.index holds vectors of 24 numbers, the encoder .*tiny makes 16"),
         (text, r"text.index is no faiss index"),
         (tmp_path / "none", r"there is no file .*none"),
+        (empty, r"empty.index is the index of other passages, or of another .* are nan, nan"),
+        (others, r"of another encoder: the cosines of its vectors with those that .*tiny makes of"),
     ):
         with pytest.raises(RetrievalError, match=said) as caught:
             Dense(BOOK, encoder, path)
         assert "\n" not in str(caught.value)
     with pytest.raises(RetrievalError, match="vectors that are no numbers"):
-        Dense(BOOK, encoder, holes).search(["flag"], 2)
+        Dense(BOOK, encoder, holes).search(["flag"], 5)
     with pytest.raises(RetrievalError, match="the corpus has no passages"):
         Dense(corpus_of(), encoder)
 
@@ -246,7 +255,7 @@ def test_an_index_that_does_not_fit_is_refused_in_one_line(encoder, tmp_path):
 def test_an_index_is_mapped_not_read(encoder, tmp_path):
     """The vectors are the file's own pages, so that processes share them."""
     path = tmp_path / "big.index"
-    vectors = np.random.default_rng(0).standard_normal((100_000, WIDTH)).astype(np.float32)
+    vectors = np.repeat(encoder.passages(['"a"\nb']), 100_000, axis=0)
     write_index(path, vectors)
     corpus = corpus_of(*[("a", "b")] * len(vectors))
     retriever = Dense(corpus, encoder, path)

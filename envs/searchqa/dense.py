@@ -44,6 +44,7 @@ from runtime.lazytorch import no_grad, torch
 MAX_TOKENS = 256  # of a text, as Search-R1; the rest is cut
 BATCH = 16  # texts encoded at once; of more, a CPU spends as much on padding as it gains
 CHUNK = 256  # passages encoded between two writes
+ALIKE = 0.95  # cosine of two vectors of one passage; e5's of two passages are often 0.7 to 0.9
 _FORMAT = 1  # of what `Dense` caches
 
 
@@ -161,7 +162,28 @@ class Dense(Retriever):
                 f"makes {encoder.width}; SEARCHQA_RETRIEVAL_MODEL_PATH is the one that it was "
                 "made with"
             )
+        if index:
+            self._look_at_some()
         self._sign = -1.0 if self._index.metric_type == faiss.METRIC_L2 else 1.0  # a distance
+
+    def _look_at_some(self) -> None:
+        """Compare what a user's index holds of three passages with what the encoder makes of them:
+        its length and width may fit by chance, and its results would be nonsense without a word."""
+        last = len(self.corpus) - 1
+        places = [0, last // 2, last]
+        try:
+            there = np.stack([self._index.reconstruct(place) for place in places])
+        except RuntimeError:  # of a kind that keeps no vectors
+            return
+        made = self.encoder.passages([contents(self.corpus[place]) for place in places])
+        cosines = (there * made).sum(1) / np.linalg.norm(there, axis=1)  # made ones have length 1
+        if not np.median(cosines) >= ALIKE:  # nor if they are no numbers
+            seen = ", ".join(f"{cosine:.2f}" for cosine in cosines)
+            raise RetrievalError(
+                f"{self.path} is the index of other passages, or of another encoder: the cosines "
+                f"of its vectors with those that {self.encoder.path} makes of passages "
+                f"{', '.join(map(str, places))} are {seen}"
+            )
 
     def scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:
         """As `Retriever.scored`."""
