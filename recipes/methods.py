@@ -24,11 +24,13 @@ on to the method's program. Read next: miniature.py, evidence.py.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +41,7 @@ from recipes.common import (  # noqa: E402
     RESULTS,
     Recipe,
     Result,
+    markdown,
     planned,
     read_json,
     train,
@@ -134,6 +137,8 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     train(words, run_dir, steps, kind_of(arm))
     result = {"arm": options.method, "seed": options.seed} | record(run_dir, steps)
     count_shown(result, arm, shown_turns)
+    if arm.program == "agentevol.py":
+        result["evolved"] = evolved(run_dir / "evolving")
     write_json(options.results / f"{name}.json", result)
     print(f"wrote {options.results / name}.json", flush=True)
 
@@ -158,6 +163,20 @@ def count_shown(result: Result, arm: Arm, turns: float) -> None:
     for row in result["curve"]:
         seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
         row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
+
+
+def evolved(folder: Path) -> list[dict[str, list[float]]]:
+    """What each iteration of AgentEvol has learned from: origin -> [trajectories, their mean
+    weight]."""
+    found = []
+    for path in sorted(folder.glob("iteration_*.jsonl")):
+        weights: dict[str, list[float]] = {}
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line:
+                record = json.loads(line)
+                weights.setdefault(record["origin"], []).append(record["weight"])
+        found.append({each: [len(w), round(fmean(w), 4)] for each, w in weights.items()})
+    return found
 
 
 # ------------------------------------------------------------------------------------------ report
@@ -200,7 +219,21 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
                     for most in (SOON, LATE)
                 ]
                 lines += ["", f"agentevol minus {name}, at their ends: {', '.join(told)} points."]
+    for name in ("agentevol", "unweighted"):
+        for result in runs.get(name, ()):
+            said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
+            lines += ["", said, "", *sets_of(result["evolved"])]
     return lines
+
+
+def sets_of(found: Sequence[dict[str, list[float]]]) -> list[str]:
+    """A row of each iteration, a column of each origin."""
+    origins = list(found[-1])
+    rows = []
+    for number, parts in enumerate(found, start=1):
+        cells = [f"{parts[o][0]} x {parts[o][1]:.2f}" if o in parts else "" for o in origins]
+        rows.append((number, sum(count for count, _ in parts.values()), *cells))
+    return markdown(" | ".join(["iteration", "all", *origins]), rows)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

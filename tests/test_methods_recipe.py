@@ -104,11 +104,29 @@ def test_the_table_puts_them_beside_rl_at_the_turns_that_all_have_played(tmp_pat
     page.write_text("a\n<!-- miniature methods -->\n<!-- end methods -->\nb\n")
     with pytest.raises(ValueError, match="is empty; run"):
         methods.report(own, page, others)
-    write(own, *(result("agentevol", s, [0, 0], [2, 2], turns=(100, 200)) for s in (0, 1)))
+    sets = [{"demonstration": [4, 1.0]}, {"demonstration": [4, 1.0], "iteration 2": [3, 0.9]}]
+    for seed in (0, 1):
+        evolved = result("agentevol", seed, [0, 0], [2, 2], turns=(100, 200)) | {"evolved": sets}
+        write(own, evolved)
     write(own, result("cloning", 0, [0, 0], [0, 2], turns=(10, 20)))
     write(others, *(result("rloo", s, [0, 0], [0, 9], turns=(150, 300)) for s in (0, 1, 2)))
     said = methods.report(own, page, others)
     assert "after 200 turns, a teacher's included" in said
     assert "| agentevol | 2 | 100.0" in said and "| rloo | 3 | 0.0" in said
     assert "| cloning |" not in said and "agentevol minus cloning, at their ends" in said
+    assert "| 1 | 4 | 4 x 1.00 |  |\n| 2 | 7 | 4 x 1.00 | 3 x 0.90 |" in said
     assert said in page.read_text() and (own / "methods.png").exists()
+
+
+def test_what_each_iteration_learned_from_is_recorded(tmp_path):
+    line = '{{"origin": "{}", "weight": {}, "conversations": ["a\u2028b"]}}\n'
+    first = [("demonstration", 1.0), ("iteration 1", 0.5)]
+    for number, parts in enumerate((first, [*first, ("iteration 1", 1.0)]), start=1):
+        text = "".join(line.format(*each) for each in parts)
+        (tmp_path / f"iteration_00{number}.jsonl").write_text(text, encoding="utf-8")
+        (tmp_path / f"iteration_00{number}.json").write_text("{}")
+    one = [1, 1.0]
+    assert methods.evolved(tmp_path) == [
+        {"demonstration": one, "iteration 1": [1, 0.5]},
+        {"demonstration": one, "iteration 1": [2, 0.75]},
+    ]
