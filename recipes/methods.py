@@ -26,7 +26,7 @@ on to the method's program. Read next: miniature.py, evidence.py.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from recipes.common import (  # noqa: E402
     train,
     write_json,
 )
-from recipes.evidence import common_budget, compare, end  # noqa: E402
+from recipes.evidence import Shares, common_budget, compare, end, start  # noqa: E402
 from recipes.miniature import record  # noqa: E402
 from recipes.miniature_plan import BASE, ESTIMATORS, SEEDS, read_results  # noqa: E402
 from recipes.miniature_plan import FOLDER as MINIATURE  # noqa: E402
@@ -139,6 +139,9 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     count_shown(result, arm, shown_turns)
     if arm.program == "agentevol.py":
         result["evolved"] = evolved(run_dir / "evolving")
+    if arm.program == "dpo.py":
+        made = sorted((run_dir / "pairs").glob("iteration_*.json"))
+        result["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
     write_json(options.results / f"{name}.json", result)
     print(f"wrote {options.results / name}.json", flush=True)
 
@@ -204,26 +207,38 @@ def report(folder: Path, page: Path = PAGE, miniature: Path = MINIATURE) -> str:
 
 
 def table(runs: dict[str, list[Result]]) -> list[str]:
-    """At the turns that all of the long arms have played; AgentEvol against its controls."""
+    """At the turns that all of the long arms have played; each against its start, GRPO, and
+    AgentEvol against its controls."""
     long = [name for name in runs if name != "cloning"]  # which is short by design
     every = [result for name in long for result in runs[name]]
     budget = common_budget(every, "turns")
     lines = [f"Held-out goals solved, %, after {budget:,.0f} turns, a teacher's included:", ""]
     lines += at_budget(runs, long, every, budget, "turns")
-    if "agentevol" in runs:
-        for name in ("cloning", "unweighted", "sft"):
-            if name in runs:
-                told = [
-                    f"in {most} turns "
-                    + compare(runs["agentevol"], runs[name], *[partial(end, within=most)] * 2)
-                    for most in (SOON, LATE)
-                ]
-                lines += ["", f"agentevol minus {name}, at their ends: {', '.join(told)} points."]
+    for name in ARMS:
+        if name in runs:
+            lines += ["", f"{name} minus its start: {points(runs[name], runs[name], start)}."]
+    pairs = [(name, "grpo") for name in ("sft", "dpo", "agentevol")]
+    for name, other in [*pairs, *(("agentevol", o) for o in ("cloning", "unweighted", "sft"))]:
+        if name in runs and other in runs:
+            told = points(runs[name], runs[other], end)
+            lines += ["", f"{name} minus {other}, at their ends: {told}."]
     for name in ("agentevol", "unweighted"):
         for result in runs.get(name, ()):
             said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
             lines += ["", said, "", *sets_of(result["evolved"])]
     return lines
+
+
+def points(
+    results: Sequence[Result], others: Sequence[Result], where: Callable[..., Shares]
+) -> str:
+    """The ends of results minus what others have there, within few turns and within many."""
+    told = [
+        f"in {most} turns "
+        + compare(results, others, partial(end, within=most), partial(where, within=most))
+        for most in (SOON, LATE)
+    ]
+    return f"{', '.join(told)} points"
 
 
 def sets_of(found: Sequence[dict[str, list[float]]]) -> list[str]:

@@ -43,7 +43,7 @@ def test_the_page_has_the_table_of_the_committed_runs():
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
     done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
-    assert done == ["sft"], "RESULTS.md speaks of one run of SFT"
+    assert done == ["sft", "dpo"], "RESULTS.md speaks of one run of each"
     rows = [line.split(" | ") for line in methods.table(methods.runs_in(methods.FOLDER))]
     in_4 = {
         row[0].strip("| "): float(row[2].split()[0])
@@ -52,6 +52,9 @@ def test_the_page_has_the_table_of_the_committed_runs():
     }
     ends = [value for name, value in in_4.items() if name in methods.ESTIMATORS]
     assert len(ends) == 4 and f"come to {min(ends)} to {max(ends)} % with as many turns" in page
+    (dpo,) = methods.FOLDER.glob("dpo-*.json")
+    pairs = json.loads(dpo.read_text())["pairs"]
+    assert f"prefers {min(pairs)} to {max(pairs)} pairs of it each time" in page
     (run,) = methods.FOLDER.glob("sft-*.json")
     curve = json.loads(run.read_text())["curve"]
     learned = sum(row["train/trajectories_used"] for row in curve)
