@@ -1,8 +1,8 @@
 """Several worlds in one run: does one policy learn two, and what does the company cost each?
 
 Crafting (TextCraft's goals of depth 1 and 2) and mazes (the laboratory's, BabyAI), and a model of
-3M parameters that has imitated a careless teacher in both. Arms, of which each plays as many tasks
-of a world as the others do:
+3M parameters that has imitated a careless teacher in both (recipes/starts/tiny-several). Arms, of
+which each plays as many tasks of a world as the others do:
 
     mixed        both in every step, 8 tasks each
     normalized   the same with --normalize-per-env: advantages whitened within each world
@@ -11,7 +11,7 @@ of a world as the others do:
 Held-out goals are crafting goals that neither the teacher showed nor RL plays, every third of the
 training split's (some are ingredients of goals that are played), and the laboratory's mazes.
 
-    python recipes/several.py start                        the model: 45 minutes, by estimate
+    python recipes/several.py start                        the model, made anew: some 45 minutes
     python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
     python recipes/several.py report                       the table of what is there
 
@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from conversations import Conversation  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from envs.babyai.env import BabyAI  # noqa: E402
 from envs.textcraft.env import TextCraft  # noqa: E402
@@ -52,7 +53,6 @@ from recipes.miniature_plan import read_results  # noqa: E402
 BASE = ROOT / "recipes" / "several.json"
 FOLDER = RESULTS / "several"
 IDS = ROOT / "recipes" / "ids"  # beside this file: where worlds of this module have their lists
-START = Path("runs/several-start")
 VOCABULARY = 1024
 CRAFTED, MAZES = 8_000, 4_000  # episodes that are imitated
 HELD_OUT = 3  # every so manieth crafting goal
@@ -107,10 +107,8 @@ def write_ids() -> None:
         print(f"recipes/ids/{name}.json: {len(ids)} tasks")
 
 
-def make_start(out: Path, crafted: int, mazes: int) -> None:
-    """Episodes of both teachers, a tokenizer of their words, random weights, imitation."""
-    from runtime.default_models import build_small
-
+def demonstrate(crafted: int, mazes: int) -> tuple[list[Conversation], list[str]]:
+    """Episodes of both teachers, mixed by chance; and texts that hold the words of all."""
     tasks = load_tasks("textcraft", file=IDS / "craft_train.json")
     crafting, _ = careless.demonstrate(tasks, crafted, careless.ERROR, seed=0)
     walking, table, _ = laboratory.demonstrate(mazes)
@@ -118,6 +116,14 @@ def make_start(out: Path, crafted: int, mazes: int) -> None:
     texts = [turn["value"] for r in (*crafting, *walking[:1000]) for turn in r["conversations"]]
     shown = [*crafting, *walking]
     random.Random(0).shuffle(shown)
+    return shown, texts
+
+
+def make_start(out: Path, crafted: int, mazes: int) -> None:
+    """What the teachers show, a tokenizer of their words, random weights, imitation."""
+    from runtime.default_models import build_small
+
+    shown, texts = demonstrate(crafted, mazes)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "demonstrations.json", shown)
     build_small(out / "random", [*texts, "system\n", "user\n", "assistant\n"], VOCABULARY)
@@ -134,8 +140,6 @@ def make_start(out: Path, crafted: int, mazes: int) -> None:
 def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """One run, or the rest of it; its result."""
     words = ["--config", str(BASE), *ARMS[options.arm], "--seed", str(options.seed), *extra]
-    if "--model" not in extra and not Path(read_json(BASE)["model"]).is_dir():
-        raise ValueError("there is no model yet; make it: python recipes/several.py start")
     train_arm(options, words)
 
 
@@ -187,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["start"]:
         parser = argparse.ArgumentParser(description="Make the model that the arms begin with.")
-        parser.add_argument("--out", type=Path, default=START)
+        parser.add_argument("--out", type=Path, default=Path("runs/several-start"))
         parser.add_argument("--crafted", type=int, default=CRAFTED, help="episodes of crafting")
         parser.add_argument("--mazes", type=int, default=MAZES, help="episodes in mazes")
         parser.add_argument("--write-ids", action="store_true", help="the id lists, and no model")

@@ -12,6 +12,7 @@ from config import Config, complete
 from envs import load_tasks
 from mixture import horizons_of, tasks_of
 from recipes import common, learns, learns_report, published, several, worlds
+from runtime.starts import hash_of
 from train import requests_of
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
@@ -400,6 +401,14 @@ def test_every_arm_of_two_worlds_plays_eight_tasks_of_each_of_its_worlds_a_step(
         assert set(played.values()) == {8 * config.group_size}
         assert set(played) == ({arm} if arm in several.WORLDS else set(several.WORLDS))
         assert config.mini_batch_size >= len(requests), "one optimizer step"
+
+
+@pytest.mark.slow  # three minutes of play
+def test_the_start_of_two_worlds_was_made_by_the_command():
+    about = json.loads((common.ROOT / "recipes/starts/tiny-several/sft.json").read_text())
+    shown, _ = several.demonstrate(several.CRAFTED, several.MAZES)
+    assert about["records"] == hash_of(shown)
+    assert json.loads(several.BASE.read_text())["model"] == "recipes/starts/tiny-several"
 
 
 def test_the_report_of_two_worlds_compares_each_with_itself_alone(tmp_path):
