@@ -8,6 +8,7 @@ failed:
     sft          fresh episodes of the teacher, each seen once
     dpo          pairs of what the policy has just played, twelve times
     agentevol    512 episodes of the teacher; explores four times, learns from the start each time
+    few          the same with 64 of his episodes and more of its own: his errors weigh less
     cloning      its control: those 512 alone, as many optimizer steps as an iteration has
     unweighted   another one: of each task what it explored first joins, whatever that earned: all
                  returns are 1, so that more joins
@@ -85,9 +86,10 @@ class Arm:
 
 
 EVOLVE = (
-    *("--iterations", "4", "--tasks-per-iteration", "320", "--group-size", "8"),
+    *("--iterations", "4", "--group-size", "8"),
     *("--learning-rate", "1e-4", "--eval-every", "60"),
 )
+BROAD = ("--tasks-per-iteration", "320")
 ARMS = {
     "sft": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "18"), 54, 54 * 64),
     "dpo": Arm(
@@ -96,9 +98,10 @@ ARMS = {
         + ("--learning-rate", "3e-5", "--eval-every", "60"),
         180,
     ),
-    "agentevol": Arm("agentevol.py", EVOLVE, 240, 512),
+    "agentevol": Arm("agentevol.py", (*EVOLVE, *BROAD), 240, 512),
+    "few": Arm("agentevol.py", (*EVOLVE, "--tasks-per-iteration", "360"), 240, 64),
     "cloning": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "60"), 60, 512),
-    "unweighted": Arm("agentevol.py", (*EVOLVE, "--ignore-returns"), 240, 512),
+    "unweighted": Arm("agentevol.py", (*EVOLVE, *BROAD, "--ignore-returns"), 240, 512),
 }
 OTHERS = (*ESTIMATORS, "stepwise")  # of miniature.py
 
@@ -199,7 +202,7 @@ def report(folder: Path, page: Path = PAGE, miniature: Path = MINIATURE) -> str:
     if not any(name in ARMS for name in runs):
         raise ValueError(f"{folder} is empty; run: python recipes/methods.py run --method sft")
     text = "\n".join(table(runs))
-    drawn = [name for name in runs if name not in ("cloning", "unweighted")]
+    drawn = [name for name in runs if name not in ("few", "cloning", "unweighted")]
     panels = (AT_ONCE, ALL)
     curves(folder / "methods.png", runs, drawn, "turns", "turns played in training", panels)
     insert(page, "methods", text)
@@ -218,11 +221,12 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
         if name in runs:
             lines += ["", f"{name} minus its start: {points(runs[name], runs[name], start)}."]
     pairs = [(name, "grpo") for name in ("sft", "dpo", "agentevol")]
-    for name, other in [*pairs, *(("agentevol", o) for o in ("cloning", "unweighted", "sft"))]:
+    pairs += [("agentevol", other) for other in ("few", "cloning", "unweighted", "sft")]
+    for name, other in pairs:
         if name in runs and other in runs:
             told = points(runs[name], runs[other], end)
             lines += ["", f"{name} minus {other}, at their ends: {told}."]
-    for name in ("agentevol", "unweighted"):
+    for name in ("agentevol", "few", "unweighted"):
         for result in runs.get(name, ()):
             said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
             lines += ["", said, "", *sets_of(result["evolved"])]
