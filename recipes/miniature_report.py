@@ -297,7 +297,8 @@ def curves(
             axis.set(ylabel="solved, %", xlabel=label)
             axis.locator_params(axis="x", nbins=5)
         lines = axes[0][0].get_legend_handles_labels()
-        picture.legend(*lines, loc="outside lower center", ncols=len(lines[0]))
+        rows = -(-len(lines[0]) // 6)  # more than six names are wider than the picture
+        picture.legend(*lines, loc="outside lower center", ncols=-(-len(lines[0]) // rows))
 
 
 def pooled(

@@ -11,6 +11,7 @@ from chat import ChatTemplate
 from conversations import from_agenttraj
 from models import load_tokenizer
 from recipes import laboratory, methods
+from recipes.evidence import end, start
 from runtime.cli import training_options
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 
@@ -39,11 +40,19 @@ def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
     assert config.ignore_returns == (name == "unweighted") if arm.program == "agentevol.py" else 1
 
 
+def origins(result):
+    """How many trajectories each iteration has added."""
+    last = result["evolved"][-1]
+    assert all(weight == pytest.approx(0.92, abs=0.005) for _, weight in list(last.values())[1:])
+    assert 3 * last["demonstration"][0] == pytest.approx(sum(n for n, _ in last.values()), rel=0.1)
+    return [count for origin, (count, _) in last.items() if origin != "demonstration"]
+
+
 def test_the_page_has_the_table_of_the_committed_runs():
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
     done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
-    assert done == ["sft", "dpo"], "RESULTS.md speaks of one run of each"
+    assert done == ["sft", "dpo", "agentevol", "cloning", "unweighted"], "one run of each, said"
     rows = [line.split(" | ") for line in methods.table(methods.runs_in(methods.FOLDER))]
     in_4 = {
         row[0].strip("| "): float(row[2].split()[0])
@@ -55,6 +64,21 @@ def test_the_page_has_the_table_of_the_committed_runs():
     (dpo,) = methods.FOLDER.glob("dpo-*.json")
     pairs = json.loads(dpo.read_text())["pairs"]
     assert f"prefers {min(pairs)} to {max(pairs)} pairs of it each time" in page
+    found = methods.runs_in(methods.FOLDER)
+    own = [count for result in found["agentevol"] for count in origins(result)]
+    assert f"the policy's own {min(own)} to {max(own)} successes count 0.92" in page
+    lost, regained, few, many = (
+        told.split()[0].lstrip("+-")
+        for told in (
+            methods.points(found["cloning"], found["cloning"], start).split("in 16 turns ")[1],
+            methods.points(found["agentevol"], found["cloning"], end).split("in 16 turns ")[1],
+            *methods.points(found["agentevol"], found["unweighted"], end).split(" turns ")[1:],
+        )
+    )
+    assert (
+        f"cost {lost} points within 16 turns, and what it explores makes up for {regained}" in page
+    )
+    assert f"stands {few} and {many}\npoints lower" in page
     (run,) = methods.FOLDER.glob("sft-*.json")
     curve = json.loads(run.read_text())["curve"]
     learned = sum(row["train/trajectories_used"] for row in curve)
