@@ -77,13 +77,32 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch, recipe):
     name = "rl-3" if recipe is learns else "babyai-3"
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setattr(recipe, "train", lambda words, run_dir, steps: done.append(steps))
+    monkeypatch.setattr(recipe, "train", lambda words, run_dir, *more: done.append(more[0]))
     monkeypatch.setattr(recipe, "record", lambda run_dir, steps: {"steps": steps})
     monkeypatch.setattr(recipe, "write_result", lambda path, result: done.append(path.name))
     options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--seed", "3"]
     own = ["--arm", "rl"] if recipe is learns else ["--env", "babyai"]
     assert recipe.main(["run", *options, *own, "--test-samples", "0", "--steps", "7"]) == 0
     assert done == [7, f"{name}.json"]
+
+
+@pytest.mark.parametrize(
+    ("method", "program", "steps"),
+    [("sft", "sft.py", 2 * 128 // 16), ("dpo", "dpo.py", 60), ("agentevol", "agentevol.py", 96)],
+)
+def test_the_default_run_of_a_method_is_its_own_programs(
+    tmp_path, monkeypatch, method, program, steps
+):
+    done = []
+    monkeypatch.setattr(common, "run", lambda words: done.append(words[1:]))
+    monkeypatch.setattr(worlds, "record", lambda run_dir, steps: {"steps": steps})
+    monkeypatch.setattr(worlds, "write_result", lambda *made: done.append(made))
+    options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--env", "textcraft"]
+    assert worlds.main(["run", *options, "--method", method]) == 0
+    words, (path, result) = done
+    assert words[0] == program and words[words.index("--steps") + 1] == str(steps)
+    assert path == tmp_path / "worlds" / "methods" / f"{method}-textcraft-0.json"
+    assert result == {"env": "textcraft", "seed": 0, "steps": steps, "method": method}
 
 
 def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
@@ -363,6 +382,17 @@ def test_other_worlds_are_reported_by_sub_task_with_seeds_pooled_by_task(tmp_pat
     counts = [line.split("|")[4].strip() for line in lines[2:-2]]
     assert sum(map(int, counts)) == 10
     assert len(counts) == len({subtasks[task_id] for task_id in ids})
+
+
+def test_default_runs_of_the_other_methods_have_a_table_of_their_own(tmp_path):
+    write_world(tmp_path, "babyai", 0, [0.0] * 10, [0.0] * 10)
+    write_world(tmp_path / "worlds", "babyai", 0, [0.0, 0.5] * 5, [1.0, 0.5] * 5)
+    (tmp_path / "worlds" / "worlds").rename(tmp_path / "worlds" / "methods")
+    made = tmp_path / "worlds" / "methods" / "babyai-0.json"
+    made.rename(made.with_name("dpo-babyai-0.json"))
+    said = worlds.report(tmp_path)
+    assert "\n| babyai | all | 0 | 10 | 0.0 [" in said
+    assert "\n| `dpo.py --env babyai` | all | 0 | 20 | 10 | 25.0 [" in said
 
 
 def test_runs_of_another_world_with_different_lengths_are_not_pooled(tmp_path):
