@@ -9,7 +9,9 @@ failed:
     dpo          pairs of what the policy has just played, twelve times
     agentevol    512 episodes of the teacher; explores four times, learns from the start each time
     few          the same with 64 of his episodes and more of its own: his errors weigh less
-    cloning      its control: those 512 alone, as many optimizer steps as an iteration has
+    last         few, but an iteration goes on from the one before, and what it explores joins the
+                 demonstrations alone; twelve short ones, as many as dpo has
+    cloning      a control of agentevol: those 512 alone, as many optimizer steps as an iteration has
     unweighted   another one: of each task what it explored first joins, whatever that earned: all
                  returns are 1, so that more joins
 
@@ -100,6 +102,14 @@ ARMS = {
     ),
     "agentevol": Arm("agentevol.py", (*EVOLVE, *BROAD), 240, 512),
     "few": Arm("agentevol.py", (*EVOLVE, "--tasks-per-iteration", "360"), 240, 64),
+    "last": Arm(
+        "agentevol.py",
+        ("--iterations", "12", "--tasks-per-iteration", "120", "--group-size", "8")
+        + ("--learn-from", "last", "--merge-with", "demonstrations")
+        + ("--learning-rate", "1e-4", "--eval-every", "60"),
+        240,
+        64,
+    ),
     "cloning": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "60"), 60, 512),
     "unweighted": Arm("agentevol.py", (*EVOLVE, *BROAD, "--ignore-returns"), 240, 512),
 }
@@ -222,6 +232,7 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
             lines += ["", f"{name} minus its start: {points(runs[name], runs[name], start)}."]
     pairs = [(name, "grpo") for name in ("sft", "dpo", "agentevol")]
     pairs += [("agentevol", other) for other in ("few", "cloning", "unweighted", "sft")]
+    pairs += [("last", other) for other in ("few", "grpo", "dpo")]
     for name, other in pairs:
         if name in runs and other in runs:
             told = points(runs[name], runs[other], end)
