@@ -11,7 +11,7 @@ failed:
     few          the same with 64 of his episodes and more of its own: his errors weigh less
     last         few, but an iteration goes on from the one before, and what it explores joins the
                  demonstrations alone; twelve short ones, as many as dpo has
-    cloning      a control of agentevol: those 512 alone, as many optimizer steps as an iteration has
+    cloning      a control of agentevol: those 512 alone, for as many steps as an iteration has
     unweighted   another one: of each task what it explored first joins, whatever that earned: all
                  returns are 1, so that more joins
 
@@ -212,7 +212,8 @@ def report(folder: Path, page: Path = PAGE, miniature: Path = MINIATURE) -> str:
     if not any(name in ARMS for name in runs):
         raise ValueError(f"{folder} is empty; run: python recipes/methods.py run --method sft")
     text = "\n".join(table(runs))
-    drawn = [name for name in runs if name not in ("few", "cloning", "unweighted")]
+    left = ("few", "cloning", "unweighted", "reinforce_plus_plus")  # there are eight colours
+    drawn = [name for name in runs if name not in left]
     panels = (AT_ONCE, ALL)
     curves(folder / "methods.png", runs, drawn, "turns", "turns played in training", panels)
     insert(page, "methods", text)
@@ -241,6 +242,10 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
         for result in runs.get(name, ()):
             said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
             lines += ["", said, "", *sets_of(result["evolved"])]
+    for result in runs.get("last", ()):
+        own = [count for parts in result["evolved"] for _, (count, _) in list(parts.items())[1:]]
+        said = f"What last joined to {result['evolved'][-1]['demonstration'][0]} demonstrations"
+        lines += ["", f"{said}, seed {result['seed']}, by iteration: {' '.join(map(str, own))}."]
     return lines
 
 

@@ -88,7 +88,7 @@ def test_the_page_has_the_table_of_the_committed_runs():
 
 def test_methods_spend_about_as_many_turns_as_short_in_all():
     turns = 198 * 180  # of `short`: turns a step, steps
-    for name in ("dpo", "agentevol", "few"):
+    for name in ("dpo", "agentevol", "few", "last"):
         words = methods.ARMS[name].words
         iterations, tasks, samples = (
             int(words[words.index(f"--{option}") + 1])
@@ -135,6 +135,8 @@ def test_the_table_puts_them_beside_rl_at_the_turns_that_all_have_played(tmp_pat
     for seed in (0, 1):
         evolved = result("agentevol", seed, [0, 0], [2, 2], turns=(100, 200)) | {"evolved": sets}
         write(own, evolved)
+    last = [{"demonstration": [4, 1.0], f"iteration {n}": [n, 1.0]} for n in (7, 8)]
+    write(own, result("last", 0, [0, 0], [2, 2], turns=(100, 200)) | {"evolved": last})
     write(own, result("cloning", 0, [0, 0], [0, 2], turns=(10, 20)))
     write(others, *(result("rloo", s, [0, 0], [0, 9], turns=(150, 300)) for s in (0, 1, 2)))
     said = methods.report(own, page, others)
@@ -142,6 +144,7 @@ def test_the_table_puts_them_beside_rl_at_the_turns_that_all_have_played(tmp_pat
     assert "| agentevol | 2 | 100.0" in said and "| rloo | 3 | 0.0" in said
     assert "| cloning |" not in said and "agentevol minus cloning, at their ends" in said
     assert "| 1 | 4 | 4 x 1.00 |  |\n| 2 | 7 | 4 x 1.00 | 3 x 0.90 |" in said
+    assert "What last joined to 4 demonstrations, seed 0, by iteration: 7 8." in said
     assert said in page.read_text() and (own / "methods.png").exists()
 
 
