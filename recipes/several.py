@@ -12,7 +12,7 @@ Held-out goals are crafting goals that RL does not play, every third of the trai
 the laboratory's mazes. The teacher has shown those too: words that nobody showed it such a small
 model cannot write (a first trial held out goals that he had not shown: nothing moved).
 
-    python recipes/several.py start                        the model, made anew: some 45 minutes
+    python recipes/several.py start                        the model, made anew: some 40 minutes
     python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
     python recipes/several.py report                       the table of what is there
 
