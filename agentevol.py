@@ -17,7 +17,8 @@ expectation-maximisation:
 
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)          w = R, and 1 for what
                                                                                was demonstrated
-An iteration learns from the base policy (--learn-from base): the set grows and is learned anew each
+(N: tokens of the batch with loss_mask 1.) An iteration learns from the base policy (--learn-from
+base), which is where the run began, its warm start included: the set grows and is learned anew each
 time, so that nothing of an iteration's mistakes is left in the weights. Without exploration it is
 behaviour cloning, and it is no more than that where what is explored never enters the set: of each
 iteration the run keeps the set, with where each trajectory is from, what it earned and how much it
@@ -142,11 +143,11 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
             earned = unit_return_of(record)
         if earned is None or config.ignore_returns:
             found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
-        elif earned > config.min_return + ROUNDING:
+        elif is_enough(earned, config):
             weight = earned if config.weighting == "return" else 1.0
             found.append(record | {"origin": DEMONSTRATED, "weight": weight})
     if not found:
-        raise Misuse(f"nothing in --data earned more than --min-return {config.min_return:g}")
+        raise Misuse(f"nothing in --data {what_is_enough(config)}")
     return fitting(config, found, "demonstrations")
 
 
@@ -176,9 +177,8 @@ def evolve(
         told = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
         distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {told}")
         if not new:
-            least = config.min_return + ROUNDING
-            count = sum(config.ignore_returns or record["return"] > least for record in said)
-            which = f"earned more than {config.min_return:g}"
+            count = sum(config.ignore_returns or is_enough(r["return"], config) for r in said)
+            which = what_is_enough(config)
             which += " and is not in the set already" if count else ""
             whole = config.merge_with == "all"
             rest = "the set stays as it was" if whole else "the demonstrations are the set"
@@ -214,13 +214,23 @@ def selected(
         earned = math.inf if blind else record["return"]
         text = _texts(record)
         full = per_task[record["item_id"]] >= config.keep_per_task
-        if earned <= config.min_return + ROUNDING or full or text in texts:
+        if not is_enough(earned, config) or full or text in texts:
             continue
         per_task[record["item_id"]] += 1
         texts.add(text)
         weight = 1.0 if blind or config.weighting == "one" else earned
         chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
+
+
+def is_enough(earned: float, config: EvolConfig) -> bool:
+    """--min-return, and in any case something: what counts 0 teaches nothing."""
+    return earned > ROUNDING and earned > config.min_return - ROUNDING
+
+
+def what_is_enough(config: EvolConfig) -> str:
+    least = config.min_return
+    return f"earned --min-return {least:g}" if least else "earned anything"
 
 
 def _texts(record: Conversation) -> tuple[str, ...]:

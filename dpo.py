@@ -23,10 +23,10 @@ policy does something third: watch preference/chosen_log_prob; --sft-coef holds 
 teach about what was tried; with --iterations the policy plays anew and is compared with itself.
 
     python dpo.py --env textcraft                                     # plays for its pairs
-    python dpo.py --env textcraft --iterations 3 --steps 90           # and again after 30 steps
+    python dpo.py --env textcraft --iterations 3 --steps 90           # and again every 30 steps
     python dpo.py --data runs/NAME                                    # what a run has tried
     python dpo.py --expert demos.json --experience runs/NAME          # a teacher against the policy
-    python dpo.py --pairs pairs.json --model X --warm-start never     # AgentGym's format
+    python dpo.py --pairs pairs.json --model X --warm-start never     # files: docs/data.md
 
 Read first: preferences.py, pairs.py. Read next: agentevol.py.
 """
@@ -175,7 +175,11 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     except (ValueError, OSError) as error:
         raise Misuse(str(error)) from error
     if not found:
-        task = "" if config.pairs else '; tries at one task have one "item_id", or "id"'
+        task = (
+            ""
+            if config.pairs
+            else ('; tries at one task have one "item_id", or "id", and open with the same words')
+        )
         raise Misuse(f"no pair left ({left_out or 'nothing was given'}){task}")
     if config.min_return and all(return_of(pair.chosen) is None for pair in found):
         least = f"--min-return {config.min_return:g}"

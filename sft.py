@@ -3,8 +3,9 @@
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
 loss_mask is 1 on the actions that were shown, their end-of-turn included, and 0 on prompt and
-observations: an agent does not write what the world says. A conversation is encoded by the path
-that sampling takes, token for token (conversations.py).
+observations: an agent does not write what the world says; N is how many tokens of the batch have
+the 1. A conversation is encoded by the path that sampling takes, token for token
+(conversations.py).
 
     files, runs, an oracle ──> 1 conversations of the step ──> 2 update ──> 3 measure, log, save
 
@@ -13,7 +14,7 @@ it was shown; after its own first mistake the agent is where no teacher has been
 success says more than the loss. What reinforcement adds to it: train.py.
 
     python sft.py --env textcraft                                  # an oracle's demonstrations
-    python sft.py --data mine.jsonl --hold-out 0.1                 # AgentTraj, or messages
+    python sft.py --data mine.jsonl --hold-out 0.1                 # your own: docs/data.md
     python sft.py --data runs/NAME --min-return 1                  # what earned so much in a run
     python sft.py --resume --run-dir runs/NAME                     # goes on where it was stopped
 

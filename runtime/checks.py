@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -21,12 +22,13 @@ from pathlib import Path
 
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
-from envs import ENVS, settings_of
+from envs import ENVS, names_of, settings_of
 from mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.localworld import LOCAL, check_local
 from runtime.room import check_room
+from runtime.saved import LISTS_OF_FILES
 from schedulers import make_scheduler
 
 POSITIVE = (
@@ -238,6 +240,7 @@ def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
                 f"{len(trained_on)} of the {len(held_out)} held-out tasks are also trained on: "
                 "success there says little about others (--tasks, --eval-tasks)"
             )
+    lines += _remarks_on_data(c)
     if is_at_hub(c.model):
         lines.append(f"--model {c.model} is not on this machine: it comes from the model hub")
     if may_not_fit := check_room(c):
@@ -259,6 +262,21 @@ def _remarks_on_rl(c: Config, given: Collection[str]) -> list[str]:
             f"{c.episodes_per_step} trajectories: one optimizer step takes them all"
         )
     return lines
+
+
+def _remarks_on_data(c: RunConfig) -> Iterator[str]:
+    """Runs to learn from that played elsewhere than this one measures."""
+    for name in LISTS_OF_FILES:
+        for given in getattr(c, name, ()):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no run
+                content = json.loads((Path(given) / "config.json").read_text(encoding="utf-8"))
+                played = names_of(content["config"]["env"])
+                if not set(played) & set(names_of(c.env)):
+                    yield (
+                        f"{flag(name)} {given} played {' '.join(played)}, and this run plays "
+                        f"{c.env}: a run gives its conversations alone, --env and --model are "
+                        "yours to say"
+                    )
 
 
 # ------------------------------------------------------------------------------ what options name

@@ -43,6 +43,8 @@ class MethodConfig(RunConfig):
     )
 
     # How it learns
+    rounds: tuple[int, ...] = (6,)
+    """most turns of a trajectory that is played (turns) [paper: 30]"""
     mini_batch_size: int = 16
     """trajectories of a step, which is one optimizer step (trajectories; dpo: two of each pair)"""
     learning_rate: float = 1e-4
@@ -75,7 +77,7 @@ class SftConfig(MethodConfig):
     """of a run in --data: only trajectories that earned so much; solved ones earn 1 in textcraft,
     less in babyai (none: all)"""
     num_demonstrations: int = 128
-    """demonstrations of the oracle, without --data (episodes)"""
+    """demonstrations of the oracle, of each world, without --data (episodes)"""
     hold_out: float = 0.0
     """share of the conversations, all of a task or none, that is not learned but measured: its loss
     at each evaluation (0..1)"""
@@ -145,7 +147,8 @@ class DpoConfig(IteratedConfig):
     min_return: float = 0.0
     """least return of a chosen trajectory (0..1)"""
     pairs_per_task: int = 4
-    """pairs of one task, at most, the largest gaps first (pairs)"""
+    """pairs of one task, at most, the largest gaps first; of --pairs the first in the file
+    (pairs)"""
     # The loss
     beta: float = 0.1
     """how much a margin counts: the smaller, the further from the reference"""
@@ -157,7 +160,8 @@ class DpoConfig(IteratedConfig):
     """weight of imitating the chosen one, per token, against likelihoods that both fall"""
     # How it learns
     steps: int = 60
-    """training steps in total, also on resume (steps)"""
+    """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size
+    (steps)"""
     learning_rate: float = 5e-6
     """of the policy, AdamW"""
 
@@ -190,7 +194,7 @@ class EvolConfig(IteratedConfig):
     """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the world's
     oracle demonstrates training tasks"""
     num_demonstrations: int = 128
-    """demonstrations of the oracle, without --data (episodes)"""
+    """demonstrations of the oracle, of each world, without --data (episodes)"""
     iterations: int = 4
     """times that the policy explores, the steps in equal parts behind each"""
     tasks_per_iteration: int = 64
@@ -198,7 +202,8 @@ class EvolConfig(IteratedConfig):
     group_size: int = 4
     """trajectories per task (trajectories)"""
     min_return: float = 0.0
-    """what a trajectory has to earn more than, to be kept or taken from --data (0..1)"""
+    """least return of a trajectory that is kept, or taken from --data; what earned 0 never is
+    (0..1)"""
     keep_per_task: int = 2
     """trajectories kept of one task and iteration, the best first (trajectories)"""
     weighting: Literal["return", "one"] = "return"

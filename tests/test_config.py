@@ -24,6 +24,7 @@ from losses import Objective
 from runtime import checks, usage
 from runtime.checks import check, remarks
 from runtime.cli import parse_command_line, say_remarks, starting_from, training_options
+from runtime.methods import DpoConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
@@ -346,6 +347,30 @@ def test_what_cannot_be_read_is_a_sentence_that_names_it(argv, said, capsys):
 
 
 # --- What is allowed and perhaps not meant --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (SftConfig, ["--data"]),
+        (DpoConfig, ["--data"]),
+        (DpoConfig, ["--expert", "mine.jsonl", "--experience"]),
+    ],
+)
+def test_a_run_of_another_world_to_learn_from_is_a_note(kind, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").touch()
+    Path("a_run").mkdir()
+    Path("a_run/config.json").write_text('{"config": {"env": "babyai"}}')
+    for env, notes in (("textcraft", 1), ("babyai", 0)):
+        argv = ["--model", "tiny", "--env", env, *words, "a_run"]
+        say_remarks(training_options(argv, kind.program, "", kind), argv)
+        lines = capsys.readouterr().out.splitlines()
+        said = f"note: {words[-1]} {tmp_path / 'a_run'} played babyai, and this run plays {env}: "
+        assert [line.startswith(said) for line in lines] == [True] * notes
+    Path("a_run/config.json").write_text("[]")  # somebody else's file: no concern of this note
+    say_remarks(training_options(argv, kind.program, "", kind), argv)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

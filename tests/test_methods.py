@@ -740,7 +740,9 @@ def test_the_best_of_each_task_join_once_with_their_weights():
     control = [(r["item_id"], r["return"]) for r in agentevol.selected(said, blind, "x")]
     assert control == [("letters_0", 0.2), ("letters_0", 1.0), ("letters_1", 0.6), ("letters_2", 0)]
     assert {r["weight"] for r in agentevol.selected(said, blind, "x")} == {1.0}
-    assert agentevol.selected(said, EvolConfig(min_return=1.0), "x") == []
+    perfect = agentevol.selected(said, EvolConfig(min_return=1.0), "x")
+    assert [r["return"] for r in perfect] == [1.0], "at least so much, as in sft.py and dpo.py"
+    assert agentevol.selected(said[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
     # What the set has already does not join again, and takes no place of what is new.
     again = agentevol.selected(said, EvolConfig(keep_per_task=1, min_return=0.1), "x", chosen[:1])
     assert [r["return"] for r in again] == [0.7, 0.6]
@@ -798,7 +800,7 @@ def test_an_iteration_in_which_nothing_earned_leaves_the_demonstrations_and_says
     values = settings("agentevol", tmp_path, url, min_return=1.0)
     assert run("agentevol", values) == 0
     said = capsys.readouterr().out
-    assert "iteration 1: nothing of 16 explored earned more than 1; the set stays" in said
+    assert "iteration 1: nothing of 16 explored earned --min-return 1; the set stays" in said
     assert [row.get("data/evolving") for row in read_metrics(values["run_dir"])] == [4, None] * 2
 
 
@@ -1036,7 +1038,7 @@ def test_what_has_a_return_counts_by_it_among_the_demonstrations(tmp_path, url):
     config = EvolConfig(data=(str(data),), min_return=0.2)
     found = agentevol.demonstrated(config)
     assert [(r["item_id"], r["weight"]) for r in found] == [("letters_0", 1.0), ("letters_1", 0.5)]
-    with pytest.raises(Misuse, match="nothing in --data earned more than --min-return 0.9"):
+    with pytest.raises(Misuse, match="nothing in --data earned --min-return 0.9"):
         data.write_text(json.dumps(records[1]))
         agentevol.demonstrated(replace(config, min_return=0.9))
 
