@@ -11,6 +11,7 @@ from chat import ChatTemplate
 from conversations import from_agenttraj
 from models import load_tokenizer
 from recipes import laboratory, methods
+from recipes.common import read_json
 from recipes.evidence import end, start
 from runtime.cli import training_options
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
@@ -52,7 +53,7 @@ def test_the_page_has_the_table_of_the_committed_runs():
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
     done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
-    assert done == ["sft", "dpo", "agentevol", "cloning", "unweighted"], "one run of each, said"
+    assert done == list(methods.ARMS), "one run of each, said"
     rows = [line.split(" | ") for line in methods.table(methods.runs_in(methods.FOLDER))]
     in_4 = {
         row[0].strip("| "): float(row[2].split()[0])
@@ -79,6 +80,19 @@ def test_the_page_has_the_table_of_the_committed_runs():
         f"cost {lost} points within 16 turns, and what it explores makes up for {regained}" in page
     )
     assert f"stands {few} and {many}\npoints lower" in page
+    sizes = [count for count, _ in found["few"][0]["evolved"][-1].values()]
+    assert f"With {sizes[0]} of his episodes among {sum(sizes):,} (`few`)" in page
+    tried = read_json(methods.FOLDER / "tried" / "few_at_1e-3-0.json")
+    assert "--iterations 2 --steps 120 --learning-rate 1e-3" in tried["command"]
+    for runs, before, words in (
+        (found["few"], "it ends at ", " against its start"),
+        (found["last"], "(`last`), at ", ";"),
+        ([tried], "tried once, at ", ": the intervals of all have 0 in them"),
+    ):
+        gains = methods.points(runs, runs, start).split(" turns ")[1:]
+        ends = [each.split(" (")[0] for each in gains]
+        assert f"{before}{' and '.join(ends)}{words}" in page
+        assert all("goals [-" in each and ", +" in each for each in gains)
     (run,) = methods.FOLDER.glob("sft-*.json")
     curve = json.loads(run.read_text())["curve"]
     learned = sum(row["train/trajectories_used"] for row in curve)
