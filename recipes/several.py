@@ -43,6 +43,7 @@ from recipes.common import (  # noqa: E402
     Recipe,
     Result,
     markdown,
+    mean_over_seeds,
     read_json,
     run,
     write_json,
@@ -50,9 +51,11 @@ from recipes.common import (  # noqa: E402
 from recipes.evidence import Reading, cell, compare, end, only, seeds_cell, start  # noqa: E402
 from recipes.miniature import train_arm  # noqa: E402
 from recipes.miniature_plan import read_results  # noqa: E402
+from recipes.miniature_report import insert  # noqa: E402
 
 BASE = ROOT / "recipes" / "several.json"
 FOLDER = RESULTS / "several"
+PAGE = ROOT / "RESULTS.md"
 IDS = ROOT / "recipes" / "ids"  # beside this file: where worlds of this module have their lists
 VOCABULARY = 1024
 CRAFTED, MAZES = 10_000, 4_000  # episodes that are imitated
@@ -157,8 +160,26 @@ def of_world(reading: Reading, world: str) -> Reading:
     return only(reading, lambda task_id: task_id.startswith(prefix))
 
 
-def report(folder: Path) -> str:
-    """The table of what is there, and each world in company minus alone."""
+def start_of(world: str, runs: Sequence[Result]) -> Reading:
+    """What the start solves of a world: all arms begin with the same weights, so the mean of their
+    first evaluations of a seed."""
+
+    def read(result: Result) -> dict[str, float]:
+        plays = [r for r in runs if r["seed"] == result["seed"] and r["arm"] not in alone]
+        return mean_over_seeds([of_world(start, world)(r) for r in plays])
+
+    alone = WORLDS.keys() - {world}  # arms that never see it
+    return read
+
+
+def report(folder: Path, page: Path = PAGE) -> str:
+    """The table of what is there, and each world in company minus alone; into the page too."""
+    text = table(folder)
+    insert(page, "several", text)
+    return text
+
+
+def table(folder: Path) -> str:
     results = read_results(folder)
     runs = {
         arm: [found for (name, _), found in sorted(results.items()) if name == arm] for arm in ARMS
@@ -167,7 +188,7 @@ def report(folder: Path) -> str:
         raise ValueError(f"{folder} is empty; run: python recipes/several.py run --arm mixed")
     rows, told = [], list[str]()
     for world in WORLDS:
-        begun, ended = of_world(start, world), of_world(end, world)
+        begun, ended = start_of(world, list(results.values())), of_world(end, world)
         for arm, found in runs.items():
             if found and (arm not in WORLDS or arm == world):
                 rows.append((world, *row_of(arm, found, begun, ended)))

@@ -445,10 +445,15 @@ def test_the_report_of_two_worlds_compares_each_with_itself_alone(tmp_path):
     for arm, craft, maze in (("mixed", 1, 0), ("craft", 0, None), ("maze", None, 1)):
         ended = {f"textcraft_{i}": [craft] for i in range(4) if craft is not None}
         ended |= {f"babyai_{i}": [maze] for i in range(4) if maze is not None}
-        begun = {task_id: [0] for task_id in ended}
+        begun = {task_id: [int(arm == "craft")] for task_id in ended}
         held_out = [{"step": 0, "solved_in": begun}, {"step": 9, "solved_in": ended}]
         result = {"arm": arm, "seed": 0, "held_out": held_out}
         (tmp_path / f"{arm}-0.json").write_text(json.dumps(result))
-    text = several.report(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- miniature several -->\n<!-- end several -->\nb\n")
+    text = several.report(tmp_path, page)
+    assert text in page.read_text()
     assert "craft, mixed minus alone: +100.0" in text
+    assert "| craft | mixed | 0 | 50.0" in text, "what both arms began with, which is the same"
+    assert "| maze | mixed | 0 | 0.0" in text
     assert "maze, mixed minus alone: -100.0" in text
