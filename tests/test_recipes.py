@@ -1,6 +1,7 @@
 """The recipes: what each arm runs, and the arithmetic of the reports on results made up by hand."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -439,6 +440,29 @@ def test_the_start_of_two_worlds_was_made_by_the_command():
     shown, _ = several.demonstrate(several.CRAFTED, several.MAZES)
     assert about["records"] == hash_of(shown)
     assert json.loads(several.BASE.read_text())["model"] == "recipes/starts/tiny-several"
+
+
+def test_what_the_page_says_of_two_worlds_is_what_their_runs_say():
+    said = several.table(several.FOLDER)
+    page = (common.ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    assert said in page
+
+    def points(words):
+        found = re.search(rf"{words}: ([+-][\d.]+) \(goals \[([+-][\d.]+), ([+-][\d.]+)\]", said)
+        return found[1], float(found[2]) < 0 < float(found[3])
+
+    alone, normal = (
+        [points(f"{world}, {arm}") for world in several.WORLDS]
+        for arm in ("mixed minus alone", "normalized minus mixed")
+    )
+    assert f"costs is {alone[0][0]} points in crafting and {alone[1][0]} in mazes" in page
+    assert f"makes {normal[0][0]} and {normal[1][0]}, which one seed does not tell" in page
+    assert all(has_0 for _, has_0 in alone + normal)
+    mixed = json.loads((several.FOLDER / "mixed-0.json").read_text())
+    goals = Counter(i.split("_")[0] for i in mixed["held_out"][-1]["solved_in"])
+    assert f"The {goals['textcraft']} held-out crafting goals and {goals['babyai']} mazes" in page
+    (craft,) = re.findall(r"\| craft \| mixed \|.*goals \[(-[\d.]+), ", said)
+    assert -1 < float(craft) < 0, "barely"
 
 
 def test_the_report_of_two_worlds_compares_each_with_itself_alone(tmp_path):
