@@ -340,21 +340,24 @@ def test_an_old_python_is_refused_in_one_line(checkout):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_unknown_environment_is_refused_before_anything_is_installed(checkout):
+@pytest.mark.parametrize("env", ["chess", "textcraft chess"])
+def test_an_unknown_environment_is_refused_before_anything_is_installed(env, checkout):
     environment = FakePip(checkout)
     with pytest.raises(SetupError, match=r"no environment 'chess'; known: babyai, textcraft$"):
-        setup_env.setup("cpu", "chess", environment)
+        setup_env.setup("cpu", env, environment)
     assert environment.commands == []
 
 
 def test_each_folder_of_envs_is_an_environment_and_a_class_outside_needs_no_folder(checkout):
     assert setup_env.known_environments() == sorted(envs.ENVS)
-    (checkout / "envs" / "chess").mkdir()
-    (checkout / "envs" / "chess" / "__init__.py").touch()
-    (checkout / "envs" / "chess" / "requirements.txt").write_text("extra==1.0\n")
+    for name in ("chess", "go"):
+        (checkout / "envs" / name).mkdir()
+        (checkout / "envs" / name / "__init__.py").touch()
+        (checkout / "envs" / name / "requirements.txt").write_text(f"{name}==1.0\n")
     environment = FakePip(checkout)
-    setup_env.setup("cpu", "chess", environment)
-    assert "envs/chess/requirements.txt" in " ".join(environment.commands[-1])
+    setup_env.setup("cpu", "chess go", environment)
+    for name, command in zip(("chess", "go"), environment.commands[-2:], strict=True):
+        assert f"envs/{name}/requirements.txt" in " ".join(command)
     again = FakePip(checkout)
     setup_env.setup("cpu", "package.module:World", again)
     assert again.commands == []

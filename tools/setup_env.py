@@ -353,8 +353,9 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
         set_name = set_name or ("cuda" if has_gpu() else "cpu")
     chosen = SETS[set_name]
     names = known_environments(environment.root)
-    if env not in names and ":" not in env:  # module:Class is the user's own, packages included
-        raise SetupError(f"there is no environment {env!r}; known: {', '.join(names)}")
+    for each in env.split():  # module:Class is the user's own, packages included
+        if each not in names and ":" not in each:
+            raise SetupError(f"there is no environment {each!r}; known: {', '.join(names)}")
     if not environment.holds(chosen):
         check_machine(chosen, environment.path)
         started = time.monotonic()
@@ -368,16 +369,15 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
         environment.write_record({chosen.name: chosen.fingerprint(environment.root)})
         took = f"{time.monotonic() - started:.0f} s"
         print(f"setup: done in {took}; to use it here: . .venv/bin/activate", flush=True)
-    install_extras(environment, chosen, env)
+    for each in env.split():
+        install_extras(environment, chosen, each)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Create .venv with the pinned packages, once.")
     choices = ["auto", *SETS]
-    parser.add_argument(
-        "--set", choices=choices, default="auto", help="auto: cuda if there is a GPU"
-    )
-    parser.add_argument("--env", default="textcraft", help="install what this world needs too")
+    parser.add_argument("--set", choices=choices, default="auto", help="auto: cuda with a GPU")
+    parser.add_argument("--env", default="textcraft", help="install what these worlds need too")
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())
