@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from runtime.files import write_json, write_text
 from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.phases import phase
 from session import Session, TrainingError, is_due
-from warmstart import given_model
+from warmstart import given_model, manner_in
 from worker import Worker
 
 Lines = list[dict[str, Any]]
@@ -153,7 +154,7 @@ def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) ->
                 enough = "" if min_return is None else f" that earned {min_return:g}"
                 raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
             return found
-        return shown_in_each(config, count, config.seed)
+        return shown_in_each(config, count, config.seed, partial(manner_in, config))
 
     distributed.join()
     with refusing():

@@ -49,7 +49,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Misuse, RunConfig, refusing
 from conversations import Conversation, from_agenttraj, was_encoded_again
-from demonstrations import Manner, demonstrations, shown_in_each
+from demonstrations import PLAIN, Manner, demonstrations, shown_in_each
 from envclient import EnvError
 from envs import env_name, load_tasks
 from losses import Objective
@@ -229,6 +229,15 @@ def manner_of(settings: SftSettings) -> Manner:
     return Manner(settings.slips, settings.thoughts)
 
 
+def manner_in(config: RunConfig, env: str) -> Manner:
+    """How a run's oracle shows one of its worlds: as it did to the start that the run begins with,
+    lest it teach another way to speak; plainly where the run begins with none. Of several worlds
+    each has the slips and thoughts of a run of its own."""
+    if config.warm_start != "auto" or config.model not in SMALL_MODELS:
+        return PLAIN
+    return manner_of(starts.settings_for(config.model, env))
+
+
 def given_model(config: RunConfig) -> str:
     """Path of the model that the options name, before any warm start here. Collective."""
     if config.warm_start not in ("auto", "never"):
@@ -244,14 +253,8 @@ def start_model(config: RunConfig, accelerator: Any) -> str:
     if config.warm_start != "auto" or config.model not in SMALL_MODELS:
         return path
     settings = starts.settings_for(config.model, config.env)
-    count, seed = settings.num_demonstrations, settings.seed
-
-    def manner_in(env: str) -> Manner:
-        """Of several worlds each has the slips and thoughts of a run of its own; how many are
-        shown, and how they are learned, is one for all."""
-        return manner_of(starts.settings_for(config.model, env))
-
-    show = partial(shown_in_each, config, count, seed, manner_in)
+    count, seed = settings.num_demonstrations, settings.seed  # of several worlds one for all
+    show = partial(shown_in_each, config, count, seed, partial(manner_in, config))
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 

@@ -192,7 +192,7 @@ class EvolConfig(IteratedConfig):
     # The evolving set
     data: tuple[str, ...] = ()
     """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the world's
-    oracle demonstrates training tasks"""
+    oracle demonstrates training tasks, as it did to the warm start"""
     num_demonstrations: int = 128
     """demonstrations of the oracle, of each world, without --data (episodes)"""
     iterations: int = 4
