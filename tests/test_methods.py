@@ -25,7 +25,7 @@ import methodworker
 import sft
 import update
 from chat import ChatTemplate
-from config import Misuse
+from config import Misuse, complete, with_preset
 from conversations import as_agenttraj, from_agenttraj
 from evaluate import main as evaluate_main
 from losses import Objective
@@ -372,6 +372,25 @@ def test_epochs_are_counted_of_what_fits(tmp_path, url, capsys):
     assert run("sft", settings("sft", tmp_path, url, hold_out=0.0, **changes)) == 0
     assert "4 of 8 conversations have more than 200 tokens" in capsys.readouterr().out
     assert [row["data/epoch"] for row in read_metrics(str(tmp_path / "run"))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "thinks"),
+    [
+        (EvolConfig, {}, False),  # smollm2-135m comes with a start that was shown actions alone
+        (EvolConfig, {"model": "tiny"}, True),  # and tiny with none
+        (EvolConfig, {"warm_start": "never"}, True),
+        (SftConfig, {}, True),  # which begins with no warm start
+        (SftConfig, {"warm_start": "auto"}, False),
+    ],
+)
+def test_the_oracle_shows_as_it_did_to_the_start_that_the_run_begins_with(kind, words, thinks):
+    config = replace(with_preset("laptop", "textcraft", kind), env_addr=("local",), **words)
+    shown = methodworker.shown_by(complete(replace(config, num_demonstrations=8)))
+    turns = [turn for record in shown for turn in record["conversations"] if turn["loss"]]
+    assert len(shown) == 8 and {"Thought:" in turn["value"] for turn in turns} == {thinks}
+    slips = [t for r in shown for t in r["conversations"][2:] if t["loss"] is False]
+    assert bool(slips) is not thinks, "the start's slips too"
 
 
 def test_a_weight_in_a_file_is_of_another_set_and_does_not_count_here(tmp_path):
