@@ -150,11 +150,7 @@ def play(options: argparse.Namespace, extra: Sequence[str]) -> None:
     train(words, run_dir, steps, kind_of(arm))
     result = {"arm": options.method, "seed": options.seed} | record(run_dir, steps)
     count_shown(result, arm, shown_turns)
-    if arm.program == "agentevol.py":
-        result["evolved"] = evolved(run_dir / "evolving")
-    if arm.program == "dpo.py":
-        made = sorted((run_dir / "pairs").glob("iteration_*.json"))
-        result["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
+    result |= learned_from(run_dir)
     write_json(options.results / f"{name}.json", result)
     print(f"wrote {options.results / name}.json", flush=True)
 
@@ -179,6 +175,16 @@ def count_shown(result: Result, arm: Arm, turns: float) -> None:
     for row in result["curve"]:
         seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
         row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
+
+
+def learned_from(run_dir: Path) -> Result:
+    """What the iterations of a run had: pairs of DPO, AgentEvol's sets."""
+    found: Result = {}
+    if made := sorted((run_dir / "pairs").glob("iteration_*.json")):
+        found["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
+    if (run_dir / "evolving").exists():
+        found["evolved"] = evolved(run_dir / "evolving")
+    return found
 
 
 def evolved(folder: Path) -> list[dict[str, list[float]]]:

@@ -46,6 +46,7 @@ from recipes.common import (  # noqa: E402
     train,
     write_result,
 )
+from recipes.methods import learned_from  # noqa: E402
 from reporting.figures import plot_estimates  # noqa: E402
 
 COLORS = {
@@ -76,7 +77,7 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     train(arguments, run_dir, steps, kind)
     result = {"env": options.env, "seed": options.seed} | record(run_dir, steps)
     if kind:
-        result["method"] = options.method
+        result |= {"method": options.method} | learned_from(run_dir)
     elif options.env in published.TESTS:
         result["test"] = published.evaluate_test(
             options.env, options.seed, run_dir, config, options.test_samples
@@ -166,7 +167,9 @@ def methods_table(folder: Path) -> list[str]:
             by_env.setdefault(result["env"], []).append(result)
         for env, results in by_env.items():
             seeds = " ".join(str(result["seed"]) for result in require_alike(results))
-            for name, row in analyse(env, results).items():
+            analysed = analyse(env, results)
+            del analysed["all: mean return"]
+            for name, row in analysed.items():
                 program = f"`{method}.py --env {env}`"
                 rows.append((program, name, seeds, results[0]["steps"], *change_cells(row)))
     titles = "program | sub-task | seeds | steps | tasks | before, % | after, %"

@@ -257,6 +257,29 @@ def hours_of(runs: list[dict]) -> str:
     return f"{hours[0]} to {hours[-1]} hours"
 
 
+def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
+    folder = ROOT / "recipes" / "results"
+    assert [line for line in worlds.methods_table(folder) if line not in MEASURED] == []
+    sft, dpo, agentevol = (
+        json.loads((folder / "worlds/methods" / f"{name}-textcraft-0.json").read_text())
+        for name in worlds.METHODS
+    )
+    assert f"({hours_of([sft, dpo, agentevol])} of steps)" in MEASURED
+    assert f"{sft['steps']} steps on {sft['config']['num_demonstrations']} demonst" in MEASURED
+    size = dpo["config"]
+    tries = size["tasks_per_iteration"] * size["group_size"]
+    said = f"of the {size['tasks_per_iteration']} tasks that it plays once, {tries} tries"
+    assert f"{said}, it makes {dpo['pairs'][0]} pairs" in MEASURED
+    passes_over = dpo["steps"] * size["mini_batch_size"] / 2 / dpo["pairs"][0]
+    assert f"goes over them {passes_over:g} times" in MEASURED
+    added = [count for origin, (count, _) in agentevol["evolved"][-1].items() if " " in origin]
+    shown = agentevol["evolved"][-1]["demonstration"][0]
+    assert f"{shown} demonstrations {min(added)} to {max(added)} of its own successes" in MEASURED
+    rows = [row for row in worlds.methods_table(folder) if "| all |" in row]
+    told = [[float(x) for x in re.findall(r"[+-][0-9.]+", row)[-3:]] for row in rows]
+    assert told[0][1] > 0 and all(low < 0 < high for _, low, high in told[1:])
+
+
 def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() -> None:
     by_env = worlds.read_results(ROOT / "recipes" / "results")
     assert [line for line in worlds.table(by_env) if line not in MEASURED] == []
