@@ -9,9 +9,8 @@ What is not given comes from a preset:
              world's training tasks: for those who set everything themselves
 
 What belongs to one world stands in its class (envs/__init__.py), what belongs to the update in
-`losses.Objective`.
-
-What contradicts is in runtime/checks.py, how a run's options are read back in runtime/saved.py.
+`losses.Objective`. What contradicts is in runtime/checks.py, how a run's options are read back in
+runtime/saved.py.
 
 Read next: `train.py`.
 """
@@ -70,8 +69,9 @@ class RunConfig(Portions):
     widens: ClassVar[bool] = False  # takes several --rounds
     unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that no sentinel should see
     may_be_zero: ClassVar[frozenset[str]] = frozenset()  # of what must otherwise be positive
-    # What no preset may set: a method's own numbers.
+    # What no preset may set, a method's own numbers; and those of them that the paper's preset has.
     keeps: ClassVar[frozenset[str]] = frozenset()
+    large: ClassVar[dict[str, Any]] = {}
 
     # Where the other defaults come from
     preset: Literal["laptop", "paper", "none"] = "laptop"
@@ -344,13 +344,13 @@ def with_preset(
         ValueError: there is no such preset, or no such world.
     """
     own = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
-    found = []
+    large, found = kind.large if preset == "paper" else {}, []
     for name in names_of(env):
         world = settings_of(name)
         presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
-        found.append({n: v for n, v in presets[preset].items() if n in own})
+        found.append({n: v for n, v in presets[preset].items() if n in own} | large)
     numbers = found[0]
     if len(found) > 1:
         names = {name for each in found for name in each}

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from config import Misuse, RunConfig, flag, refusing
 from conversations import Conversation, read_conversations
@@ -41,6 +41,8 @@ class MethodConfig(RunConfig):
     keeps: ClassVar[frozenset[str]] = frozenset(
         {"steps", "learning_rate", "learning_rate_decay_steps", "mini_batch_size", "warm_start"}
     )
+    # For a model of billions of parameters; AgentGym's scripts, agentenv/examples/.
+    large: ClassVar[dict[str, Any]] = {"learning_rate": 1e-5}
 
     # How it learns
     rounds: tuple[int, ...] = (6,)
@@ -48,7 +50,7 @@ class MethodConfig(RunConfig):
     mini_batch_size: int = 16
     """trajectories of a step, which is one optimizer step (trajectories; dpo: two of each pair)"""
     learning_rate: float = 1e-4
-    """of the policy, AdamW"""
+    """of the policy, AdamW [paper: 1e-5]"""
     learning_rate_decay_steps: int = 0
     """the rate falls on a line to 1/N of itself in N steps and stays there; 0: in all steps, of
     AgentEvol in those of each iteration (steps)"""
@@ -132,6 +134,7 @@ class DpoConfig(IteratedConfig):
 
     method: ClassVar[str] = "dpo"
     program: ClassVar[str] = "dpo.py"
+    large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5}
 
     # The pairs; without any of these files the policy plays for them
     pairs: tuple[str, ...] = ()
@@ -151,7 +154,7 @@ class DpoConfig(IteratedConfig):
     (pairs)"""
     # The loss
     beta: float = 0.1
-    """how much a margin counts: the smaller, the further from the reference"""
+    """how much a margin counts: the smaller, the further from the reference [paper: 0.5]"""
     loss: Kind = "sigmoid"
     """sigmoid: DPO; ipo; hinge: SLiC (preferences.py)"""
     label_smoothing: float = 0.0
@@ -163,7 +166,7 @@ class DpoConfig(IteratedConfig):
     """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size
     (steps)"""
     learning_rate: float = 5e-6
-    """of the policy, AdamW"""
+    """of the policy, AdamW [paper: 5e-7]"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from self.unplayed()

@@ -24,7 +24,7 @@ from losses import Objective
 from runtime import checks, usage
 from runtime.checks import check, remarks
 from runtime.cli import parse_command_line, say_remarks, starting_from, training_options
-from runtime.methods import DpoConfig, SftConfig
+from runtime.methods import DpoConfig, EvolConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (
@@ -130,6 +130,17 @@ def test_with_a_gpu_the_defaults_are_the_papers():
     assert (config.rounds, config.steps_scaling_inter) == ((10, 20, 30), 100)
     assert (config.learning_rate, config.kl_loss_coef) == (1e-6, 1e-3)
     assert config.evaluation_rounds == 30
+
+
+@pytest.mark.parametrize("env", ["textcraft", "textcraft+babyai"])
+def test_with_a_gpu_the_other_methods_have_rates_for_large_models(env):
+    """As AgentGym's scripts have them (agentenv/examples/); a small model keeps its own."""
+    names = ("learning_rate", "beta")
+    for kind, numbers in ((SftConfig, (1e-5,)), (EvolConfig, (1e-5,)), (DpoConfig, (5e-7, 0.5))):
+        large, small = (with_preset(preset, env, kind) for preset in ("paper", "laptop"))
+        assert tuple(getattr(large, n) for n in names if hasattr(large, n)) == numbers
+        assert small.learning_rate == kind.learning_rate >= 10 * large.learning_rate
+        assert (large.steps, large.mini_batch_size) == (kind.steps, kind.mini_batch_size)
 
 
 def test_the_small_models_train_and_evaluate_on_families_that_do_not_overlap():
