@@ -144,7 +144,7 @@ def demonstrated(config: EvolConfig) -> list[Conversation]:
         if earned is None or config.ignore_returns:
             found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
         elif is_enough(earned, config):
-            weight = earned if config.weighting == "return" else 1.0
+            weight = 1.0 if config.weighting == "one" else earned
             found.append(record | {"origin": DEMONSTRATED, "weight": weight})
     if not found:
         raise Misuse(f"nothing in --data {what_is_enough(config)}")
@@ -202,13 +202,16 @@ def selected(
     origin: str,
     before: Sequence[Conversation] = (),
 ) -> list[Conversation]:
-    """What of an iteration's exploration joins the set: of each task the best, none like another or
-    like what was there before (an easy task would count once more each time), each with its origin
-    and its weight."""
+    """What of an iteration's exploration joins the set: of each task the best, each with its origin
+    and its weight. None is like another; what was played alike counts as often, for q(τ) ∝ π(τ)
+    R(τ), and π is seen in nothing else. Without --weighting played it counts once, and not at all
+    where the set had it before (an easy task would count once more each time)."""
     chosen: list[Conversation] = []
     per_task: Counter[str] = Counter()
-    texts = {_texts(record) for record in before}
     blind = config.ignore_returns
+    counts = config.weighting == "played" and not blind
+    texts = set() if counts else {_texts(record) for record in before}
+    times = Counter(map(_texts, said))
     ordered = said if blind else sorted(said, key=lambda r: -r["return"])  # stable: as played
     for record in ordered:
         earned = math.inf if blind else record["return"]
@@ -219,6 +222,7 @@ def selected(
         per_task[record["item_id"]] += 1
         texts.add(text)
         weight = 1.0 if blind or config.weighting == "one" else earned
+        weight *= times[text] if counts else 1
         chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
 

@@ -27,7 +27,6 @@ on to the method's program. Read next: miniature.py, evidence.py.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from recipes.common import (  # noqa: E402
     markdown,
     planned,
     read_json,
+    read_lines,
     train,
     write_json,
 )
@@ -178,13 +178,26 @@ def count_shown(result: Result, arm: Arm, turns: float) -> None:
 
 
 def learned_from(run_dir: Path) -> Result:
-    """What the iterations of a run had: pairs of DPO, AgentEvol's sets."""
+    """What the iterations of a run had: what was played and solved, pairs of DPO, AgentEvol's
+    sets."""
     found: Result = {}
+    if files := sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        found["played"] = [solved_in(path) for path in files]
     if made := sorted((run_dir / "pairs").glob("iteration_*.json")):
         found["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
     if (run_dir / "evolving").exists():
         found["evolved"] = evolved(run_dir / "evolving")
     return found
+
+
+def solved_in(path: Path) -> dict[str, list[int]]:
+    """Of a file of trajectories: sub-task -> [tries, of them solved]."""
+    counts: dict[str, list[int]] = {}
+    for row in read_lines(path):
+        own = counts.setdefault(row["subtask"], [0, 0])
+        own[0] += 1
+        own[1] += bool(row["success"])
+    return dict(sorted(counts.items()))
 
 
 def evolved(folder: Path) -> list[dict[str, list[float]]]:
@@ -193,10 +206,8 @@ def evolved(folder: Path) -> list[dict[str, list[float]]]:
     found = []
     for path in sorted(folder.glob("iteration_*.jsonl")):
         weights: dict[str, list[float]] = {}
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line:
-                record = json.loads(line)
-                weights.setdefault(record["origin"], []).append(record["weight"])
+        for row in read_lines(path):
+            weights.setdefault(row["origin"], []).append(row["weight"])
         found.append({each: [len(w), round(fmean(w), 4)] for each, w in weights.items()})
     return found
 

@@ -176,6 +176,26 @@ def methods_table(folder: Path) -> list[str]:
     return markdown(f"{titles} | difference, points", rows) if rows else []
 
 
+def tried_methods_table(folder: Path) -> list[str]:
+    """Markdown: of each trial of another method, worlds/methods/tried/*.json, what it solved of
+    the training goals that it played first and last. They are other goals each time."""
+    rows = []
+    for path in sorted((folder / "worlds" / "methods" / "tried").glob("*.json")):
+        trial = read_json(path)
+        played = [trial["played"][at] for at in (0, -1)]
+        cells = [
+            ", ".join(
+                f"{100 * solved / tries:.0f} of {tries}"
+                for tries, solved in (each.get(name, (1, 0)) for each in played)
+            )
+            for name in ("depth 1", "depth 2")
+        ]
+        command = f"`{trial['method']}.py {trial['options']}`"
+        rows.append((command, f"{trial['steps']} of {trial['config']['steps']}", *cells))
+    titles = "command | steps done | depth 1: first, last, % solved of tries | depth 2"
+    return markdown(titles, rows) if rows else []
+
+
 def report(folder: Path) -> str:
     """Reads the results present, writes worlds.png, returns the table."""
     by_env = read_results(folder)
@@ -189,6 +209,8 @@ def report(folder: Path) -> str:
             lines += published.split_table(published.analyse_test(env, tested))
     if methods := methods_table(folder):
         lines += ["", "The other methods, their default runs:", "", *methods]
+    if trials := tried_methods_table(folder):
+        lines += ["", "Tried with them, once each:", "", *trials]
     if trials := tried_table(folder):
         lines += [
             "",

@@ -120,12 +120,17 @@ class IteratedConfig(MethodConfig):
     """trajectories per task (trajectories)"""
 
     @property
+    def times(self) -> int:
+        """Iterations that there are."""
+        return self.iterations
+
+    @property
     def fixed(self) -> frozenset[str]:
-        return frozenset({"steps"} if self.iterations > 1 else ())  # it says where they begin
+        return frozenset({"steps"} if self.times > 1 else ())  # it says where they begin
 
     @property
     def steps_per_iteration(self) -> int:
-        return self.steps // self.iterations
+        return self.steps // self.times
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,12 @@ class DpoConfig(IteratedConfig):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from self.unplayed()
         if not self.plays_for_pairs:
-            for name in ("tasks_per_iteration", "group_size", "env_weights"):
+            for name in ("iterations", "tasks_per_iteration", "group_size", "env_weights"):
                 yield name, "leave it out, the pairs are given and nothing is played for them"
+
+    @property
+    def times(self) -> int:
+        return self.iterations if self.plays_for_pairs else 1  # files hold all there are
 
     @property
     def plays_for_pairs(self) -> bool:
@@ -209,8 +218,9 @@ class EvolConfig(IteratedConfig):
     (0..1)"""
     keep_per_task: int = 2
     """trajectories kept of one task and iteration, the best first (trajectories)"""
-    weighting: Literal["return", "one"] = "return"
-    """how much a kept trajectory counts: as much as it earned, or one, as a demonstration"""
+    weighting: Literal["played", "return", "one"] = "return"
+    """how much a kept trajectory counts: what it earned, as often as it was played alike; what it
+    earned; or one, as a demonstration"""
     ignore_returns: bool = False
     """control: whatever it earned, what is explored first joins, and counts 1"""
     merge_with: Literal["all", "demonstrations"] = "all"
@@ -276,7 +286,6 @@ def check_method(config: MethodConfig) -> None:
 
 
 def _check_numbers(config: MethodConfig) -> None:
-    iterations = getattr(config, "iterations", 1)
     for name in ("epochs", "iterations", "tasks_per_iteration", "group_size", "num_demonstrations"):
         if getattr(config, name, 1) < 1:
             raise ValueError(f"{flag(name)} {getattr(config, name)} must be at least 1")
@@ -290,9 +299,9 @@ def _check_numbers(config: MethodConfig) -> None:
         raise ValueError(f"--min-gap {config.min_gap:g} must be a difference of returns, 0 to 1")  # type: ignore[attr-defined]
     if not 0 <= getattr(config, "hold_out", 0.0) < 1:
         raise ValueError(f"--hold-out {config.hold_out} must be a share, 0 to 1")  # type: ignore[attr-defined]
-    if config.steps % iterations:
+    if config.steps % (times := getattr(config, "times", 1)):
         raise ValueError(
-            f"--steps {config.steps} cannot be cut into --iterations {iterations} equal parts"
+            f"--steps {config.steps} cannot be cut into --iterations {times} equal parts"
         )
 
 
@@ -320,11 +329,6 @@ def _check_dpo(config: DpoConfig) -> None:
         raise ValueError(
             "--pairs, --data and --expert with --experience each say where pairs come "
             "from; give one"
-        )
-    if any(sources) and config.iterations > 1:
-        raise ValueError(
-            f"--iterations {config.iterations} plays for new pairs, but the files hold all there "
-            "are; leave one of the two out"
         )
     if not any(sources) and config.group_size < 2:
         raise ValueError(f"--group-size {config.group_size} leaves no second trajectory to compare")

@@ -83,7 +83,7 @@ def settings(method, tmp_path, url, **changes):
         values.pop("rounds") if "rounds" not in changes else None
         values.pop("engine", None)
     if given and method == "dpo":
-        for name in {"tasks_per_iteration", "group_size"} - changes.keys():
+        for name in {"iterations", "tasks_per_iteration", "group_size"} - changes.keys():
             values.pop(name, None)
     if not changes.get("steps", 1):
         return values
@@ -322,7 +322,7 @@ def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
     enough = sum(r >= 0.4 for r in earned)
     assert 0 < enough < len(earned)
     assert json.loads((tmp_path / "b/run/data.json").read_text())["conversations"] == enough
-    third = settings("dpo", tmp_path / "c", url, data=(first["run_dir"],), iterations=1)
+    third = settings("dpo", tmp_path / "c", url, data=(first["run_dir"],))
     assert run("dpo", third) == 0
     assert not list((tmp_path / "c/run/trajectories").glob("*"))  # it played nothing
     with fresh_process_state():
@@ -429,7 +429,7 @@ def test_given_pairs_that_do_not_fit_are_found_before_there_is_a_run(tmp_path, u
     long, longer = pair | {"chosen": "a" * 900}, pair | {"rejected": "b" * 901}
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([long, longer]))
-    values = settings("dpo", tmp_path, url, pairs=(str(file),), iterations=1)
+    values = settings("dpo", tmp_path, url, pairs=(str(file),))
     assert run("dpo", values) == 2
     assert "leaves none of 2 pairs; raise it" in capsys.readouterr().err
     assert not Path(values["run_dir"]).exists()
@@ -442,7 +442,7 @@ def test_a_least_return_is_refused_where_nothing_has_a_return(tmp_path, url, cap
     """It left out nothing, without a word."""
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([{"prompt": "p", "chosen": "a", "rejected": "b"}]))
-    values = settings("dpo", tmp_path, url, pairs=(str(file),), iterations=1, min_return=0.5)
+    values = settings("dpo", tmp_path, url, pairs=(str(file),), min_return=0.5)
     assert run("dpo", values) == 2
     assert "--min-return 0.5 chooses by return, and nothing here has" in capsys.readouterr().err
     assert not Path(values["run_dir"]).exists()
@@ -471,7 +471,7 @@ def test_the_reference_is_asked_of_no_more_pairs_than_the_steps_take(tmp_path, u
     file = tmp_path / "pairs.json"
     rows = [{"prompt": "p", "chosen": "a" * (1 + n), "rejected": "b"} for n in range(9)]
     file.write_text(json.dumps(rows))
-    own = {"pairs": (str(file),), "iterations": 1, "steps": 2, "mini_batch_size": 4}
+    own = {"pairs": (str(file),), "steps": 2, "mini_batch_size": 4}
     values = settings("dpo", tmp_path, url, **own)
     assert run("dpo", values) == 0
     kept = tmp_path / "run/pairs/iteration_001.jsonl"
@@ -706,7 +706,7 @@ def test_pairs_that_a_run_has_kept_are_a_pair_file(tmp_path, url):
     first = settings("dpo", tmp_path / "a", url, iterations=1, steps=1)
     assert run("dpo", first) == 0
     file = tmp_path / "a/run/pairs/iteration_001.jsonl"
-    second = settings("dpo", tmp_path / "b", url, iterations=1, steps=1, pairs=(str(file),))
+    second = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),))
     assert run("dpo", second) == 0
     again = tmp_path / "b/run/pairs/iteration_001.jsonl"
     assert again.read_text() == file.read_text()  # references too: the same model
@@ -719,7 +719,7 @@ def test_an_expert_is_preferred_to_what_the_policy_did(tmp_path, url, capsys):
         Path(files[name][0]).write_text(
             "".join(json.dumps(conversation(n, text)) + "\n" for n in range(3))
         )
-    values = settings("dpo", tmp_path, url, iterations=1, steps=6, **files)
+    values = settings("dpo", tmp_path, url, steps=6, **files)
     assert run("dpo", values) == 0
     assert "3 pairs" in capsys.readouterr().out
     rows = read_metrics(values["run_dir"])
@@ -878,7 +878,7 @@ REFUSED = [
     ),
     ("dpo", {"beta": float("inf")}, "--beta inf must be above 0, and finite"),
     ("dpo", {"min_gap": -0.5}, "--min-gap -0.5 must be a difference"),
-    ("dpo", {"pairs": ("FILES",), "iterations": 1}, "Is a directory"),
+    ("dpo", {"pairs": ("FILES",)}, "Is a directory"),
     ("agentevol", {"min_return": -1.0}, "--min-return -1 must be finite, and no return is below 0"),
     ("agentevol", {"ignore_returns": True}, "--min-return has no effect here"),
     ("agentevol", {"learn_from": "last", "iterations": 1}, "--learn-from has no effect here"),
@@ -893,10 +893,10 @@ REFUSED = [
     ("dpo", {"mini_batch_size": 5}, "--mini-batch-size 5 counts trajectories, two of each pair"),
     ("dpo", {"steps": 5}, "--steps 5 cannot be cut into --iterations 2 equal parts"),
     ("dpo", {"expert": ("FILES/equal.jsonl",)}, "--expert and --experience belong together"),
-    ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 2}, "--iterations 2 plays for new"),
-    ("dpo", {"pairs": ("FILES/two_tasks.jsonl",), "iterations": 1}, "a pair of two tasks"),
-    ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 1}, "no pair left (1 equal texts)"),
-    ("dpo", {"data": ("FILES/no_gap.jsonl",), "iterations": 1}, "no pair left (1 no partner)"),
+    ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 2}, "--iterations has no effect here"),
+    ("dpo", {"pairs": ("FILES/two_tasks.jsonl",)}, "a pair of two tasks"),
+    ("dpo", {"pairs": ("FILES/equal.jsonl",)}, "no pair left (1 equal texts)"),
+    ("dpo", {"data": ("FILES/no_gap.jsonl",)}, "no pair left (1 no partner)"),
     ("dpo", {"group_size": 1}, "--group-size 1 leaves no second trajectory"),
     ("agentevol", {"keep_per_task": 0}, "--keep-per-task 0 must be at least 1"),
     ("agentevol", {"data": ("FILES/broken.json",)}, "broken.json, line 1 is no JSON"),
@@ -1041,7 +1041,7 @@ def test_a_run_is_gone_on_with_by_its_own_command_though_files_have_moved(
         for text, r in (("abc", 1.0), ("xyz", 0.0))
     ]
     Path("tried.jsonl").write_text("\n".join(both))
-    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), iterations=1, steps=2)
+    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), steps=2)
     assert run("dpo", values) == 0
     assert run("dpo", values | {"resume": True, "steps": 3}) == 0
     Path("tried.jsonl").unlink()
