@@ -19,11 +19,13 @@ A pair is two rows of one group: what both open with is computed once (runtime/p
 micro-batch never parts them, for the loss is not a sum over rows.
 
 The loss sees margins alone. Both likelihoods may fall, and where the chosen one's falls far the
-policy does something third: watch preference/chosen_log_prob; --sft-coef holds it up. Offline pairs
-teach about what was tried; with --iterations the policy plays anew and is compared with itself.
+policy does something third: watch preference/chosen_log_prob. A failure is longer than a success,
+and most of its moves were right ones, so agents unlearn by that: --sft-coef holds the chosen side
+up (arXiv 2404.19733; RESULTS.md has what happened without). Offline pairs teach about what was
+tried; with --iterations the policy plays anew and is compared with itself.
 
     python dpo.py --env textcraft                                     # plays for its pairs
-    python dpo.py --env textcraft --iterations 3 --steps 90           # and again every 30 steps
+    python dpo.py --env textcraft --iterations 3 --steps 30           # anew every 10 steps
     python dpo.py --data runs/NAME                                    # what a run has tried
     python dpo.py --expert demos.json --experience runs/NAME          # a teacher against the policy
     python dpo.py --pairs pairs.json --model X --warm-start never     # files: docs/data.md
@@ -310,7 +312,7 @@ def prefer(
             num_pairs,
         )
         loss = result.loss
-        if config.sft_coef:  # per token of each chosen one, as in arXiv 2404.19733
+        if config.sft_coef:  # per token of each chosen one
             loss = loss - config.sft_coef * (chosen / mask[0::2].sum(1)).sum() / num_pairs
         return loss, {
             "policy/loss": loss,

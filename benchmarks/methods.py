@@ -92,7 +92,7 @@ def loops_of(options: argparse.Namespace) -> tuple[dict[str, dict[str, Loop]], d
     learner = common.make_learner(path)
     accelerator = learner.accelerator
     plain = load_policy(path).train().to(accelerator.device)
-    config = DpoConfig()
+    config = DpoConfig(sft_coef=0.0)
 
     def objective_of(batch: Batch, share: bool = True) -> Objective:
         made_for = common.one_step(len(batch), options.max_tokens)

@@ -75,7 +75,7 @@ def run_ours(options: argparse.Namespace) -> None:
     for _ in range(options.repeats + 1):
         wait_for_turn()
         began = time.perf_counter()
-        dpo.prefer(learner, batch, objective, DpoConfig(beta=BETA))
+        dpo.prefer(learner, batch, objective, DpoConfig(beta=BETA, sft_coef=0.0))
         report(figures_of(batch, time.perf_counter() - began))
 
 

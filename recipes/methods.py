@@ -97,7 +97,7 @@ ARMS = {
     "dpo": Arm(
         "dpo.py",
         ("--iterations", "12", "--tasks-per-iteration", "120", "--group-size", "8")
-        + ("--learning-rate", "3e-5", "--eval-every", "60"),
+        + ("--learning-rate", "3e-5", "--sft-coef", "0", "--eval-every", "60"),
         180,
     ),
     "agentevol": Arm("agentevol.py", (*EVOLVE, *BROAD), 240, 512),

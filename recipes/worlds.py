@@ -178,11 +178,14 @@ def methods_table(folder: Path) -> list[str]:
 
 def tried_methods_table(folder: Path) -> list[str]:
     """Markdown: of each trial of another method, worlds/methods/tried/*.json, what it solved of
-    the training goals that it played first and last. They are other goals each time."""
-    rows = []
-    for path in sorted((folder / "worlds" / "methods" / "tried").glob("*.json")):
-        trial = read_json(path)
-        played = [trial["played"][at] for at in (0, -1)]
+    the training goals that it played first and last, other goals each time; and its default run."""
+    rows, own = [], folder / "worlds" / "methods"
+    tried = sorted((own / "tried").glob("*.json"))
+    for path in (*tried, *(sorted(own.glob("*-textcraft-0.json")) if tried else ())):
+        trial = {"options": ""} | read_json(path)
+        if "played" not in trial:
+            continue
+        played = [trial["played"][at] for at in (0, -1)][: len(trial["played"])]
         cells = [
             ", ".join(
                 f"{100 * solved / tries:.0f} of {tries}"
@@ -190,7 +193,7 @@ def tried_methods_table(folder: Path) -> list[str]:
             )
             for name in ("depth 1", "depth 2")
         ]
-        command = f"`{trial['method']}.py {trial['options']}`"
+        command = f"`{trial['method']}.py {trial['options'] or '--env ' + trial['env']}`"
         rows.append((command, f"{trial['steps']} of {trial['config']['steps']}", *cells))
     titles = "command | steps done | depth 1: first, last, % solved of tries | depth 2"
     return markdown(titles, rows) if rows else []

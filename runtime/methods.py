@@ -48,7 +48,7 @@ class MethodConfig(RunConfig):
     rounds: tuple[int, ...] = (6,)
     """most turns of a trajectory that is played (turns) [paper: 30]"""
     mini_batch_size: int = 16
-    """trajectories of a step, which is one optimizer step (trajectories; dpo: two of each pair)"""
+    """trajectories of a step, which is one optimizer step (trajectories)"""
     learning_rate: float = 1e-4
     """of the policy, AdamW [paper: 1e-5]"""
     learning_rate_decay_steps: int = 0
@@ -138,8 +138,9 @@ class DpoConfig(IteratedConfig):
     """Direct preference optimization: the better of two trajectories gains on the other."""
 
     method: ClassVar[str] = "dpo"
+    keeps: ClassVar[frozenset[str]] = MethodConfig.keeps | {"eval_every", "save_every"}
     program: ClassVar[str] = "dpo.py"
-    large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5}
+    large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
 
     # The pairs; without any of these files the policy plays for them
     pairs: tuple[str, ...] = ()
@@ -164,14 +165,27 @@ class DpoConfig(IteratedConfig):
     """sigmoid: DPO; ipo; hinge: SLiC (preferences.py)"""
     label_smoothing: float = 0.0
     """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
-    sft_coef: float = 0.0
-    """weight of imitating the chosen one, per token, against likelihoods that both fall"""
+    sft_coef: float = 1.0
+    """weight of imitating the chosen one, per token, against likelihoods that both fall; 0: DPO
+    alone [paper: 0]"""
     # How it learns
-    steps: int = 60
+    iterations: int = 6
+    """times that the policy plays, the steps in equal parts behind each; pairs that are given are
+    one"""
+    tasks_per_iteration: int = 48
+    """tasks that it plays then (tasks)"""
+    steps: int = 18
     """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size
     (steps)"""
-    learning_rate: float = 5e-6
+    mini_batch_size: int = 64
+    """trajectories of a step, which is one optimizer step, two of each pair (trajectories)"""
+    learning_rate: float = 4e-5
     """of the policy, AdamW [paper: 5e-7]"""
+    eval_every: int = 9
+    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never
+    (steps)"""
+    save_every: int = 9
+    """write a checkpoint every so many steps, and after the last (steps)"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from self.unplayed()

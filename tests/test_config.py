@@ -135,8 +135,8 @@ def test_with_a_gpu_the_defaults_are_the_papers():
 @pytest.mark.parametrize("env", ["textcraft", "textcraft+babyai"])
 def test_with_a_gpu_the_other_methods_have_rates_for_large_models(env):
     """As AgentGym's scripts have them (agentenv/examples/); a small model keeps its own."""
-    names = ("learning_rate", "beta")
-    for kind, numbers in ((SftConfig, (1e-5,)), (EvolConfig, (1e-5,)), (DpoConfig, (5e-7, 0.5))):
+    names = ("learning_rate", "beta", "sft_coef")
+    for kind, numbers in ((SftConfig, (1e-5,)), (EvolConfig, (1e-5,)), (DpoConfig, (5e-7, 0.5, 0))):
         large, small = (with_preset(preset, env, kind) for preset in ("paper", "laptop"))
         assert tuple(getattr(large, n) for n in names if hasattr(large, n)) == numbers
         assert small.learning_rate == kind.learning_rate >= 10 * large.learning_rate

@@ -746,7 +746,8 @@ def test_the_best_of_each_task_join_once_with_their_weights():
         explored(1, 0.6, "ae"),  # the same again
         explored(2, 0.0, "af"),
     ]
-    chosen = agentevol.selected(said, EvolConfig(keep_per_task=2, min_return=0.1), "iteration 1")
+    once = EvolConfig(keep_per_task=2, min_return=0.1, weighting="return")
+    chosen = agentevol.selected(said, once, "iteration 1")
     found = [(r["item_id"], r["weight"], r["origin"]) for r in chosen]
     assert sorted(found) == [
         ("letters_0", 0.7, "iteration 1"),
@@ -763,8 +764,25 @@ def test_the_best_of_each_task_join_once_with_their_weights():
     assert [r["return"] for r in perfect] == [1.0], "at least so much, as in sft.py and dpo.py"
     assert agentevol.selected(said[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
     # What the set has already does not join again, and takes no place of what is new.
-    again = agentevol.selected(said, EvolConfig(keep_per_task=1, min_return=0.1), "x", chosen[:1])
+    again = agentevol.selected(said, replace(once, keep_per_task=1), "x", chosen[:1])
     assert [r["return"] for r in again] == [0.7, 0.6]
+
+
+def test_what_is_played_alike_counts_as_often():
+    """E[R log π] over all that was played, term by term, though a row each different one is kept:
+    how often is all that shows how likely it is. It may be in the set already, too."""
+    said = [explored(0, 0.5, "ab"), explored(0, 1.0, "ac"), explored(1, 0.5, "ad")]
+    said += [explored(0, 0.5, "ab"), explored(1, 0.0, "ae"), explored(0, 0.5, "ab")]
+    played = EvolConfig(keep_per_task=8, weighting="played")
+    chosen = agentevol.selected(said, played, "x")
+    assert len(chosen) == 3
+    log_prob = {agentevol._texts(record): -1.0 - at for at, record in enumerate(said)}
+    expected = sum(record["return"] * log_prob[agentevol._texts(record)] for record in said)
+    kept = sum(record["weight"] * log_prob[agentevol._texts(record)] for record in chosen)
+    assert kept == pytest.approx(expected)
+    assert agentevol.selected(said, played, "x", chosen) == chosen
+    blind = replace(played, ignore_returns=True)
+    assert {record["weight"] for record in agentevol.selected(said, blind, "x")} == {1.0}
 
 
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_path, url):

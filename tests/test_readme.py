@@ -267,17 +267,29 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     assert f"({hours_of([sft, dpo, agentevol])} of steps)" in MEASURED
     assert f"{sft['steps']} steps on {sft['config']['num_demonstrations']} demonst" in MEASURED
     size = dpo["config"]
-    tries = size["tasks_per_iteration"] * size["group_size"]
-    said = f"of the {size['tasks_per_iteration']} tasks that it plays once, {tries} tries"
-    assert f"{said}, it makes {dpo['pairs'][0]} pairs" in MEASURED
-    passes_over = dpo["steps"] * size["mini_batch_size"] / 2 / dpo["pairs"][0]
-    assert f"goes over them {passes_over:g} times" in MEASURED
+    tries = size["tasks_per_iteration"] * size["group_size"] * size["iterations"]
+    assert size["group_size"] == 8 and size["iterations"] == 6
+    said = f"plays {size['tasks_per_iteration']} tasks eight times each, six times in all"
+    pairs = f"from {min(dpo['pairs'])} to {max(dpo['pairs'])} pairs each time"
+    assert f"{said} ({tries:,} tries), and gains 7 points {pairs}" in MEASURED
+    assert [line for line in worlds.tried_methods_table(folder) if line not in MEASURED] == []
+    assert sum(sum(tries for tries, _ in each.values()) for each in dpo["played"]) == tries
+    # At a rate that teaches depth 1, the difference alone unlearns depth 2 within two iterations.
+    for name, deep in (("4-iterations-4e-5", [41, 0]), ("16-iterations-4e-5", [22, 5, 0, 0, 0])):
+        tried = json.loads((folder / f"worlds/methods/tried/dpo-{name}.json").read_text())
+        assert tried["config"]["sft_coef"] == 0 and tried["config"]["mini_batch_size"] == 16
+        assert [each["depth 2"][1] for each in tried["played"]] == deep
+    defaults = {field.name: field.default for field in fields(DpoConfig)}
+    for name in ("iterations", "tasks_per_iteration", "steps", "mini_batch_size", "learning_rate"):
+        assert size[name] == defaults[name], name
+    assert (size["sft_coef"], size["beta"]) == (DpoConfig.sft_coef, DpoConfig.beta) == (1.0, 0.1)
     added = [count for origin, (count, _) in agentevol["evolved"][-1].items() if " " in origin]
     shown = agentevol["evolved"][-1]["demonstration"][0]
     assert f"{shown} demonstrations {min(added)} to {max(added)} of its own successes" in MEASURED
     rows = [row for row in worlds.methods_table(folder) if "| all |" in row]
     told = [[float(x) for x in re.findall(r"[+-][0-9.]+", row)[-3:]] for row in rows]
-    assert told[0][1] > 0 and all(low < 0 < high for _, low, high in told[1:])
+    assert round(told[1][0]) == 7
+    assert [low > 0 for _, low, _ in told] == [True, True, False]
 
 
 def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() -> None:
@@ -849,5 +861,5 @@ def test_the_examples_of_data_are_read_by_the_programs(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(ValueError, match="expected"):
         list(read_conversations([file]))
-    assert DpoConfig().pairs_per_task == 4 and DpoConfig().steps * 8 == 480
-    assert DpoConfig().mini_batch_size == 16
+    assert DpoConfig().pairs_per_task == 4 and DpoConfig().steps * 32 == 576
+    assert DpoConfig().mini_batch_size == 64
