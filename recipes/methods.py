@@ -11,6 +11,8 @@ failed:
     few          the same with 64 of his episodes and more of its own: his errors weigh less
     last         few, but an iteration goes on from the one before, and what it explores joins the
                  demonstrations alone; twelve short ones, as many as dpo has
+    own          last with next to none of them (8), and all its successes, each counted as often as
+                 it was played alike; twice as many iterations
     cloning      a control of agentevol: those 512 alone, for as many steps as an iteration has
     unweighted   another one: of each task what it explored first joins, whatever that earned: all
                  returns are 1, so that more joins
@@ -109,6 +111,15 @@ ARMS = {
         + ("--learning-rate", "1e-4", "--eval-every", "60"),
         240,
         64,
+    ),
+    "own": Arm(
+        "agentevol.py",
+        ("--iterations", "24", "--tasks-per-iteration", "60", "--group-size", "8")
+        + ("--keep-per-task", "8", "--weighting", "played")
+        + ("--learn-from", "last", "--merge-with", "demonstrations")
+        + ("--learning-rate", "2e-4", "--eval-every", "60"),
+        240,
+        8,
     ),
     "cloning": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "60"), 60, 512),
     "unweighted": Arm("agentevol.py", (*EVOLVE, *BROAD, "--ignore-returns"), 240, 512),
