@@ -1,8 +1,8 @@
-"""AgentEvol: explore with what has been learned, keep what earned something, learn it from the
-beginning, again (arXiv 2406.04151).
+"""AgentEvol: explore with what has been learned, keep what earned something, learn it, again
+(arXiv 2406.04151).
 
     demonstrations ──┐
-                     ├──> 1 the evolving set ──> 2 imitate it, from the base policy ──> 3 measure
+                     ├──> 1 the evolving set ──> 2 imitate it ──> 3 measure
     the policy plays ┘        each iteration: what it explored and earned joins the set
 
 Why that should raise the return. What is wanted is the chance that a trajectory is a good one,
@@ -17,23 +17,28 @@ expectation-maximisation:
 
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)          w = R, and 1 for what
                                                                                was demonstrated
-(N: tokens of the batch with loss_mask 1.) An iteration learns from the base policy (--learn-from
-base), which is where the run began, its warm start included: the set grows and is learned anew each
-time, so that nothing of an iteration's mistakes is left in the weights. Without exploration it is
-behaviour cloning, and it is no more than that where what is explored never enters the set: of each
-iteration the run keeps the set, with where each trajectory is from, what it earned and how much it
-counts, in `evolving/iteration_001.jsonl`.
+(N: tokens of the batch with loss_mask 1.) The set holds what was played alike as one row that
+counts as often: q is π R, and how often is all that a sample shows of π. A set in which each text
+counts once lifts the rare success beside the common one, and pulls the policy apart.
+
+An iteration goes on from the weights of the one before, and what it explored joins the
+demonstrations. The paper learns anew from the base policy each time, which is where the run began,
+its warm start included, from a set that grows (--learn-from base --merge-with all): nothing of an
+iteration's mistakes is left in the weights, and as far as the last one came has to be gone again.
+Without exploration it is behaviour cloning, and it is no more than that where what is explored
+never enters the set: of each iteration the run keeps the set, with where each trajectory is from,
+what it earned and how much it counts, in `evolving/iteration_001.jsonl`.
 
 Against RL: no baseline and no negative example, so that a mistake is never made less likely, only
-crowded out; and an iteration's data is used for many steps, for imitation need not be on-policy.
+crowded out; and an iteration's data is used for several steps, for imitation need not be on-policy.
 
 (AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
 here the first exploration is the start's, which wants a warm start, and iterations have as many
-steps. The set keeps what earlier iterations found; --merge-with demonstrations lets each
-iteration's exploration join those alone.)
+steps.)
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
+    python agentevol.py --env textcraft --learn-from base --merge-with all
     python agentevol.py --resume --run-dir runs/NAME
 
 Read first: sft.py. Read next: train.py.

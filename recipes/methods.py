@@ -90,10 +90,11 @@ class Arm:
 
 
 EVOLVE = (
-    *("--iterations", "4", "--group-size", "8"),
+    *("--iterations", "4", "--group-size", "8", "--keep-per-task", "2"),
+    *("--learn-from", "base", "--merge-with", "all"),
     *("--learning-rate", "1e-4", "--eval-every", "60"),
 )
-BROAD = ("--tasks-per-iteration", "320")
+BROAD, ONCE = ("--tasks-per-iteration", "320"), ("--weighting", "return")
 ARMS = {
     "sft": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "18"), 54, 54 * 64),
     "dpo": Arm(
@@ -102,13 +103,13 @@ ARMS = {
         + ("--learning-rate", "3e-5", "--sft-coef", "0", "--eval-every", "60"),
         180,
     ),
-    "agentevol": Arm("agentevol.py", (*EVOLVE, *BROAD), 240, 512),
-    "few": Arm("agentevol.py", (*EVOLVE, "--tasks-per-iteration", "360"), 240, 64),
+    "agentevol": Arm("agentevol.py", (*EVOLVE, *BROAD, *ONCE), 240, 512),
+    "few": Arm("agentevol.py", (*EVOLVE, *ONCE, "--tasks-per-iteration", "360"), 240, 64),
     "last": Arm(
         "agentevol.py",
         ("--iterations", "12", "--tasks-per-iteration", "120", "--group-size", "8")
         + ("--learn-from", "last", "--merge-with", "demonstrations")
-        + ("--learning-rate", "1e-4", "--eval-every", "60"),
+        + ("--keep-per-task", "2", *ONCE, "--learning-rate", "1e-4", "--eval-every", "60"),
         240,
         64,
     ),
@@ -240,7 +241,7 @@ def report(folder: Path, page: Path = PAGE, miniature: Path = MINIATURE) -> str:
     if not any(name in ARMS for name in runs):
         raise ValueError(f"{folder} is empty; run: python recipes/methods.py run --method sft")
     text = "\n".join(table(runs))
-    left = ("few", "cloning", "unweighted", "reinforce_plus_plus")  # there are eight colours
+    left = ("few", "last", "cloning", "unweighted", "reinforce_plus_plus")  # of eight colours
     drawn = [name for name in runs if name not in left]
     panels = (AT_ONCE, ALL)
     curves(folder / "methods.png", runs, drawn, "turns", "turns played in training", panels)
@@ -261,7 +262,7 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
             lines += ["", f"{name} minus its start: {points(runs[name], runs[name], start)}."]
     pairs = [(name, "grpo") for name in ("sft", "dpo", "agentevol")]
     pairs += [("agentevol", other) for other in ("few", "cloning", "unweighted", "sft")]
-    pairs += [("last", other) for other in ("few", "grpo", "dpo")]
+    pairs += [("last", "few"), *(("own", other) for other in ("last", "grpo", "dpo"))]
     for name, other in pairs:
         if name in runs and other in runs:
             told = points(runs[name], runs[other], end)
@@ -270,10 +271,12 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
         for result in runs.get(name, ()):
             said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
             lines += ["", said, "", *sets_of(result["evolved"])]
-    for result in runs.get("last", ()):
-        own = [count for parts in result["evolved"] for _, (count, _) in list(parts.items())[1:]]
-        said = f"What last joined to {result['evolved'][-1]['demonstration'][0]} demonstrations"
-        lines += ["", f"{said}, seed {result['seed']}, by iteration: {' '.join(map(str, own))}."]
+    for name in ("last", "own"):
+        for result in runs.get(name, ()):
+            sets = result["evolved"]
+            new = [str(count) for parts in sets for _, (count, _) in list(parts.items())[1:]]
+            said = f"What {name} joined to {sets[-1]['demonstration'][0]} demonstrations"
+            lines += ["", f"{said}, seed {result['seed']}, by iteration: {' '.join(new)}."]
     return lines
 
 

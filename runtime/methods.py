@@ -2,7 +2,7 @@
 
     SftConfig     imitate conversations
     DpoConfig     prefer the better of two trajectories
-    EvolConfig    explore, keep what earned, imitate it from the beginning, again
+    EvolConfig    explore, keep what earned, imitate it, again
 
 Read next: sft.py, dpo.py, agentevol.py.
 """
@@ -208,10 +208,14 @@ class DpoConfig(IteratedConfig):
 
 @dataclass(frozen=True)
 class EvolConfig(IteratedConfig):
-    """AgentEvol: explore, keep what earned something, imitate it from the beginning, again."""
+    """AgentEvol: explore, keep what earned something, imitate it, again."""
 
     method: ClassVar[str] = "agentevol"
     unwatched: ClassVar[frozenset[str]] = IMITATED
+    large: ClassVar[dict[str, Any]] = MethodConfig.large | {
+        "learn_from": "base",
+        "merge_with": "all",
+    }
     keeps: ClassVar[frozenset[str]] = MethodConfig.keeps | {"eval_every", "save_every"}
     program: ClassVar[str] = "agentevol.py"
 
@@ -219,36 +223,39 @@ class EvolConfig(IteratedConfig):
     data: tuple[str, ...] = ()
     """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the world's
     oracle demonstrates training tasks, as it did to the warm start"""
-    num_demonstrations: int = 128
+    num_demonstrations: int = 32
     """demonstrations of the oracle, of each world, without --data (episodes)"""
-    iterations: int = 4
+    iterations: int = 3
     """times that the policy explores, the steps in equal parts behind each"""
     tasks_per_iteration: int = 64
     """tasks that it explores (tasks)"""
-    group_size: int = 4
-    """trajectories per task (trajectories)"""
     min_return: float = 0.0
     """least return of a trajectory that is kept, or taken from --data; what earned 0 never is
     (0..1)"""
-    keep_per_task: int = 2
+    keep_per_task: int = 8
     """trajectories kept of one task and iteration, the best first (trajectories)"""
-    weighting: Literal["played", "return", "one"] = "return"
+    weighting: Literal["played", "return", "one"] = "played"
     """how much a kept trajectory counts: what it earned, as often as it was played alike; what it
     earned; or one, as a demonstration"""
     ignore_returns: bool = False
     """control: whatever it earned, what is explored first joins, and counts 1"""
-    merge_with: Literal["all", "demonstrations"] = "all"
+    merge_with: Literal["all", "demonstrations"] = "demonstrations"
     """what an iteration's exploration joins: all that was there before, or no more than the
-    demonstrations"""
-    learn_from: Literal["base", "last"] = "base"
-    """whose weights an iteration begins with: the run's start, or the iteration's before"""
+    demonstrations [paper: all]"""
+    learn_from: Literal["base", "last"] = "last"
+    """whose weights an iteration begins with: the run's start, or the iteration's before [paper:
+    base]"""
     # How it learns
-    steps: int = 96
+    steps: int = 12
     """training steps in total, in equal parts (steps)"""
-    eval_every: int = 24
+    mini_batch_size: int = 64
+    """trajectories of a step, which is one optimizer step (trajectories)"""
+    learning_rate: float = 4e-5
+    """of the policy, AdamW, at the beginning of each iteration [paper: 1e-5]"""
+    eval_every: int = 4
     """evaluate held-out tasks every so many steps, before the first and after the last; 0: never;
     those of an iteration, to see what each has learned (steps)"""
-    save_every: int = 24
+    save_every: int = 4
     """write a checkpoint every so many steps, and after the last (steps)"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,7 @@ OWN = {
         "group_size": 4,
         "iterations": 2,
         "min_gap": 0.05,
+        "sft_coef": 0.0,
         "mini_batch_size": 8,
         "learning_rate": 1e-3,
     },
@@ -61,6 +62,10 @@ OWN = {
         "group_size": 4,
         "iterations": 2,
         "min_return": 0.4,
+        "keep_per_task": 2,
+        "weighting": "return",
+        "merge_with": "all",
+        "learn_from": "base",
         "num_demonstrations": 4,
         "mini_batch_size": 8,
         "learning_rate": 3e-3,
@@ -82,6 +87,11 @@ def settings(method, tmp_path, url, **changes):
         # Nothing is played.
         values.pop("rounds") if "rounds" not in changes else None
         values.pop("engine", None)
+    if method == "agentevol" and values["iterations"] == 1:
+        for name in {"learn_from", "merge_with"} - changes.keys():
+            del values[name]
+    if values.get("ignore_returns"):
+        values.pop("weighting", None)
     if given and method == "dpo":
         for name in {"iterations", "tasks_per_iteration", "group_size"} - changes.keys():
             values.pop(name, None)
@@ -754,13 +764,13 @@ def test_the_best_of_each_task_join_once_with_their_weights():
         ("letters_0", 1.0, "iteration 1"),
         ("letters_1", 0.6, "iteration 1"),
     ]
-    ones = agentevol.selected(said, EvolConfig(weighting="one", min_return=0.1), "x")
+    ones = agentevol.selected(said, replace(once, weighting="one"), "x")
     assert {r["weight"] for r in ones} == {1.0} and len(ones) == 3
     blind = EvolConfig(ignore_returns=True, keep_per_task=2)
     control = [(r["item_id"], r["return"]) for r in agentevol.selected(said, blind, "x")]
     assert control == [("letters_0", 0.2), ("letters_0", 1.0), ("letters_1", 0.6), ("letters_2", 0)]
     assert {r["weight"] for r in agentevol.selected(said, blind, "x")} == {1.0}
-    perfect = agentevol.selected(said, EvolConfig(min_return=1.0), "x")
+    perfect = agentevol.selected(said, replace(once, min_return=1.0), "x")
     assert [r["return"] for r in perfect] == [1.0], "at least so much, as in sft.py and dpo.py"
     assert agentevol.selected(said[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
     # What the set has already does not join again, and takes no place of what is new.

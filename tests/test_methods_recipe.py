@@ -102,7 +102,7 @@ def test_the_page_has_the_table_of_the_committed_runs():
 
 def test_methods_spend_about_as_many_turns_as_short_in_all():
     turns = 198 * 180  # of `short`: turns a step, steps
-    for name in ("dpo", "agentevol", "few", "last"):
+    for name in ("dpo", "agentevol", "few", "last", "own"):
         words = methods.ARMS[name].words
         iterations, tasks, samples = (
             int(words[words.index(f"--{option}") + 1])

@@ -257,6 +257,10 @@ def hours_of(runs: list[dict]) -> str:
     return f"{hours[0]} to {hours[-1]} hours"
 
 
+SET = ("iterations", "tasks_per_iteration", "group_size", "num_demonstrations", "keep_per_task")
+SET += ("weighting", "merge_with", "learn_from")  # what decides of AgentEvol's set
+
+
 def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     folder = ROOT / "recipes" / "results"
     assert [line for line in worlds.methods_table(folder) if line not in MEASURED] == []
@@ -283,12 +287,23 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     for name in ("iterations", "tasks_per_iteration", "steps", "mini_batch_size", "learning_rate"):
         assert size[name] == defaults[name], name
     assert (size["sft_coef"], size["beta"]) == (DpoConfig.sft_coef, DpoConfig.beta) == (1.0, 0.1)
-    added = [count for origin, (count, _) in agentevol["evolved"][-1].items() if " " in origin]
-    shown = agentevol["evolved"][-1]["demonstration"][0]
-    assert f"{shown} demonstrations {min(added)} to {max(added)} of its own successes" in MEASURED
+    size, sets = agentevol["config"], agentevol["evolved"]
+    added = [count for parts in sets for origin, (count, _) in parts.items() if " " in origin]
+    tries = size["tasks_per_iteration"] * size["group_size"] * size["iterations"]
+    assert size["iterations"] == len(sets) == 3
+    said = f"{min(added)} to {max(added)} of its own successes to {sets[0]['demonstration'][0]}"
+    assert f"{said} demonstrations, three times ({tries:,} tries), and ends 3.9 points" in MEASURED
+    assert f"higher in {agentevol['hours']} hours of steps" in MEASURED
+    for field in fields(EvolConfig):
+        if field.name in (*SET, "steps", "learning_rate", "mini_batch_size"):
+            assert size[field.name] == field.default, field.name
+    fast = json.loads((folder / "worlds/methods/tried/agentevol-last-1e-4.json").read_text())
+    before, best, after = (f"{100 * each['success']:.1f}" for each in fast["held_out"])
+    assert f"held out {before}, {best} after 8 steps,\n{after} after 16" in MEASURED
     rows = [row for row in worlds.methods_table(folder) if "| all |" in row]
     told = [[float(x) for x in re.findall(r"[+-][0-9.]+", row)[-3:]] for row in rows]
     assert round(told[1][0]) == 7
+    assert told[2][0] == 3.9
     assert [low > 0 for _, low, _ in told] == [True, True, False]
 
 

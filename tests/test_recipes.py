@@ -89,7 +89,7 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch, recipe):
 
 @pytest.mark.parametrize(
     ("method", "program", "steps"),
-    [("sft", "sft.py", 2 * 128 // 16), ("dpo", "dpo.py", 18), ("agentevol", "agentevol.py", 96)],
+    [("sft", "sft.py", 2 * 128 // 16), ("dpo", "dpo.py", 18), ("agentevol", "agentevol.py", 12)],
 )
 def test_the_default_run_of_a_method_is_its_own_programs(
     tmp_path, monkeypatch, method, program, steps
