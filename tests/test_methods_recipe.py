@@ -93,6 +93,16 @@ def test_the_page_has_the_table_of_the_committed_runs():
         ends = [each.split(" (")[0] for each in gains]
         assert f"{before}{' and '.join(ends)}{words}" in page
         assert all("goals [-" in each and ", +" in each for each in gains)
+    (few, many), (against_dpo, _), (_, later) = (
+        methods.points(found["own"], found[other], where).split(" turns ")[1:]
+        for other, where in (("own", start), ("dpo", end), ("dpo", end))
+    )
+    assert f"it gains {few.split(' (')[0]}, as far as `dpo`" in page and "goals [+" in few
+    assert f"it does not ({many.split(' (')[0]}, an interval around 0)" in page
+    assert "goals [-" in many and ", +" in many and "goals [-" in against_dpo
+    assert later.startswith("-") and ", -" in later
+    lesson = (ROOT / "tutorials/16_evolution.md").read_text(encoding="utf-8")
+    assert f"gained {few.split(' (')[0].strip('+')} points at the horizon" in lesson
     (run,) = methods.FOLDER.glob("sft-*.json")
     curve = json.loads(run.read_text())["curve"]
     learned = sum(row["train/trajectories_used"] for row in curve)
