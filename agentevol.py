@@ -15,8 +15,9 @@ expectation-maximisation:
     explore   q is what the policy does, weighted by what it earned: sample, and keep R > 0
     learn     maximise E_q[log π(τ)]: imitation with the weights R, over the tokens it wrote
 
-    L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)          w = R, and 1 for what
-                                                                               was demonstrated
+    L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    w = R for each time that
+                                                                         it was played so, and 1
+                                                                         for a demonstration
 (N: tokens of the batch with loss_mask 1.) The set holds what was played alike as one row that
 counts as often: q is π R, and how often is all that a sample shows of π. A set in which each text
 counts once lifts the rare success beside the common one, and pulls the policy apart.
@@ -214,9 +215,9 @@ def selected(
     chosen: list[Conversation] = []
     per_task: Counter[str] = Counter()
     blind = config.ignore_returns
-    counts = config.weighting == "played" and not blind
-    texts = set() if counts else {_texts(record) for record in before}
+    weighting = "one" if blind else config.weighting
     times = Counter(map(_texts, said))
+    texts = set() if weighting == "played" else {_texts(record) for record in before}
     ordered = said if blind else sorted(said, key=lambda r: -r["return"])  # stable: as played
     for record in ordered:
         earned = math.inf if blind else record["return"]
@@ -226,8 +227,8 @@ def selected(
             continue
         per_task[record["item_id"]] += 1
         texts.add(text)
-        weight = 1.0 if blind or config.weighting == "one" else earned
-        weight *= times[text] if counts else 1
+        weight = 1.0 if weighting == "one" else earned
+        weight *= times[text] if weighting == "played" else 1
         chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
 

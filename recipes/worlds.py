@@ -177,25 +177,24 @@ def methods_table(folder: Path) -> list[str]:
 
 
 def tried_methods_table(folder: Path) -> list[str]:
-    """Markdown: of each trial of another method, worlds/methods/tried/*.json, what it solved of
-    the training goals that it played first and last, other goals each time; and its default run."""
+    """Markdown: of each trial of another method in TextCraft, worlds/methods/tried/*.json, what it
+    solved of the training goals that it played first and last, others each time; then of the
+    default runs."""
     rows, own = [], folder / "worlds" / "methods"
-    tried = sorted((own / "tried").glob("*.json"))
-    for path in (*tried, *(sorted(own.glob("*-textcraft-0.json")) if tried else ())):
-        trial = {"options": ""} | read_json(path)
-        if "played" not in trial:
+    for path in (*sorted((own / "tried").glob("*.json")), *sorted(own.glob("*-textcraft-0.json"))):
+        trial = {"options": "--env textcraft"} | read_json(path)
+        if "played" not in trial:  # sft.py plays nothing to learn from
             continue
-        played = [trial["played"][at] for at in (0, -1)][: len(trial["played"])]
+        ends = trial["played"][:1] + trial["played"][1:][-1:]
         cells = [
             ", ".join(
-                f"{100 * solved / tries:.0f} of {tries}"
-                for tries, solved in (each.get(name, (1, 0)) for each in played)
+                f"{100 * each[name][1] / each[name][0]:.0f} % of {each[name][0]}" for each in ends
             )
             for name in ("depth 1", "depth 2")
         ]
-        command = f"`{trial['method']}.py {trial['options'] or '--env ' + trial['env']}`"
+        command = f"`{trial['method']}.py {trial['options']}`"
         rows.append((command, f"{trial['steps']} of {trial['config']['steps']}", *cells))
-    titles = "command | steps done | depth 1: first, last, % solved of tries | depth 2"
+    titles = "command | steps done | depth 1: solved of the tries first, last | depth 2"
     return markdown(titles, rows) if rows else []
 
 

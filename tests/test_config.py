@@ -1,5 +1,6 @@
 """Options: defaults that fit the machine, what follows from what, and contradictions refused."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def test_with_a_gpu_the_other_methods_have_rates_for_large_models(env):
         assert tuple(getattr(large, n) for n in names if hasattr(large, n)) == numbers
         assert small.learning_rate == kind.learning_rate >= 4 * large.learning_rate
         assert (large.steps, large.mini_batch_size) == (kind.steps, kind.mini_batch_size)
+        said = " ".join(" ".join(inspect.getsource(each) for each in kind.__mro__[:-1]).split())
+        for name, value in kind.large.items():
+            assert getattr(large, name) == value
+            number = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else value
+            part = said[said.index(f" {name}: ") :]
+            assert f"[paper: {number}]" in part[: part.index('""" ', part.index('"""') + 3)], name
 
 
 def test_the_small_models_train_and_evaluate_on_families_that_do_not_overlap():

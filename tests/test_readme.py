@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +33,8 @@ from recipes.miniature_report import passes
 from recipes.published import analyse_test, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
-from runtime.methods import DpoConfig, EvolConfig, SftConfig
+from runtime.cli import training_options
+from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig
 from runtime.startconfig import StartConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
@@ -257,10 +258,6 @@ def hours_of(runs: list[dict]) -> str:
     return f"{hours[0]} to {hours[-1]} hours"
 
 
-SET = ("iterations", "tasks_per_iteration", "group_size", "num_demonstrations", "keep_per_task")
-SET += ("weighting", "merge_with", "learn_from")  # what decides of AgentEvol's set
-
-
 def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     folder = ROOT / "recipes" / "results"
     assert [line for line in worlds.methods_table(folder) if line not in MEASURED] == []
@@ -283,10 +280,6 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
         tried = json.loads((folder / f"worlds/methods/tried/dpo-{name}.json").read_text())
         assert tried["config"]["sft_coef"] == 0 and tried["config"]["mini_batch_size"] == 16
         assert [each["depth 2"][1] for each in tried["played"]] == deep
-    defaults = {field.name: field.default for field in fields(DpoConfig)}
-    for name in ("iterations", "tasks_per_iteration", "steps", "mini_batch_size", "learning_rate"):
-        assert size[name] == defaults[name], name
-    assert (size["sft_coef"], size["beta"]) == (DpoConfig.sft_coef, DpoConfig.beta) == (1.0, 0.1)
     size, sets = agentevol["config"], agentevol["evolved"]
     added = [count for parts in sets for origin, (count, _) in parts.items() if " " in origin]
     tries = size["tasks_per_iteration"] * size["group_size"] * size["iterations"]
@@ -294,12 +287,28 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     said = f"{min(added)} to {max(added)} of its own successes to {sets[0]['demonstration'][0]}"
     assert f"{said} demonstrations, three times ({tries:,} tries), and ends 3.9 points" in MEASURED
     assert f"higher in {agentevol['hours']} hours of steps" in MEASURED
-    for field in fields(EvolConfig):
-        if field.name in (*SET, "steps", "learning_rate", "mini_batch_size"):
-            assert size[field.name] == field.default, field.name
+    own = {"mini_batch_size", "learning_rate", "steps"}
+    own |= {field.name for kind in (DpoConfig, EvolConfig) for field in fields(kind)} - {
+        field.name for field in fields(MethodConfig)
+    }
+    for run, kind in ((dpo, DpoConfig), (agentevol, EvolConfig)):
+        for field in fields(kind):
+            if field.name in own and not isinstance(field.default, tuple):
+                assert run["config"][field.name] == field.default, field.name
     fast = json.loads((folder / "worlds/methods/tried/agentevol-last-1e-4.json").read_text())
     before, best, after = (f"{100 * each['success']:.1f}" for each in fast["held_out"])
     assert f"held out {before}, {best} after 8 steps,\n{after} after 16" in MEASURED
+    # What a trial's row says to type is what was run.
+    apart = {"run_dir", "eval_every", "save_every", "eval_start_samples", "resume", "engine_url"}
+    for path in sorted((folder / "worlds/methods/tried").glob("*.json")):
+        tried = json.loads(path.read_text())
+        kind = {"dpo": DpoConfig, "agentevol": EvolConfig}[tried["method"]]
+        words = ["--preset", "laptop", *tried["options"].split()]
+        asked = asdict(training_options(words, kind.program, "", kind))
+        for name, value in tried["config"].items():
+            if name in asked.keys() - apart:
+                found = list(asked[name]) if isinstance(asked[name], tuple) else asked[name]
+                assert found == value, (path.name, name)
     rows = [row for row in worlds.methods_table(folder) if "| all |" in row]
     told = [[float(x) for x in re.findall(r"[+-][0-9.]+", row)[-3:]] for row in rows]
     assert round(told[1][0]) == 7
