@@ -61,10 +61,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import program
 from config import Misuse, refusing
 from conversations import ROUNDING, Conversation, unit_return_of
-from methodworker import (
+from order import portion
+from programs import shell
+from programs.methodworker import (
     Kept,
     MethodWorker,
     count_learned,
@@ -72,12 +73,11 @@ from methodworker import (
     shown_by,
     sync_if_measured,
 )
-from order import portion
+from programs.session import Session, at_work
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.phases import phase
 from runtime.rundir import Run
-from session import Session, at_work
 from update import imitate
 
 DEMONSTRATED = "demonstration"  # an origin; others are "iteration 1", "iteration 2", ...
@@ -91,7 +91,7 @@ def train(config: EvolConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = program.checked(config, check_method)
+    config = shell.checked(config, check_method)
     length = config.steps_per_iteration
     given = demonstrated(config)
     with at_work(config, MethodWorker) as session:
@@ -266,7 +266,7 @@ def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return program.command_line(argv, SUMMARY, EvolConfig, train, check_method)
+    return shell.command_line(argv, SUMMARY, EvolConfig, train, check_method)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class RunConfig(Portions):
     # The world and its tasks
     env: str = "textcraft"
     """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class; or
-    several of them (mixture.py)"""
+    several of them (runtime/mixture.py)"""
     env_weights: tuple[int, ...] = ()
     """of several: how many tasks of each follow one another, e.g. 2 1 (none: one of each)"""
     tasks: str | None = None
@@ -385,7 +385,7 @@ def complete(config: Options) -> Options:
     if config.deterministic:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
-        return config  # each world has its own lists: mixture.py
+        return config  # each world has its own lists: runtime/mixture.py
     own = f"{env_name(config.env)}="  # may stand before an address of one world too
     config = replace(config, env_addr=tuple(a.removeprefix(own) for a in config.env_addr))
     if config.tasks is not None:

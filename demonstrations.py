@@ -39,8 +39,8 @@ from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env, variant_of
-from mixture import in_each, tasks_of
 from runtime.files import build_folder, cache_dir
+from runtime.mixture import in_each, tasks_of
 from runtime.phases import phase
 from runtime.prompts import prompt_of, reprompted
 

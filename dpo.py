@@ -52,12 +52,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-import program
 from batching import Batch
 from config import Misuse
 from conversations import return_of
 from losses import Objective
-from methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
 from order import portion
 from pairs import (
     Pair,
@@ -71,11 +69,13 @@ from pairs import (
     why_left_out,
 )
 from preferences import preference_loss
+from programs import shell
+from programs.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
+from programs.session import Session, TrainingError, at_work
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.phases import phase
 from runtime.rundir import Run
-from session import Session, TrainingError, at_work
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
 
 
@@ -87,7 +87,7 @@ def train(config: DpoConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = program.checked(config, check_method)
+    config = shell.checked(config, check_method)
     length = config.steps_per_iteration
     given = given_pairs(config)
     with at_work(config, MethodWorker) as session:
@@ -358,7 +358,7 @@ def pair_cuts(batch: Batch, rows: Sequence[int], objective: Objective) -> list[l
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return program.command_line(argv, SUMMARY, DpoConfig, train, check_method)
+    return shell.command_line(argv, SUMMARY, DpoConfig, train, check_method)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from config import Config, Misuse
 from envs import env_name, tasks_by_world
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import masked_mean
-from mixture import in_each
 from models import load_critic, load_policy
 from order import epochs
 from runtime import distributed, rundir
 from runtime.interrupt import StopRequests
 from runtime.lora import adapters_off
+from runtime.mixture import in_each
 from runtime.phases import phase
 from schedulers import make_scheduler
 from update import Learner, score_critic, score_policy, update_critic, update_policy

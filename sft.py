@@ -42,15 +42,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import program
 from config import Misuse
 from conversations import Conversation
-from methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
 from order import portion
+from programs import shell
+from programs.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
+from programs.session import at_work, is_due
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
-from session import at_work, is_due
 from update import imitate, score_policy
 
 DATA = "data.json"  # of a run: which conversations it learns from
@@ -64,7 +64,7 @@ def train(config: SftConfig) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = program.checked(config, check_method)
+    config = shell.checked(config, check_method)
     records = shown_by(config, config.min_return)
     fit = fitting(config, records, "conversations")  # which decides how many steps there are
     parts = parted([str(r.get("item_id")) for r in fit], config.hold_out, config.seed)
@@ -178,7 +178,7 @@ def require_same(records: Sequence[Conversation], config: SftConfig) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return program.command_line(argv, SUMMARY, SftConfig, train, check_method)
+    return shell.command_line(argv, SUMMARY, SftConfig, train, check_method)
 
 
 if __name__ == "__main__":

@@ -56,17 +56,17 @@ from typing import Any
 
 import torch
 
-import program
 from advantages import ESTIMATORS, estimate, whiten_each
 from batching import make_batch
 from envs import Task
 from order import RolloutRequest, draw
+from programs import shell
+from programs.session import at_work
 from reporting.metrics import by_world, summarize_trajectories
 from rlworker import RLWorker
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
-from session import at_work
 from trajectory import RolloutHandler, are_equal
 from update import padding_of
 
@@ -79,7 +79,7 @@ def train(config: Config) -> Run:
         KeyboardInterrupt: after Ctrl-C, once all is saved.
         program.FAILURES: what ended it, in a line; what was saved stays.
     """
-    config = program.checked(config)
+    config = shell.checked(config)
     with at_work(config, RLWorker) as session:
         w = session.worker
         session.evaluate_start()
@@ -208,7 +208,7 @@ def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Te
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return program.command_line(argv, SUMMARY, Config, train)
+    return shell.command_line(argv, SUMMARY, Config, train)
 
 
 if __name__ == "__main__":

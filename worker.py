@@ -12,7 +12,7 @@ What reinforcement learning needs beside that, a critic, a reference, a horizon,
 Over several processes each has a Worker. They roll out, evaluate and score apart, on their share of
 the work, and all of them then hold all results (`runtime/distributed.py`); rank 0 writes the files.
 
-What a run keeps on disk, and how it goes on from there, is in `session.py`: read next.
+What a run keeps on disk, and how it goes on from there, is in `programs/session.py`: read next.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from envclient import EnvPool, EnvPools, local_server
 from envs import env_name, tasks_by_world
 from evaluate import evaluate_policy
 from kl import FixedKLController
-from mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from models import (
     describe,
     load_policy,
@@ -58,6 +57,7 @@ from runtime import checkpoint, clock, distributed, malloc, precision, rundir, s
 from runtime.fleet import FleetEngine
 from runtime.interrupt import StopRequests
 from runtime.lora import add_lora, save_adapter
+from runtime.mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from runtime.phases import phase, playing
 from runtime.prompts import prompt_of
 from runtime.recompute import keep_for_backward, what_to_keep

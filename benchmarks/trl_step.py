@@ -85,8 +85,8 @@ def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
     from advantages import estimate
     from batching import make_batch
+    from programs.session import at_work
     from rlworker import RLWorker
-    from session import at_work
     from train import requests_of, usable_trajectories
 
     with (

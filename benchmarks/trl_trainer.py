@@ -201,8 +201,8 @@ def run_trl(
     from chat import ChatTemplate
     from envclient import EnvPool, local_server
     from envs import load_tasks
-    from mixture import horizons_of
     from models import load_tokenizer
+    from runtime.mixture import horizons_of
     from train import requests_of
 
     tokenizer = load_tokenizer(start)

@@ -37,9 +37,9 @@ def imitate(config: "Config", prepare: Callable[["Worker"], "LessonAt"]) -> None
 
     Args: prepare: called once, before the first evaluation.
     """
+    from programs.session import at_work, is_due
     from rlworker import RLWorker
     from runtime.clock import Clock
-    from session import at_work, is_due
 
     with at_work(config, RLWorker) as session:
         worker = session.worker

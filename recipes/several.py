@@ -16,8 +16,8 @@ model cannot write (a first trial held out goals that he had not shown: nothing 
     python recipes/several.py run --arm mixed --seed 0     runs or resumes: results/several/
     python recipes/several.py report                       the table of what is there
 
-A run may be killed at any time; the same command goes on. Read first: mixture.py. Read next:
-laboratory.py, careless.py, evidence.py.
+A run may be killed at any time; the same command goes on. Read first:
+runtime/mixture.py. Read next: laboratory.py, careless.py, evidence.py.
 """
 
 import argparse

@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
 from envs import load_tasks, settings_of, variant_of
-from mixture import in_each
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
 from runtime.exchange import checked_url
 from runtime.find_model import best_checkpoint, check_length, check_model
+from runtime.mixture import in_each
 from runtime.prompts import with_prompt
 from runtime.saved import saved_config
 from runtime.usage import named

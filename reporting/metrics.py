@@ -28,8 +28,8 @@ nothing about the policy: it is in no mean, and counted in `train/env_failures` 
 Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and
 completes 1.5 %.
 
-Read next: reporting/table.py and reporting/plots.py, which show these numbers; session.py, which
-logs them.
+Read next: reporting/table.py and reporting/plots.py, which show these numbers;
+programs/session.py, which logs them.
 """
 
 import json

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from config import Config, RunConfig
-from mixture import evaluation_horizons, in_each
+from runtime.mixture import evaluation_horizons, in_each
 
 
 def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> list[str]:

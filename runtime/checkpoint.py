@@ -19,7 +19,7 @@ the one before it untouched, also one of the same step. Data order, horizon, env
 sampling seeds are pure functions of the step, on every rank, so the step restores them; there is no
 cursor and no generator that could be restored wrong.
 
-Read next: `session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
+Read next: `programs/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
 
 from __future__ import annotations

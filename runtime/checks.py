@@ -23,10 +23,10 @@ from pathlib import Path
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
 from envs import ENVS, names_of, settings_of
-from mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.exchange import checked_url
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.localworld import LOCAL, check_local
+from runtime.mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.room import check_room
 from runtime.saved import LISTS_OF_FILES
 from schedulers import make_scheduler

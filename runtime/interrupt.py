@@ -7,7 +7,7 @@
         if stop.agreed():           every process answers alike: save and leave
             ...
 
-Read next: `session.py`.
+Read next: `programs/session.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from config import Misuse, RunConfig, flag, refusing
 from conversations import Conversation, read_conversations
-from mixture import in_each
 from preferences import PREFERENCES
+from runtime.mixture import in_each
 from runtime.saved import LISTS_OF_FILES
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def with_prompt(config: Options) -> Options:
     if given is None or given.lstrip().startswith("["):
         return config
     if len(names_of(config.env)) > 1:
-        return config  # which mixture.py refuses
+        return config  # which runtime/mixture.py refuses
     messages = _messages(_read(given), given, config.env)
     return replace(config, prompt=json.dumps(messages, ensure_ascii=False))  # type: ignore[type-var]
 

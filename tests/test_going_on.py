@@ -22,7 +22,6 @@ from toy_env import (
     write_ids,
 )
 
-import session
 import train
 import worker
 from advantages import grpo, whiten_each
@@ -30,6 +29,7 @@ from config import Config, Misuse
 from engines import EngineError
 from envs import Task
 from order import draw, epochs
+from programs import session
 from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from reporting.sentinels import Alarm, Sentinels

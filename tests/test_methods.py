@@ -21,7 +21,6 @@ from two_ranks import make_batch, make_policy
 
 import agentevol
 import dpo
-import methodworker
 import sft
 import update
 from chat import ChatTemplate
@@ -29,18 +28,19 @@ from config import Misuse, complete, with_preset
 from conversations import as_agenttraj, from_agenttraj
 from evaluate import main as evaluate_main
 from losses import Objective
-from methodworker import Kept, openings_of
 from models import load_tokenizer
 from order import portion
 from pairs import Pair
 from preferences import preference_loss
+from programs import methodworker
+from programs.methodworker import Kept, openings_of
+from programs.session import Session, TrainingError
 from reporting.metrics import METRICS
 from runtime import checkpoint, distributed
 from runtime.checks import remarks
 from runtime.cli import training_options
 from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
-from session import Session, TrainingError
 from update import Learner, imitate, score_policy
 
 ROOT = Path(__file__).parents[1]

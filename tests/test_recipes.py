@@ -11,8 +11,8 @@ import toy_env
 
 from config import Config, complete
 from envs import load_tasks
-from mixture import horizons_of, tasks_of
 from recipes import common, learns, learns_report, published, several, worlds
+from runtime.mixture import horizons_of, tasks_of
 from runtime.starts import hash_of
 from train import requests_of
 

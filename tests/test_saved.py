@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-import program
 import train
 from config import Config, Misuse, complete, with_preset
 from envs import id_lists
+from programs import shell
 from runtime.cli import starting_from, training_options
 from runtime.saved import OF_ONE_RUN, as_kept, check_goes_on, options_from, saved_config
 
@@ -198,7 +198,7 @@ def test_from_python_too_a_runs_files_are_kept_by_their_whole_path(two_folders, 
         seen.append(config)
         raise Misuse("enough")
 
-    monkeypatch.setattr(program, "check_here", lambda config: None)
+    monkeypatch.setattr(shell, "check_here", lambda config: None)
     monkeypatch.setattr(train, "at_work", stop)
     for resume in (False, True):
         with pytest.raises(Misuse, match="enough"):

@@ -32,7 +32,6 @@ from toy_env import (
 
 import config
 import rlworker
-import session
 import train
 import worker
 from config import Config
@@ -40,6 +39,8 @@ from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
 from models import load_policy
+from programs import session
+from programs.session import TrainingError
 from reporting import metrics
 from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
@@ -49,7 +50,6 @@ from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
 from runtime.saved import saved_config
-from session import TrainingError
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn, rounded
 

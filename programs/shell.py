@@ -5,7 +5,7 @@
     2    misuse: an option, or what it names, cannot work; one line, and nothing was written
     130  stopped by Ctrl-C, once all is saved
 
-What only one method can be asked is in its own options. Read next: session.py.
+What only one method can be asked is in its own options. Read next: programs/session.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from config import Misuse, Options, complete, refusing
 from engines import EngineError
 from envclient import EnvError
 from envs import names_of
+from programs.session import TrainingError
 from reporting.logs import read_log
 from rollout import TooManyEnvFailures
 from runtime import checkpoint, distributed
@@ -32,7 +33,6 @@ from runtime.prompts import with_prompt
 from runtime.rundir import Run, python
 from runtime.saved import as_kept, check_unchanged, saved_config
 from runtime.sync import SyncError
-from session import TrainingError
 
 FAILURES = (
     TrainingError,

@@ -28,16 +28,16 @@ from config import Misuse, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
 from demonstrations import shown_in_each
 from losses import Objective, Portions
-from mixture import horizons_of, in_each
 from models import load_tokenizer, stop_ids_of
 from order import draw
+from programs.session import Session, TrainingError, is_due
 from reporting.metrics import summarize_trajectories
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.files import write_json, write_text
 from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
+from runtime.mixture import horizons_of, in_each
 from runtime.phases import phase
-from session import Session, TrainingError, is_due
 from warmstart import given_model, manner_in
 from worker import Worker
 
