@@ -149,8 +149,10 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
 
     # The lists of tasks have been renamed; results are paired by task in any case.
     free = CHANGEABLE - {"steps", "learning_rate_decay_steps"}
-    free |= {"seed", "config", "tasks", "eval_tasks"}
+    free |= {"seed", "config", "tasks", "eval_tasks", "data"}  # demonstrations lie by the run
     configs = [r.get("config", {}) | {"steps": r["steps"]} for r in results if "steps" in r]
+    if all(config.get("data") for config in configs):
+        free |= {"num_demonstrations"}  # without effect beside them; its default has changed
     for config in configs[1:]:
         names = sorted((config.keys() & configs[0].keys()) - free)
         if other := [name for name in names if config[name] != configs[0][name]]:

@@ -90,6 +90,8 @@ class SftConfig(MethodConfig):
     """passes over the conversations, where --steps does not say how far (epochs)"""
     warm_start: str = "never"
     """never: from --model as it is; auto: from its warm start; or a folder"""
+    env_weights: tuple[int, ...] = ()
+    """of train.py, dpo.py and agentevol.py; here each world shows as many"""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from self.unplayed()

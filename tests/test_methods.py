@@ -705,7 +705,8 @@ def test_the_reference_is_the_policy_before_its_first_step(tmp_path, url):
         assert row["data/pairs"] > 0 and row["train/return_mean"] > 0
     for row in (rows[1], rows[3]):
         assert row["preference/margin"] > 0.001 and "data/pairs" not in row
-    lines = [json.loads(s) for s in (tmp_path / "run/pairs/iteration_001.jsonl").open()]
+    text = (tmp_path / "run/pairs/iteration_001.jsonl").read_text()
+    lines = [json.loads(s) for s in text.splitlines()]
     assert len(lines) == rows[0]["data/pairs"]
     for line in lines:
         assert line["chosen_return"] >= line["rejected_return"] + 0.05 - 1e-6

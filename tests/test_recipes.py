@@ -283,6 +283,13 @@ def test_runs_with_other_options_are_not_pooled_whatever_may_change_on_resume():
     alike["config"]["learning_rate"] = 3e-4
     with pytest.raises(ValueError, match=r"not be pooled: learning_rate 0\.0001 and 0\.0003"):
         common.require_alike([first, alike])
+    # What a file shows is not asked of the oracle: of how many it would be has no effect.
+    shown = [{"steps": 5, "config": {"num_demonstrations": n, "data": ()}} for n in (128, 32)]
+    with pytest.raises(ValueError, match="num_demonstrations 128 and 32"):
+        common.require_alike(shown)
+    for seed, each in enumerate(shown):
+        each["config"]["data"] = (f"runs/own-{seed}-shown.json",)
+    assert common.require_alike(shown) == shown
 
 
 def test_a_run_is_gone_on_with_under_the_options_that_it_began_with_alone(tmp_path, monkeypatch):
