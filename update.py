@@ -95,10 +95,10 @@ def optimize(
     loss_of: LossOf,
     objective: Objective,
     seed: int = 0,
-    on_rows: Callable[[float], None] = lambda num_rows: None,
     count: Callable[[Batch], float] = num_policy_tokens,
     cuts_of: CutsOf | None = None,
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    label: str = "update",
 ) -> dict[str, float]:
     """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
@@ -110,7 +110,7 @@ def optimize(
         weigh: loss_mask of a mini-batch -> weights of its rows; None: the batch's own, if any.
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
-        on_rows: called after each backward pass with the number of rows that it stands for.
+        label: what its progress is called; empty: a phase around this one tells it.
     Returns:
         What loss_of measures, as means over mini-batches (names with "max:" as maxima);
         `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`,
@@ -120,34 +120,35 @@ def optimize(
     norms: list[float] = []
     num_skipped = 0
     mini_batches = list(_mini_batches(batch, objective, seed))
-    for rows in mini_batches:
-        if weigh is not None:
-            weights = torch.zeros(len(batch))  # other rows are not read
-            weights[rows] = weigh(batch.loss_mask[rows])
-            batch = replace(batch, weights=weights)
-        denominator = count(batch.rows(rows))
-        sums: dict[str, float] = {}  # of this rank's micro-batches
-        finite = True
-        passes = own_passes(batch, (cuts_of or cut)(batch, rows, objective))
-        for micro, counts in passes:
-            loss, parts = loss_of(batch.rows(micro), denominator)
-            # FSDP averages gradients over ranks, and what is wanted is their sum.
-            learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
-            if counts and torch.isfinite(loss):
-                _add(sums, {name: float(value.detach()) for name, value in parts.items()})
-            elif counts:
-                finite = False
-            on_rows(len(rows) / len(passes))  # of all ranks: they take as many passes each
-        norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
-        reports = distributed.gather((finite and math.isfinite(norm), sums))
-        if all(is_finite for is_finite, _ in reports):
-            learner.optimizer.step()
-            norms.append(norm)
-        else:
-            num_skipped += 1
-        learner.optimizer.zero_grad()
-        for _, part in reports:
-            _add(totals, part)
+    with phase(label, len(batch) * objective.ppo_epochs, "trajectories") as tick:
+        for rows in mini_batches:
+            if weigh is not None:
+                weights = torch.zeros(len(batch))  # other rows are not read
+                weights[rows] = weigh(batch.loss_mask[rows])
+                batch = replace(batch, weights=weights)
+            denominator = count(batch.rows(rows))
+            sums: dict[str, float] = {}  # of this rank's micro-batches
+            finite = True
+            passes = own_passes(batch, (cuts_of or cut)(batch, rows, objective))
+            for micro, counts in passes:
+                loss, parts = loss_of(batch.rows(micro), denominator)
+                # FSDP averages gradients over ranks, and what is wanted is their sum.
+                learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
+                if counts and torch.isfinite(loss):
+                    _add(sums, {name: float(value.detach()) for name, value in parts.items()})
+                elif counts:
+                    finite = False
+                tick(len(rows) / len(passes))  # of all ranks: they take as many passes each
+            norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
+            reports = distributed.gather((finite and math.isfinite(norm), sums))
+            if all(is_finite for is_finite, _ in reports):
+                learner.optimizer.step()
+                norms.append(norm)
+            else:
+                num_skipped += 1
+            learner.optimizer.zero_grad()
+            for _, part in reports:
+                _add(totals, part)
     means = {
         name.removeprefix("max:"): value if name.startswith("max:") else value / len(mini_batches)
         for name, value in totals.items()
@@ -300,15 +301,13 @@ def update_policy(
         )
         return policy_objective(scored, objective, denominator, signal_share)
 
-    total = len(batch) * objective.ppo_epochs
-    with phase("update", total, "trajectories") as tick:
-        metrics = optimize(learner, batch, loss_of, objective, seed, tick, weigh=weigh)
+    metrics = optimize(learner, batch, loss_of, objective, seed, weigh=weigh)
     named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
 
 def imitate(
-    learner: Learner, batch: Batch, objective: Objective, seed: int = 0
+    learner: Learner, batch: Batch, objective: Objective, seed: int = 0, label: str = "update"
 ) -> dict[str, float]:
     """All optimizer steps of weighted imitation on a batch.
 
@@ -316,6 +315,7 @@ def imitate(
 
     Args:
         batch: with `weights`, or without: then w = 1, which is supervised fine-tuning.
+        label: see `optimize`.
     Returns:
         `policy/*` metrics, means over policy tokens.
     """
@@ -328,7 +328,7 @@ def imitate(
         loss = imitation_loss(log_probs, b.loss_mask, denominator, b.weights)
         return loss, {"loss": loss, "entropy": masked_mean(entropy, b.loss_mask, denominator)}
 
-    metrics = optimize(learner, batch, loss_of, objective, seed)
+    metrics = optimize(learner, batch, loss_of, objective, seed, label=label)
     named = {f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
@@ -366,9 +366,8 @@ def update_critic(
         )
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
-    padded, total = replace(objective, share_prefix=False), len(batch) * objective.ppo_epochs
-    with phase("critic's update", total, "trajectories") as tick:
-        metrics = optimize(learner, batch, loss_of, padded, seed, tick)
+    padded = replace(objective, share_prefix=False)
+    metrics = optimize(learner, batch, loss_of, padded, seed, label="critic's update")
     variance = _variance(returns, batch.loss_mask)
     unexplained = _variance(returns - values, batch.loss_mask)
     measured = {name: value for name, value in metrics.items() if "/" in name}

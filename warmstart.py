@@ -98,7 +98,7 @@ def imitate(
             for group in learner.optimizer.param_groups:
                 group["lr"] = settings.learning_rate * (1 - 0.9 * len(losses) / total)
             rows = batch.rows(order[start : start + settings.batch_size])
-            losses.append(imitate_batch(learner, rows, objective)["policy/loss"])
+            losses.append(imitate_batch(learner, rows, objective, label="")["policy/loss"])
             on_step(losses[-1])
     return losses
 

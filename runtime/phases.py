@@ -123,11 +123,13 @@ def phase(
     """
     Show what the block does for as long as it runs.
 
-    Args: see Phase.
+    Args: see Phase; an empty label shows nothing, where a phase around this one does.
     Returns: `Phase.tick`, to be called as the block gets on.
     """
     current = Phase(label, total, unit, clock)
-    if int(os.environ.get("RANK", 0)) > 0:  # as launchers say it: torch need not be loaded here
+    if (
+        not label or int(os.environ.get("RANK", 0)) > 0
+    ):  # as launchers say it: torch need not be loaded here
         yield current.tick
         return
     ended = threading.Event()

@@ -140,6 +140,10 @@ def test_the_innermost_phase_speaks(clock, capsys):
         assert capsys.readouterr().out == "inner: 0/8 pieces\n"
         wait(clock, 30)
         assert capsys.readouterr().out == "outer: 0/4 parts\n"
+        with phase("", 8, "pieces", clock) as tick:
+            tick()
+            wait(clock, 30)
+        assert capsys.readouterr().out == "outer: 0/4 parts\n"
 
 
 def test_only_the_first_process_speaks(clock, capsys, monkeypatch):

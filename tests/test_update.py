@@ -653,7 +653,9 @@ def test_an_update_shows_how_many_trajectories_it_has_learned_from(
     policy_step(accelerator, policy, sgd(policy), batch, advantages, objective, old)
     values = values_of(critic, batch)
     critic_step(accelerator, critic, sgd(critic), batch, values, values, objective)
-    for label in ("update", "critic's update"):
+    learner = Learner(accelerator, policy, sgd(policy))
+    update.imitate(learner, batch, objective, label="imitation")
+    for label in ("update", "critic's update", "imitation"):
         total, *ticks = shown[label]
         assert sum(ticks) == pytest.approx(total) == len(batch) * epochs
         assert len(ticks) > 1
