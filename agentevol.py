@@ -18,9 +18,9 @@ expectation-maximisation:
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    w = R for each time that
                                                                          it was played so, and 1
                                                                          for a demonstration
-(N: tokens of the batch with loss_mask 1.) The set holds what was played alike as one row that
-counts as often: q is π R, and how often is all that a sample shows of π. A set in which each text
-counts once lifts the rare success beside the common one, and pulls the policy apart.
+(N: tokens of the batch with loss_mask 1.) What an iteration played alike joins the set as one row
+that counts as often: q is π R, and how often is all that a sample shows of π. A set in which each
+text counts once lifts the rare success beside the common one, and pulls the policy apart.
 
 An iteration goes on from the weights of the one before, and what it explored joins the
 demonstrations. The paper learns anew from the base policy each time, which is where the run began,
@@ -56,7 +56,6 @@ SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
     begin(EvolConfig, SUMMARY, check_method)
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -112,7 +111,8 @@ def train(config: EvolConfig) -> Run:
                     metrics |= found
                     if iteration:  # the first begins with the start as it is
                         begin_again(w, config)
-                        session.progress.begin_anew()
+                        if config.learn_from == "base":
+                            session.progress.begin_anew()
 
             # --------------------------------------------------------------------------- 2 imitate
             key = f"evolve/{config.seed}/{iteration}"
@@ -209,28 +209,32 @@ def selected(
     before: Sequence[Conversation] = (),
 ) -> list[Conversation]:
     """What of an iteration's exploration joins the set: of each task the best, each with its origin
-    and its weight. None is like another; what was played alike counts as often, for q(τ) ∝ π(τ)
-    R(τ), and π is seen in nothing else. Without --weighting played it counts once, and not at all
-    where the set had it before (an easy task would count once more each time)."""
+    and its weight. What was played alike joins as one, with the sum of what it earned each time,
+    for q(τ) ∝ π(τ) R(τ), and π is seen in nothing else. Without --weighting played it counts once,
+    and not at all where the set had it before (an easy task would count once more each time)."""
     chosen: list[Conversation] = []
     per_task: Counter[str] = Counter()
-    blind = config.ignore_returns
-    weighting = "one" if blind else config.weighting
-    times = Counter(map(_texts, said))
-    texts = set() if weighting == "played" else {_texts(record) for record in before}
-    ordered = said if blind else sorted(said, key=lambda r: -r["return"])  # stable: as played
-    for record in ordered:
-        earned = math.inf if blind else record["return"]
-        text = _texts(record)
-        full = per_task[record["item_id"]] >= config.keep_per_task
-        if not is_enough(earned, config) or full or text in texts:
+    blind, played = config.ignore_returns, config.weighting == "played"
+    good = [r for r in said if blind or is_enough(r["return"], config)]
+    sums: dict[Any, float] = {}
+    for record in good:
+        earned = 1.0 if blind else record["return"]
+        sums[_alike(record)] = sums.get(_alike(record), 0.0) + earned
+    joined: set[Any] = set()
+    had = set() if played else {_texts(record) for record in before}
+    for record in good if blind else sorted(good, key=lambda r: -r["return"]):  # stable: as played
+        alike, task = _alike(record), record["item_id"]
+        if per_task[task] >= config.keep_per_task or alike in joined or alike[1] in had:
             continue
-        per_task[record["item_id"]] += 1
-        texts.add(text)
-        weight = 1.0 if weighting == "one" else earned
-        weight *= times[text] if weighting == "played" else 1
-        chosen.append(record | {"origin": origin, "weight": weight})
+        per_task[task] += 1
+        joined.add(alike)
+        once = 1.0 if blind or config.weighting == "one" else record["return"]
+        chosen.append(record | {"origin": origin, "weight": sums[alike] if played else once})
     return chosen
+
+
+def _alike(record: Conversation) -> tuple[str, tuple[str, ...]]:
+    return record["item_id"], _texts(record)
 
 
 def is_enough(earned: float, config: EvolConfig) -> bool:

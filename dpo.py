@@ -155,7 +155,7 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     Raises:
         Misuse: a file that cannot be read, or holds no pair; says why none is left.
     """
-    if config.plays_for_pairs:
+    if config.learns_from_play:
         return None
     if is_kept(config):
         return []  # the run has them already, with the reference's log-probs

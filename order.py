@@ -6,8 +6,8 @@ lose its place.
     index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
 
 All are taken once before any is taken again, each time in another order. `drawn` goes on into the
-next epoch within a turn, so that every step plays as many tasks; `portion` ends an epoch with a
-smaller one. There is no cursor and no generator that a checkpoint could restore wrong.
+next epoch within a turn, so that every step plays as many tasks; `portion` cuts each epoch into
+equal steps. There is no cursor and no generator that a checkpoint could restore wrong.
 
 With several worlds positions are dealt out to them, and each counts its own:
 
@@ -70,15 +70,17 @@ def epochs(
 
 
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
-    """Indices that the `turn`-th step of an optimizer takes, and the epochs that are done with it.
-    Every epoch has as many steps; the last of each takes what is left.
+    """Indices that the `turn`-th step of an optimizer takes, at most `per_turn`, and the epochs
+    that are done with it. The steps of an epoch are of equal sizes: a step is a mean over what it
+    takes, so that in a rest of one that one would count as much as `per_turn` elsewhere.
 
-    >>> [portion(turn, 5, 2, "0")[0] for turn in (1, 2, 3)], portion(3, 5, 2, "0")[1]
-    ([[2, 3], [4, 1], [0]], 1.0)
+    >>> [portion(turn, 5, 4, "0")[0] for turn in (1, 2)], portion(2, 5, 4, "0")[1]
+    ([[2, 3], [4, 1, 0]], 1.0)
     """
-    epoch, place = divmod(turn - 1, -(-count // per_turn))
-    taken = _order_of(epoch, count, key)[place * per_turn : (place + 1) * per_turn]
-    return taken, epoch + (place * per_turn + len(taken)) / count
+    steps = -(-count // per_turn)
+    epoch, place = divmod(turn - 1, steps)
+    first, end = place * count // steps, (place + 1) * count // steps
+    return _order_of(epoch, count, key)[first:end], epoch + end / count
 
 
 def _round_of(num_worlds: int, weights: Sequence[int]) -> list[int]:

@@ -35,7 +35,7 @@ from reporting.metrics import summarize_trajectories
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.files import write_json, write_text
-from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig, conversations_of
+from runtime.methods import EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.mixture import horizons_of, in_each
 from runtime.phases import phase
 from warmstart import given_model, manner_in
@@ -78,7 +78,7 @@ class MethodWorker(Worker):
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
         own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
-        if not (isinstance(self.config, DpoConfig) and self.config.plays_for_pairs):
+        if not getattr(self.config, "learns_from_play", False):
             own["temperature"] = 1.0  # what is learned from was not sampled at --temperature
         return Objective(**own | {"mini_batch_size": num_rows})
 

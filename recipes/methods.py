@@ -123,7 +123,9 @@ ARMS = {
         8,
     ),
     "cloning": Arm("sft.py", ("--learning-rate", "1e-4", "--eval-every", "60"), 60, 512),
-    "unweighted": Arm("agentevol.py", (*EVOLVE, *BROAD, "--ignore-returns"), 240, 512),
+    "unweighted": Arm(
+        "agentevol.py", (*EVOLVE, *BROAD, "--ignore-returns", "--weighting", "one"), 240, 512
+    ),
 }
 OTHERS = (*ESTIMATORS, "stepwise")  # of miniature.py
 
@@ -268,7 +270,7 @@ def table(runs: dict[str, list[Result]]) -> list[str]:
             told = points(runs[name], runs[other], end)
             lines += ["", f"{name} minus {other}, at their ends: {told}."]
     for name in ("agentevol", "few", "unweighted"):
-        for result in runs.get(name, ()):
+        for result in runs.get(name, ())[:1]:  # one shows how a set grows
             said = f"What {name} learned from, seed {result['seed']} (trajectories x mean weight):"
             lines += ["", said, "", *sets_of(result["evolved"])]
     for name in ("last", "own"):

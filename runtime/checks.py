@@ -231,7 +231,7 @@ def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     if not c.eval_every and unused:
         lines.append(f"{' '.join(unused)} wait for --eval-every above 0")
     files_teach = c.method == "sft" and bool(getattr(c, "data", ()))  # which nobody has read yet
-    files_teach = files_teach or not getattr(c, "plays_for_pairs", True)
+    files_teach = files_teach or not getattr(c, "learns_from_play", True)
     with contextlib.suppress(ValueError):  # a list that is not there is refused elsewhere
         held_out = {task.task_id for task in held_out_tasks(c)} if c.tasks or c.split else set()
         held_out = set() if files_teach else held_out

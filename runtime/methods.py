@@ -191,21 +191,21 @@ class DpoConfig(IteratedConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from self.unplayed()
-        if not self.plays_for_pairs:
+        if not self.learns_from_play:
             for name in ("iterations", "tasks_per_iteration", "group_size", "env_weights"):
                 yield name, "leave it out, the pairs are given and nothing is played for them"
 
     @property
     def times(self) -> int:
-        return self.iterations if self.plays_for_pairs else 1  # files hold all there are
+        return self.iterations if self.learns_from_play else 1  # files hold all there are
 
     @property
-    def plays_for_pairs(self) -> bool:
+    def learns_from_play(self) -> bool:
         return not (self.pairs or self.data or self.expert or self.experience)
 
     @property
     def plays(self) -> bool:
-        return self.plays_for_pairs or super().plays
+        return self.learns_from_play or super().plays
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class EvolConfig(IteratedConfig):
     """how much a kept trajectory counts: what it earned, as often as it was played alike; what it
     earned; or one, as a demonstration"""
     ignore_returns: bool = False
-    """control: whatever it earned, what is explored first joins, and counts 1"""
+    """control: whatever it earned, what is explored first joins, and counts as if it were 1"""
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
     """what an iteration's exploration joins: all that was there before, or no more than the
     demonstrations [paper: all]"""
@@ -264,15 +264,14 @@ class EvolConfig(IteratedConfig):
         if self.data:
             yield "num_demonstrations", DATA_SHOWS
         if self.ignore_returns:
-            yield "weighting", "leave it out, --ignore-returns counts all alike"
+            if self.weighting == "return":
+                yield "weighting", "one or played, --ignore-returns looks at no return"
             yield "min_return", "leave it out, --ignore-returns looks at no return"
         if self.iterations == 1:
             yield "learn_from", "leave it out, one iteration begins once"
             yield "merge_with", "leave it out, the only iteration joins the demonstrations"
 
-    @property
-    def plays(self) -> bool:
-        return True
+    learns_from_play = plays = True
 
     @property
     def steps_in_a_row(self) -> int:

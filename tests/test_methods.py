@@ -90,8 +90,6 @@ def settings(method, tmp_path, url, **changes):
     if method == "agentevol" and values["iterations"] == 1:
         for name in {"learn_from", "merge_with"} - changes.keys():
             del values[name]
-    if values.get("ignore_returns"):
-        values.pop("weighting", None)
     if given and method == "dpo":
         for name in {"iterations", "tasks_per_iteration", "group_size"} - changes.keys():
             values.pop(name, None)
@@ -355,6 +353,8 @@ def test_every_conversation_is_seen_once_an_epoch():
             taken = [portion(epoch * steps + n + 1, count, per_turn, "x") for n in range(steps)]
             assert sorted(row for rows, _ in taken for row in rows) == list(range(count))
             assert all(len(rows) <= per_turn for rows, _ in taken)
+            sizes = [len(rows) for rows, _ in taken]
+            assert max(sizes) - min(sizes) <= 1, "one of a rest would count as much as many"
             done = [epochs for _, epochs in taken]
             assert done == sorted(done) and done[-1] == epoch + 1
     assert portion(3, 10, 4, "x") != portion(3, 10, 4, "y")
@@ -505,10 +505,18 @@ def test_ctrl_c_is_heard_while_the_reference_is_asked():
         dpo.reference_of(Worker(), [None])
 
 
-@pytest.mark.parametrize(("given", "expected"), [({"pairs": ("x",)}, 1.0), ({}, 0.2)])
-def test_pairs_that_nobody_sampled_are_scored_at_temperature_1(given, expected):
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DpoConfig(pairs=("x",)), 1.0),
+        (DpoConfig(), 0.2),
+        (EvolConfig(), 0.2),  # fitted at another, each iteration would play sharper than the last
+        (SftConfig(), 1.0),
+    ],
+)
+def test_what_the_policy_did_not_sample_is_scored_at_temperature_1(config, expected):
     worker = methodworker.MethodWorker.__new__(methodworker.MethodWorker)
-    worker.config = DpoConfig(temperature=0.2, **given)
+    worker.config = replace(config, temperature=0.2)
     assert worker.portions(4).temperature == expected
 
 
@@ -767,7 +775,7 @@ def test_the_best_of_each_task_join_once_with_their_weights():
     ]
     ones = agentevol.selected(said, replace(once, weighting="one"), "x")
     assert {r["weight"] for r in ones} == {1.0} and len(ones) == 3
-    blind = EvolConfig(ignore_returns=True, keep_per_task=2)
+    blind = EvolConfig(ignore_returns=True, keep_per_task=2, weighting="one")
     control = [(r["item_id"], r["return"]) for r in agentevol.selected(said, blind, "x")]
     assert control == [("letters_0", 0.2), ("letters_0", 1.0), ("letters_1", 0.6), ("letters_2", 0)]
     assert {r["weight"] for r in agentevol.selected(said, blind, "x")} == {1.0}
@@ -792,8 +800,14 @@ def test_what_is_played_alike_counts_as_often():
     kept = sum(record["weight"] * log_prob[agentevol._texts(record)] for record in chosen)
     assert kept == pytest.approx(expected)
     assert agentevol.selected(said, played, "x", chosen) == chosen
-    blind = replace(played, ignore_returns=True)
-    assert {record["weight"] for record in agentevol.selected(said, blind, "x")} == {1.0}
+    blind = replace(played, ignore_returns=True)  # the control differs in the returns alone
+    weights = [record["weight"] for record in agentevol.selected(said, blind, "x")]
+    assert sorted(weights) == [1.0, 1.0, 1.0, 3.0] and len(said) == 6
+    # A world with chance pays the same text differently, and two tasks may read alike.
+    said = [explored(0, earned, "ab") for earned in (1.0, 0.0, 0.25, 0.0)]
+    other = explored(0, 0.1, "ab") | {"item_id": "letters_9"}
+    chosen = agentevol.selected([*said, other], played, "x")
+    assert [record["weight"] for record in chosen] == [1.25, 0.1]
 
 
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_path, url):
