@@ -88,15 +88,14 @@ def train(config: EvolConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        program.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
     length = config.steps_per_iteration
     given = demonstrated(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
-        kept = Kept(session.run.path / "evolving", session.run.writes)
-        kept.forget_after(session.completed_step // length + 1)
+        kept = Kept.in_run("evolving", session, length)
         session.evaluate_start()
         evolving: list[Conversation] = []
         for step in session.steps_left():

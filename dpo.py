@@ -73,7 +73,7 @@ from programs import shell
 from programs.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
 from programs.session import Session, TrainingError, at_work
 from runtime import distributed
-from runtime.clock import Clock
+from runtime.clock import Clock, advice
 from runtime.phases import phase
 from runtime.rundir import Run
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
@@ -85,15 +85,14 @@ def train(config: DpoConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        program.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
     length = config.steps_per_iteration
     given = given_pairs(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
-        kept = Kept(session.run.path / "pairs", session.run.writes)
-        kept.forget_after(session.completed_step // length + 1)
+        kept = Kept.in_run("pairs", session, length)
         session.evaluate_start()
         judged, known = Judged(), -1
         for step in session.steps_left():
@@ -266,8 +265,9 @@ def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
     """
     worker.rest()
     sums: list[float] = []
-    size = worker.config.mini_batch_size // 2
-    with phase("the reference's log-probs", 2 * len(pairs), "trajectories") as tick:
+    size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
+    in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short
+    with in_time, phase("the reference's log-probs", total, "trajectories") as tick:
         for start in range(0, len(pairs), size):
             if worker.stop.agreed():
                 raise KeyboardInterrupt

@@ -108,7 +108,7 @@ def pairs_of(
                     "trajectories have it, since the better of two is asked for"
                 )
         members.sort(key=lambda side: -(side.earned or 0.0))  # so that the better comes first
-    found = {key: _of_one_seed(combinations(members, 2)) for key, members in groups.items()}
+    found = {key: _of_one_seed(combinations(members, 2), counts) for key, members in groups.items()}
     return _select(found, settings, counts)
 
 
@@ -127,7 +127,8 @@ def pairs_of_experts(
     """
     experts, others = _grouped(expert), _grouped(experience)
     keys = experts.keys() | others.keys()
-    found = {key: _of_one_seed(product(experts.get(key, ()), others.get(key, ()))) for key in keys}
+    met = {key: product(experts.get(key, ()), others.get(key, ())) for key in keys}
+    found = {key: _of_one_seed(candidates, counts) for key, candidates in met.items()}
     return _select(found, settings, counts)
 
 
@@ -159,10 +160,15 @@ def _side(record: Conversation) -> _Side:
     return _Side(record, task_id, opening, own, return_of(record), seed)
 
 
-def _of_one_seed(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Without those of which it is known that they played the task under two seeds: the opening may
-    be the same where the world goes on differently (ScienceWorld's leaves much to chance)."""
-    return [(a, b) for a, b in candidates if a.seed == b.seed or None in (a.seed, b.seed)]
+def _of_one_seed(candidates: Iterable[Candidate], counts: Counter[str]) -> list[Candidate]:
+    """Without those of which it is known that they played the task under two seeds, counted: the
+    opening may be the same where the world goes on differently (ScienceWorld's leaves much to
+    chance)."""
+    known = list(candidates)
+    kept = [(a, b) for a, b in known if a.seed == b.seed or None in (a.seed, b.seed)]
+    if len(kept) < len(known):
+        counts["two seeds"] += len(known) - len(kept)
+    return kept
 
 
 def _grouped(records: Iterable[Conversation]) -> dict[Group, list[_Side]]:
@@ -281,9 +287,10 @@ def _candidate(content: Any, name: str) -> Candidate:
     if not isinstance(content, dict) or not all(side in content for side in SIDES):
         shown = list(content) if isinstance(content, dict) else content
         raise ValueError(f"{repr(shown)[:80]}: {EXPECTED}")
-    noted = [content.get("id", content.get("item_id"))]
-    noted += [content[side].get("item_id") for side in SIDES if isinstance(content[side], dict)]
-    noted = [each for each in noted if each is not None]
+    noted = [content[side].get("item_id") for side in SIDES if isinstance(content[side], dict)]
+    noted = [each for each in [content.get("item_id"), *noted] if each is not None]
+    if len(noted) < len(SIDES) and "item_id" not in content:  # else it numbers the line
+        noted = [each for each in [content.get("id"), *noted] if each is not None]
     if len(set(map(str, noted))) > 1:
         told = ", ".join(str(each)[:60] for each in noted)
         raise ValueError(f"a pair of two tasks ({told}), expected two trajectories of one")
@@ -325,7 +332,7 @@ def _record(
             raise ValueError(f"turn {i} is from {told}, expected {expected}")
     turns = [{"loss": True, **turn} if turn.get("from") == "gpt" else turn for turn in turns]
     record = {"item_id": item_id, "conversations": [*(prompt or ()), *turns]}
-    of_side = given.get("return") if isinstance(given, dict) else None
+    of_side = given.get("return", given.get("reward")) if isinstance(given, dict) else None
     earned = content.get(f"{side}_return", of_side)
     return record if earned is None else record | {"return": earned}
 

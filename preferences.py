@@ -47,7 +47,7 @@ PREFERENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
     # DPO (arXiv 2305.18290, eq. 7). NOTE: −log(sigmoid(x)) would be inf from x = −89 on.
     "sigmoid": lambda h, beta: -torch.nn.functional.logsigmoid(beta * h),
     "ipo": lambda h, beta: (h - 1 / (2 * beta)).square(),  # IPO (arXiv 2310.12036): aims at one h
-    "hinge": lambda h, beta: (1 - beta * h).relu(),  # SLiC (arXiv 2305.10425): done at β h = 1
+    "hinge": lambda h, beta: (1 - beta * h).relu(),  # as SLiC (arXiv 2309.06657): done at β h = 1
 }
 
 

@@ -62,7 +62,7 @@ def train(config: SftConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        program.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
     records = shown_by(config, config.min_return)

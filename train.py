@@ -77,7 +77,7 @@ def train(config: Config) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        program.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: what ended it, in a line; what was saved stays.
     """
     config = shell.checked(config)
     with at_work(config, RLWorker) as session:

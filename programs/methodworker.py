@@ -15,7 +15,7 @@ Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,8 +36,9 @@ from runtime import distributed
 from runtime.clock import Clock
 from runtime.files import write_json, write_text
 from runtime.methods import EvolConfig, MethodConfig, SftConfig, conversations_of
-from runtime.mixture import horizons_of, in_each
+from runtime.mixture import held_out_tasks, horizons_of, in_each
 from runtime.phases import phase
+from runtime.saved import LISTS_OF_FILES
 from warmstart import given_model, manner_in
 from worker import Worker
 
@@ -132,7 +133,21 @@ def fitting(
         raise Misuse(
             f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
         )
-    return [records[place] for place in kept]
+    fit = [records[place] for place in kept]
+    say_what_is_held_out(config, {str(s.get("item_id")) for r in fit for s in sides(r)})
+    return fit
+
+
+def say_what_is_held_out(config: MethodConfig, learned: Collection[str]) -> None:
+    """A note where files or runs show tasks that are measured. (What the world's own lists have in
+    common checks.py notes, before anything is read.)"""
+    if any(getattr(config, name, ()) for name in LISTS_OF_FILES):
+        held_out = {task.task_id for task in held_out_tasks(config)}
+        if both := held_out & set(learned):
+            distributed.say(
+                f"note: {len(both)} of the {len(held_out)} held-out tasks are in the files that it "
+                "learns from: success there says little about others (--eval-tasks)"
+            )
 
 
 def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) -> list[Conversation]:
@@ -202,6 +217,15 @@ class Kept:
 
     def __init__(self, folder: Path, writes: bool) -> None:
         self.folder, self.writes = folder, writes
+
+    @classmethod
+    def in_run(cls, name: str, session: Session[Any], steps_per_iteration: int) -> Kept:
+        """That of a run which begins, without anything, or goes on: what iterations later than its
+        own made is dropped."""
+        kept = cls(session.run.path / name, session.run.writes)
+        begun = session.completed_step // steps_per_iteration + 1
+        kept.forget_after(begun if session.config.resume else 0)
+        return kept
 
     def of(
         self, iteration: int, make: Callable[[], tuple[Lines, dict[str, Any]]] | None = None

@@ -61,7 +61,7 @@ METRICS: dict[str, str] = {
     "train/repeated_token_rate": "share of sampled tokens in repeated 4-grams of their turn (0..1)",
     "train/groups": "number of tasks with at least one valid trajectory (count)",
     "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
-    "train/trajectories_used": "number of trajectories that entered the loss (count)",
+    "train/trajectories_used": "how many entered the loss; of agentevol.py, the set (count)",
     "train/env_failures": "number of trajectories lost to the env server or the engine (count)",
     **{
         f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
@@ -95,7 +95,7 @@ METRICS: dict[str, str] = {
     "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks so far, of worlds the least (epochs)",
+    "data/epoch": "passes over the training tasks (of worlds the least) or conversations (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
     "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",

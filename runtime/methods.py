@@ -58,7 +58,8 @@ class MethodConfig(RunConfig):
     def unplayed(self) -> Iterator[tuple[str, str]]:
         """What has no effect where nothing is played, neither to learn from nor to measure."""
         if not self.plays:
-            for name in ("temperature", "rounds", "engine", "max_env_failures"):
+            names = ("temperature", "rounds", "engine", "max_env_failures", "max_sync_error")
+            for name in (*names, "record_state"):
                 yield name, "leave it out, nothing is played without --eval-every"
 
 
@@ -164,7 +165,7 @@ class DpoConfig(IteratedConfig):
     beta: float = 0.1
     """how much a margin counts: the smaller, the further from the reference [paper: 0.5]"""
     loss: Kind = "sigmoid"
-    """sigmoid: DPO; ipo; hinge: SLiC (preferences.py)"""
+    """sigmoid: DPO; ipo; hinge: as SLiC (preferences.py)"""
     label_smoothing: float = 0.0
     """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
     sft_coef: float = 1.0

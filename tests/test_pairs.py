@@ -102,7 +102,7 @@ def test_who_played_under_another_seed_is_no_partner_though_it_opens_alike():
         for text, earned, seed in (("open", 1.0, 7), ("go", 0.0, 7), ("take", 0.0, 8))
     ]
     pairs, counts = pairs_and_counts(tries)
-    assert (shown(pairs), counts) == ([("a", "open", "go", 1.0)], {})
+    assert (shown(pairs), counts) == ([("a", "open", "go", 1.0)], {"two seeds": 2})
     expert = [played("a", "light", 1.0)]  # of a seed that nobody noted
     assert len(pairs_of_experts(expert, tries, PairSettings(), Counter())) == 2
 
