@@ -39,8 +39,10 @@ from reporting.metrics import METRICS
 from runtime import checkpoint, distributed
 from runtime.checks import remarks
 from runtime.cli import training_options
+from runtime.clock import Clock, OutOfMemory
 from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
+from runtime.mixture import held_out_tasks
 from update import Learner, imitate, score_policy
 
 ROOT = Path(__file__).parents[1]
@@ -283,6 +285,20 @@ def test_two_processes_play_and_learn_as_one(method, tmp_path, url):
         assert second[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_a_new_run_takes_no_iteration_of_anothers_for_its_own(tmp_path):
+    """One that was killed in its first iteration goes on with that."""
+    kept = Kept(tmp_path / "pairs", writes=True)
+    for iteration in (1, 2):
+        kept.of(iteration, lambda: ([{"n": 1}], {}))
+    run, left = SimpleNamespace(path=tmp_path, writes=True), []
+    for resume in (True, False):
+        config = SimpleNamespace(resume=resume)
+        session = SimpleNamespace(run=run, config=config, completed_step=0)
+        Kept.in_run("pairs", session, steps_per_iteration=3)
+        left.append([path.name for path in sorted(kept.folder.iterdir())])
+    assert left == [["iteration_001.json", "iteration_001.jsonl"], []]
+
+
 def test_what_a_later_policy_made_is_forgotten_and_what_is_lost_is_named(tmp_path):
     kept = Kept(tmp_path, writes=True)
     for iteration in (1, 2, 3):
@@ -505,6 +521,24 @@ def test_ctrl_c_is_heard_while_the_reference_is_asked():
         dpo.reference_of(Worker(), [None])
 
 
+def test_where_the_reference_lacks_memory_the_advice_is_what_makes_that_smaller(monkeypatch):
+    class Worker:
+        config = DpoConfig(max_tokens_per_micro_batch=2048)
+        stop, chat, pad_id = SimpleNamespace(agreed=lambda: False), None, 0
+
+        def rest(self):
+            pass
+
+    def full(*given):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(dpo, "encode_pairs", full)
+    with Clock({})("time/rollout_s"), pytest.raises(OutOfMemory) as lacking:
+        dpo.reference_of(Worker(), [None])
+    assert "out of memory in log_probs" in str(lacking.value)
+    assert "lower --max-tokens-per-micro-batch (now 2048)" in str(lacking.value)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -566,6 +600,29 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
     capsys.readouterr()
     assert run("sft", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 2
     assert "is not what" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "agentevol"])
+def test_files_that_show_held_out_tasks_are_noted(method, capsys):
+    kind = {"sft": SftConfig, "dpo": DpoConfig, "agentevol": EvolConfig}[method]
+    config = complete(kind(data=("files",)))  # which fitting has read
+    learned = {"textcraft_0", *(task.task_id for task in held_out_tasks(config)[:2])}
+    for other, noted in (
+        (config, True),
+        (replace(config, data=()), False),  # the world's own lists: checks.py
+        (replace(config, eval_every=0), False),
+    ):
+        methodworker.say_what_is_held_out(other, learned)
+        said = "note: 2 of the 129 held-out tasks are in the files that it learns from"
+        assert (said in capsys.readouterr().out) == noted
+
+
+def test_what_fits_is_compared_with_what_is_held_out(tmp_path, capsys):
+    config = complete(SftConfig(model="tiny", data=("files",)))
+    held_out = held_out_tasks(config)[0].task_id
+    records = [conversation(0) | {"item_id": held_out}, conversation(1)]
+    assert methodworker.fitting(config, records, "conversations") == records
+    assert "note: 1 of the 129 held-out tasks" in capsys.readouterr().out
 
 
 def conversation(n, text="abc", **more):

@@ -527,6 +527,16 @@ def test_what_a_task_may_have_and_what_is_the_same_is_counted_over_all_files(tmp
     assert counts == {"equal texts": 1, "over pairs per task": 1}
 
 
+def test_both_sides_may_name_the_task_and_say_what_they_earned_as_conversations_do(tmp_path):
+    sides = {"chosen": played("maze_7", "open"), "rejected": played("maze_7", "go")}
+    for side, earned in (("chosen", {"reward": 1.0}), ("rejected", {"return": 0.25})):
+        sides[side] = {k: v for k, v in sides[side].items() if k != "return"} | earned
+    (pair,) = read(tmp_path / "x", json.dumps({"id": 17} | sides))[0]
+    assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
+    named = GOOD | {"id": 17, "item_id": "maze_7"}
+    assert read(tmp_path / "x", json.dumps(named))[0][0].task_id == "maze_7"
+
+
 HALF = "\ud83d"
 WRONG = {
     "broken JSON": ('{"id": ', "line 2 is no JSON"),
