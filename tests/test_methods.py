@@ -36,6 +36,7 @@ from programs import methodworker
 from programs.methodworker import Kept, openings_of
 from programs.session import Session, TrainingError
 from reporting.metrics import METRICS
+from reporting.progress import Progress
 from runtime import checkpoint, distributed
 from runtime.checks import remarks
 from runtime.cli import training_options
@@ -865,6 +866,17 @@ def test_what_is_played_alike_counts_as_often():
     other = explored(0, 0.1, "ab") | {"item_id": "letters_9"}
     chosen = agentevol.selected([*said, other], played, "x")
     assert [record["weight"] for record in chosen] == [1.25, 0.1]
+
+
+@pytest.mark.parametrize(("learn_from", "times"), [("base", 1), ("last", 0)])
+def test_the_sentinels_begin_anew_where_the_weights_do(
+    tmp_path, url, monkeypatch, learn_from, times
+):
+    anew = []
+    monkeypatch.setattr(Progress, "begin_anew", lambda progress: anew.append(progress))
+    values = settings("agentevol", tmp_path, url, learn_from=learn_from, steps=2)
+    assert run("agentevol", values) == 0
+    assert len(anew) == times
 
 
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(tmp_path, url):

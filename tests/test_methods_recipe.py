@@ -52,8 +52,10 @@ def origins(result):
 def test_the_page_has_the_table_of_the_committed_runs():
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n".join(methods.table(methods.runs_in(methods.FOLDER))) in page
-    done = [name for name in methods.ARMS for path in methods.FOLDER.glob(f"{name}-*.json") if path]
-    assert done == list(methods.ARMS), "one run of each, said"
+    found = methods.runs_in(methods.FOLDER)
+    seeds = {name: [result["seed"] for result in found[name]] for name in methods.ARMS}
+    assert "Two seeds of `dpo` and `own`, one of the others" in page
+    assert seeds == {name: [0, 1] if name in ("dpo", "own") else [0] for name in methods.ARMS}
     rows = [line.split(" | ") for line in methods.table(methods.runs_in(methods.FOLDER))]
     in_4 = {
         row[0].strip("| "): float(row[2].split()[0])
@@ -62,10 +64,8 @@ def test_the_page_has_the_table_of_the_committed_runs():
     }
     ends = [value for name, value in in_4.items() if name in methods.ESTIMATORS]
     assert len(ends) == 4 and f"come to {min(ends)} to {max(ends)} % with as many turns" in page
-    (dpo,) = methods.FOLDER.glob("dpo-*.json")
-    pairs = json.loads(dpo.read_text())["pairs"]
+    pairs = [count for result in found["dpo"] for count in result["pairs"]]
     assert f"prefers {min(pairs)} to {max(pairs)} pairs of it each time" in page
-    found = methods.runs_in(methods.FOLDER)
     own = [count for result in found["agentevol"] for count in origins(result)]
     assert f"the policy's own {min(own)} to {max(own)} successes count 0.92" in page
     lost, regained, few, many = (
@@ -93,6 +93,14 @@ def test_the_page_has_the_table_of_the_committed_runs():
         ends = [each.split(" (")[0] for each in gains]
         assert f"{before}{' and '.join(ends)}{words}" in page
         assert all("goals [-" in each and ", +" in each for each in gains)
+    (_, gained), (behind, ahead) = (
+        methods.points(found["dpo"], found[other], where).split(" turns ")[1:]
+        for other, where in (("dpo", start), ("grpo", end))
+    )
+    told = [each.split(" (")[0] for each in (gained, ahead)]
+    assert f"hardly moved: {told[0]} against its start, {told[1]} against GRPO" in page
+    assert "goals [+" in gained and "seeds [+" in gained
+    assert "goals [+" in ahead and behind.startswith("-") and ", -" in behind.split(";")[0]
     (few, many), (against_dpo, _), (_, later) = (
         methods.points(found["own"], found[other], where).split(" turns ")[1:]
         for other, where in (("own", start), ("dpo", end), ("dpo", end))
