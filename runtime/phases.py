@@ -126,10 +126,11 @@ def phase(
     Args: see Phase; an empty label shows nothing, where a phase around this one does.
     Returns: `Phase.tick`, to be called as the block gets on.
     """
+    if not label:
+        yield lambda done=1.0, **figures: None
+        return
     current = Phase(label, total, unit, clock)
-    if (
-        not label or int(os.environ.get("RANK", 0)) > 0
-    ):  # as launchers say it: torch need not be loaded here
+    if int(os.environ.get("RANK", 0)) > 0:  # as launchers say it: torch need not be loaded here
         yield current.tick
         return
     ended = threading.Event()
