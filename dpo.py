@@ -1,5 +1,5 @@
 """Direct preference optimization: of two trajectories of a task, make the better one likelier than
-the other, compared with where the policy began.
+the other, compared with the policy as the iteration began.
 
     pair files, runs, experts against experience, or the policy's own play
                            │
@@ -234,7 +234,13 @@ def pairs_for(
         if not found:
             problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
             if not iteration:
-                raise TrainingError(problem)
+                raise TrainingError(
+                    f"{problem}; begin with a model that solves some of its tasks and not all "
+                    "(--model, --warm-start), play more of them (--tasks-per-iteration, "
+                    "--group-size), or lower --min-gap"
+                    if given is None
+                    else problem
+                )
             distributed.say(f"{problem}; its steps change no weight")
             return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
         distributed.say(

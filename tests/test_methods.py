@@ -1180,6 +1180,7 @@ def test_no_pair_in_what_the_policy_played_ends_the_run_with_the_reason(tmp_path
     assert run("dpo", values) == 1
     error = capsys.readouterr().err
     assert "iteration 1: no pair left (" in error and " gap" in error
+    assert "begin with a model that solves some of its tasks" in error
 
 
 def test_options_are_checked_from_python_too():
