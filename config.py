@@ -159,7 +159,7 @@ class RunConfig(Portions):
     keep_last: int = 2
     """checkpoints to keep besides the best"""
     run_dir: str | None = None
-    """where everything goes (none: runs/<env>-<method>-<date-time>)"""
+    """where everything goes (none: runs/<env>-<method>-<date-time>; of files alone, no <env>)"""
     resume: bool = False
     """go on from the newest checkpoint of --run-dir"""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()

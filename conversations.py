@@ -54,12 +54,15 @@ LONGEST = 64 * CHUNK  # of one conversation: what is longer is no conversation, 
 
 
 def read_conversations(
-    paths: Sequence[Path], min_return: float | None = None
+    paths: Sequence[Path],
+    min_return: float | None = None,
+    counts: Counter[str] | None = None,
 ) -> Iterator[Conversation]:
     """The conversations of files and runs, one after the other, checked.
 
     Args:
         min_return: leave out what earned less; every record must then have a return.
+        counts: how many were "read", and of them "left out", is added here.
     Raises:
         ValueError: a line that names file, line and what is wrong there.
         OSError: a file cannot be read.
@@ -67,6 +70,8 @@ def read_conversations(
     for file, number, content, name in items_of([f for path in paths for f in files_of(path)]):
         try:
             record = as_agenttraj(content, name, min_return)
+            if counts is not None:
+                counts.update(["read"] if record else ["read", "left out"])
             if record is not None:
                 parts_of(record)
                 yield record
@@ -293,7 +298,7 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
     for i, turn in enumerate(turns):
         is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)
         if not is_turn or str(turn.get("from")) not in ROLES:
-            raise ValueError(f"{name}: turn {i} must be from human, gpt or system, with a value")
+            raise ValueError(f"{name}: turn {i} must {_what_a_turn_must(turn)}")
         ids = turn.get("ids")
         if ids is not None and not (isinstance(ids, list) and all(map(_is_id, ids))):
             raise ValueError(f"{name}: turn {i}: ids must be a list of token ids, from 0 on")
@@ -303,7 +308,9 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
     if not turns:
         raise ValueError(f"{name} is empty")
     if not actions:
-        raise ValueError(f"{name} has no gpt turn with loss: nothing to learn from")
+        unsaid = any(turn["from"] == "gpt" and "loss" not in turn for turn in turns)
+        told = '; what is to be learned says "loss": true' if unsaid else ""
+        raise ValueError(f"{name} has no gpt turn with loss: nothing to learn from{told}")
     first = actions[0]
     if first == 0 or turns[first - 1]["from"] != "human":
         raise ValueError(f"{name}: no observation stands before its first action")
@@ -312,6 +319,15 @@ def parts_of(record: Conversation) -> tuple[list[Any], list[Any]]:
         if turns[i]["from"] != expected:
             raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
     return turns[: first - 1], turns[first - 1 :]
+
+
+def _what_a_turn_must(turn: Any) -> str:
+    """Be, with what to change where it is a known other format."""
+    if isinstance(turn, dict) and "role" in turn and "from" not in turn:
+        return 'have "from" and "value"; lists of "role" and "content" go by "messages"'
+    is_in_parts = isinstance(turn, dict) and isinstance(turn.get("value"), list)
+    told = "; this one's is a list: join the texts of its parts" if is_in_parts else ""
+    return f"be from human, gpt or system, with a value{told}"
 
 
 def _is_id(value: Any) -> bool:

@@ -318,10 +318,12 @@ def prefer(
             num_pairs,
         )
         loss = result.loss
-        if config.sft_coef:  # per token of each chosen one
-            loss = loss - config.sft_coef * (chosen / mask[0::2].sum(1)).sum() / num_pairs
+        imitation = -(chosen / mask[0::2].sum(1)).sum() / num_pairs  # per token of each
+        if config.sft_coef:
+            loss = loss + config.sft_coef * imitation
         return loss, {
             "policy/loss": loss,
+            "preference/sft_loss": imitation.detach(),
             "preference/margin": result.margin,
             "preference/accuracy": result.accuracy,
             "preference/chosen_reward": result.chosen_reward,

@@ -47,7 +47,7 @@ from conversations import Conversation
 from order import portion
 from programs import shell
 from programs.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
-from programs.session import at_work, is_due
+from programs.session import Session, at_work, is_due
 from runtime import distributed
 from runtime.clock import Clock
 from runtime.rundir import Run
@@ -72,15 +72,17 @@ def train(config: SftConfig) -> Run:
     if hidden:
         tasks = len({str(record.get("item_id")) for record in hidden})
         distributed.say(f"held out: {len(hidden)} of {len(fit)} conversations, of {tasks} tasks")
-    steps = config.steps or config.epochs * math.ceil(len(shown) / config.mini_batch_size)
-    config = replace(config, steps=steps)
+    epoch = math.ceil(len(shown) / config.mini_batch_size)  # steps
+    config = replace(config, steps=config.steps or config.epochs * epoch)
     require_same(records, config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
         session.run.write_json(DATA, digest_of(records))
         session.evaluate_start()
         if hidden and not session.completed_step:
-            distributed.say(f"step 0: held-out loss {loss_on(w, hidden):.4f} nats a token")
+            loss = loss_on(w, hidden)
+            distributed.say(f"step 0: held-out loss {loss:.4f} nats a token")
+            note_loss(session, 0, loss)
         for step in session.steps_left():
             clock = Clock(vars(config))
             # ---------------------------------------------------------------------- 1 conversations
@@ -97,8 +99,9 @@ def train(config: SftConfig) -> Run:
             metrics |= {"train/trajectories_used": len(batch)}
 
             # ---------------------------------------------------------------- 3 measure, log, save
-            if hidden and is_due(step, config.eval_every or config.steps, config.steps):
+            if hidden and is_due(step, config.eval_every or epoch, config.steps):
                 metrics["eval/loss"] = loss_on(w, hidden)
+                note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_measured(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
@@ -148,6 +151,12 @@ def loss_on(worker: MethodWorker, records: Sequence[Conversation]) -> float:
         total -= float((log_probs * batch.loss_mask).sum())
         tokens += float(batch.loss_mask.sum())
     return total / tokens
+
+
+def note_loss(session: Session[MethodWorker], step: int, loss: float) -> None:
+    """Where nothing is played the lowest held-out loss says which checkpoint is the best."""
+    if not session.config.plays:
+        session.progress.note_evaluation(step, -loss)
 
 
 def digest_of(records: Sequence[Conversation]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -98,8 +99,8 @@ def fitting(
     what: str,
     sides: Callable[[Item], Sequence[Conversation]] = alone,  # type: ignore[assignment]
 ) -> list[Item]:
-    """Those of at most --max-trajectory-tokens, found before there is a run; what was left out, and
-    what had to be encoded again for this tokenizer, is said. Collective.
+    """Those of at most --max-trajectory-tokens, found before there is a run; how much they are,
+    what was left out, what had to be encoded again for this tokenizer, is said. Collective.
 
     Args:
         what: to call them.
@@ -111,19 +112,21 @@ def fitting(
     with refusing():
         chat = ChatTemplate(load_tokenizer(path), stop_ids_of(path))
 
-    def look() -> tuple[list[int], int]:
-        kept, again = [], 0
+    def look() -> tuple[list[int], int, int, int]:
+        kept, again, tokens, learned = [], 0, 0, 0
         with phase(f"encoding {what}", len(records), what) as tick:
             for place, record in enumerate(records):
                 encoded = [(from_agenttraj(chat, side), side) for side in sides(record)]
                 if all(len(handler.input_ids) <= limit for handler, _ in encoded):
                     kept.append(place)
                     again += any(was_encoded_again(handler, side) for handler, side in encoded)
+                    tokens += sum(len(handler.input_ids) for handler, _ in encoded)
+                    learned += sum(sum(handler.loss_mask) for handler, _ in encoded)
                 tick()
-        return kept, again
+        return kept, again, tokens, learned
 
     with refusing():
-        kept, again = distributed.first("encoding", look)
+        kept, again, tokens, learned = distributed.first("encoding", look)
     if len(kept) < len(records):
         out = f"{len(records) - len(kept)} of {len(records)} {what}"
         distributed.say(f"{out} have more than {limit} tokens and are left out")
@@ -133,6 +136,7 @@ def fitting(
         raise Misuse(
             f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
         )
+    distributed.say(f"{len(kept):,} {what}: {tokens:,} tokens, {learned:,} of them learned")
     fit = [records[place] for place in kept]
     say_what_is_held_out(config, {str(s.get("item_id")) for r in fit for s in sides(r)})
     return fit
@@ -160,20 +164,25 @@ def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) ->
     """
     data, count = config.data, config.num_demonstrations
 
-    def read() -> list[Conversation]:
+    def read() -> tuple[list[Conversation], Counter[str]]:
+        counts: Counter[str] = Counter()
         if data:
-            found = list(conversations_of("data", data, min_return))
+            found = list(conversations_of("data", data, min_return, counts))
             # A weight there is AgentEvol's own, of another set; here all begin alike.
             found = [{n: v for n, v in each.items() if n != "weight"} for each in found]
             if not found:
                 enough = "" if min_return is None else f" that earned {min_return:g}"
                 raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
-            return found
-        return shown_in_each(config, count, config.seed, partial(manner_in, config))
+            return found, counts
+        return shown_in_each(config, count, config.seed, partial(manner_in, config)), counts
 
     distributed.join()
     with refusing():
-        records = distributed.first("reading what is shown", read)
+        records, counts = distributed.first("reading what is shown", read)
+    if out := counts["left out"]:
+        why = "lost, or without a turn"
+        why += "" if min_return is None else f", or a return below {min_return:g}"
+        distributed.say(f"{out:,} of {counts['read']:,} conversations are left out: {why}")
     wanted = count * len(in_each(config))
     if not data and len(records) < wanted:
         distributed.say(

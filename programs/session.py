@@ -23,10 +23,11 @@ from typing import Any, Generic, TypeVar
 
 from config import RunConfig
 from engines import EngineError
-from envs import env_name
+from envs import env_name, names_of
 from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_world
 from reporting.progress import Progress
+from reporting.table import columns_of
 from reporting.timeleft import TimeLeft
 from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog, TooManyEnvFailures
@@ -161,11 +162,12 @@ class Session(Generic[WorkerType]):
                 distributed.first("resuming", check)
             names = self.config.log_to if self.run.writes else ()
             trackers = Trackers(names, path, asdict(self.config), resume_step)
-            writes, method = self.run.writes, self.config.method
+            writes, worlds = self.run.writes, [env_name(n) for n in names_of(self.config.env)]
+            columns = columns_of(self.config.method, worlds)
             if writes:
                 truncate_log(path / ALARMS, self.completed_step)
                 (path / ALARMS).touch()  # empty: no alarm so far
-            self.logger = MetricsLogger(path, resume_step, writes, trackers, method)
+            self.logger = MetricsLogger(path, resume_step, writes, trackers, columns)
         except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
         if loaded:

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from config import Misuse, Options, complete, refusing
+from config import Misuse, Options, RunConfig, complete, refusing
 from engines import EngineError
 from envclient import EnvError
 from envs import names_of
@@ -77,7 +77,7 @@ def command_line(
         config = training_options(argv, prog, summary, kind, check_own)
         say_remarks(config, argv)
         run = train(config)
-        distributed.say(where_to_look(run, config.env))
+        distributed.say(where_to_look(run, config))
         distributed.leave()
         return 0
     except KeyboardInterrupt:
@@ -107,11 +107,13 @@ def fail(prog: str, error: Exception, code: int) -> int:
     os._exit(code)  # the others may be gone: nothing here can be closed in order
 
 
-def where_to_look(run: Run, env: str) -> str:
+def where_to_look(run: Run, config: RunConfig) -> str:
     """The last words of a run: how it began and ended, and what lies where."""
     has_played = any(run.path.glob("trajectories/*.jsonl"))
-    first, *more = names_of(env)
+    first, *more = names_of(config.env)
     world = f" --env {first}" if more else ""  # of several one at a time is measured
+    if not config.needs_world:  # it learned from files, of whatever world
+        world = f" --env {first}  (or the world that its texts are of)"
     lines: dict[str, str | Path | None] = {
         "mean return": first_and_last(read_log(run.path / "metrics.jsonl")),
         "the curve": run.path / "reward.png",
@@ -128,10 +130,17 @@ def first_and_last(rows: Sequence[dict[str, Any]]) -> str | None:
 
     >>> first_and_last([{"train/return_mean": mean} for mean in (0.25, 0.5, 0.75, 0.75)])
     '0.375 in the first 2 steps, 0.750 in the last 2'
+
+    What iterations explore are other tasks each time:
+
+    >>> first_and_last([{"train/return_mean": mean} for mean in (0.25, 0.5)])
+    '0.250 of the first tasks it played, 0.500 of the last'
     """
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     count = min(5, len(means) // 2)
+    if not count:
+        return None
     if count < 2:  # of iterations that explore there are few
-        return f"{means[0]:.3f} at first, {means[-1]:.3f} in the end" if count else None
+        return f"{means[0]:.3f} of the first tasks it played, {means[-1]:.3f} of the last"
     first, last = (sum(part) / count for part in (means[:count], means[-count:]))
     return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count}"

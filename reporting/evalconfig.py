@@ -12,6 +12,7 @@ unit and the paper's value. What no run can honour is refused before anything is
 Read next: evaluate.py.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
-from envs import load_tasks, settings_of, variant_of
+from envs import Task, load_tasks, settings_of, variant_of
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
 from runtime.exchange import checked_url
 from runtime.find_model import best_checkpoint, check_length, check_model
-from runtime.mixture import in_each
+from runtime.mixture import in_each, tasks_of
 from runtime.prompts import with_prompt
 from runtime.saved import saved_config
 from runtime.usage import named
@@ -241,6 +242,16 @@ def as_in_run(folder: str, given: set[str], env: str | None = None) -> EvalConfi
     if not c.eval_every and not c.eval_tasks:
         return replace(own, tasks=c.tasks, split=c.split, subtasks=c.subtasks)
     return replace(own, tasks=c.eval_tasks, subtasks=c.evaluation_subtasks)
+
+
+def trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
+    """How many of the tasks the run of --run trains on, as its options say (what its files show is
+    not read)."""
+    trained = set[str]()
+    with contextlib.suppress(ValueError, OSError):  # its list is gone
+        if config.run:
+            trained = {t.task_id for t in tasks_of(complete(saved_config(config.run, RunConfig)))}
+    return sum(task.task_id in trained for task in tasks)
 
 
 def asked(config: EvalConfig, env: str) -> dict[str, Any]:

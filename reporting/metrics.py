@@ -79,6 +79,7 @@ METRICS: dict[str, str] = {
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
     "policy/skipped_steps": "mini-batches without a step: not finite (count)",
     # preference/: dpo.py's, means over the step's pairs, before the update.
+    "preference/sft_loss": "imitation loss of the chosen ones, per token, before --sft-coef (nats)",
     "preference/margin": "reward of the chosen minus that of the rejected trajectory (nats)",
     "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
     "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
@@ -101,8 +102,7 @@ METRICS: dict[str, str] = {
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
     "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
     "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
-    # eval/: held-out tasks; intervals and the per-item table are in eval/step_*.json. Of several
-    # worlds the mean over them.
+    # eval/: held-out tasks, of worlds their mean; intervals and items are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
@@ -269,7 +269,7 @@ class MetricsLogger:
         resume_step: int | None = None,
         writes: bool = True,
         trackers: Trackers | None = None,
-        method: str = "rl",
+        columns: table.Columns = table.COLUMNS,
     ) -> None:
         """
         Args:
@@ -277,14 +277,14 @@ class MetricsLogger:
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
             writes: False on the processes of a run that must not write: names are checked only.
             trackers: get a copy of each step's row; closed with the logs.
-            method: whose columns the table has.
+            columns: of the table.
         Raises:
             FileExistsError: a new run, but the directory holds a log.
             LogError: a line other than the last is not a JSON object with a step.
         """
         self.run_dir = Path(run_dir)
         make_folder(self.run_dir)
-        self._rows_printed, self._method = 0, method
+        self._rows_printed, self._columns = 0, columns
         self._trackers = trackers
         self._files: dict[str, Any] = {}
         self.writes = writes
@@ -342,9 +342,9 @@ class MetricsLogger:
         if not self.writes:
             return
         if self._rows_printed % table.HEADER_EVERY == 0:
-            print(table.header(self._method))
+            print(table.header(self._columns))
         self._rows_printed += 1
-        print(table.row(step, metrics | timings, last_step, left_s, self._method), flush=True)
+        print(table.row(step, metrics | timings, last_step, left_s, self._columns), flush=True)
         phases.spoke()
         plot(self.run_dir)
         if self._trackers:

@@ -2,7 +2,8 @@
 
 What a run knows of itself beside its weights, and must know again when it is resumed:
 
-    best, best_step    the best held-out success (0..1), and after how many steps it was measured
+    best, best_step    the best held-out success (0..1), and after how many steps it was measured;
+                       of sft.py that plays nothing, minus the held-out loss
     evaluated_step     the last evaluation that the two, and the sentinels, know of
     sentinels          the past that a step is judged by (reporting/sentinels.py)
     kl_controller      β of the KL penalty (kl.py)
@@ -58,11 +59,12 @@ class Progress:
         self.best, self.best_step = state["best"], state["best_step"]
         self.evaluated_step = state["evaluated_step"]
 
-    def note_evaluation(self, step: int, avg: float) -> None:
-        """Held-out success `avg` (0..1) after `step`; as good as the best is not better."""
+    def note_evaluation(self, step: int, score: float) -> None:
+        """Held-out success (0..1), or what counts as it, after `step`; as good as the best is not
+        better."""
         self.evaluated_step = step
-        if self.best is None or avg > self.best:
-            self.best, self.best_step = avg, step
+        if self.best is None or score > self.best:
+            self.best, self.best_step = score, step
 
     def watch(
         self, step: int, metrics: Mapping[str, Any], on_collapse: str

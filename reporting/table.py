@@ -1,5 +1,5 @@
-"""The table that a run prints: one line a step, the same columns at every step, 120 characters.
-Each method has its own.
+"""The table that a run prints: one line a step, the same columns at every step, 120 characters
+(in several worlds some more). Each method has its own.
 
 Read next: reporting/metrics.py, which defines the numbers.
 """
@@ -7,13 +7,15 @@ Read next: reporting/metrics.py, which defines the numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.phases import duration
 
-# Heading, name, format. "signal": groups that carry signal / groups.
-COLUMNS: tuple[tuple[str, str, str], ...] = (
+Columns = tuple[tuple[str, str, str], ...]  # heading, name, format
+
+# "signal": groups that carry signal / groups.
+COLUMNS: Columns = (
     ("return", "train/return_mean", "8.3f"),
     ("success", "train/success_rate", "8.1%"),
     ("turns", "train/turns_mean", "6.1f"),
@@ -33,7 +35,7 @@ _IMITATION = (
     ("epoch", "data/epoch", "7.2f"),
 )
 _TIMES = (("update s", "time/update_s", "9.1f"), ("eval", "eval/avg", "7.1%"))
-COLUMNS_OF: dict[str, tuple[tuple[str, str, str], ...]] = {
+COLUMNS_OF: dict[str, Columns] = {
     "rl": COLUMNS,
     "sft": (*_IMITATION, ("held-out loss", "eval/loss", "13.4f"), *_TIMES),
     "dpo": (
@@ -58,9 +60,27 @@ STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
 HEADER_EVERY = 20
 
 
-def header(method: str = "rl") -> str:
+def columns_of(method: str, worlds: Sequence[str] = ()) -> Columns:
+    """A method's columns. Of several worlds the return in each, by its name, stands for that of all
+    and for success.
+
+    >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
+    ['textcraft', 'babyai', 'turns']
+    """
+    if len(worlds) < 2:
+        return COLUMNS_OF[method]
+    columns: list[tuple[str, str, str]] = []
+    for column in COLUMNS_OF[method]:
+        if column[0] == "return":
+            columns += [(world, f"train/return_mean/{world}", "8.3f") for world in worlds]
+        elif column[0] != "success":
+            columns.append(column)
+    return tuple(columns)
+
+
+def header(columns: Columns = COLUMNS) -> str:
     """The heading of the table that `row` prints."""
-    cells = [head.rjust(_width(head, spec)) for head, _, spec in COLUMNS_OF[method]]
+    cells = [head.rjust(_width(head, spec)) for head, _, spec in columns]
     return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
 
 
@@ -69,7 +89,7 @@ def row(
     values: Mapping[str, Any],
     last_step: int | None = None,
     left_s: float | None = None,
-    method: str = "rl",
+    columns: Columns = COLUMNS,
 ) -> str:
     """
     One aligned line; "-" stands for what is missing or not finite.
@@ -80,7 +100,7 @@ def row(
         left_s: seconds that the run still takes.
     """
     cells = [(str(step) if last_step is None else f"{step}/{last_step}").rjust(STEP)]
-    for head, name, spec in COLUMNS_OF[method]:
+    for head, name, spec in columns:
         cells.append(_cell(values, name, spec).rjust(_width(head, spec)))
     return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
 

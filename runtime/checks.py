@@ -265,18 +265,27 @@ def _remarks_on_rl(c: Config, given: Collection[str]) -> list[str]:
 
 
 def _remarks_on_data(c: RunConfig) -> Iterator[str]:
-    """Runs to learn from that played elsewhere than this one measures."""
-    for name in LISTS_OF_FILES:
-        for given in getattr(c, name, ()):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no run
-                content = json.loads((Path(given) / "config.json").read_text(encoding="utf-8"))
-                played = names_of(content["config"]["env"])
-                if not set(played) & set(names_of(c.env)):
-                    yield (
-                        f"{flag(name)} {given} played {' '.join(played)}, and this run plays "
-                        f"{c.env}: a run gives its conversations alone, --env and --model are "
-                        "yours to say"
-                    )
+    """What a run to learn from had otherwise; a start that files do not need."""
+    given = [(name, file) for name in LISTS_OF_FILES for file in getattr(c, name, ())]
+    for name, file in given:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no run
+            saved = json.loads((Path(file) / "config.json").read_text(encoding="utf-8"))["config"]
+            played = names_of(saved["env"])
+            if not set(played) & set(names_of(c.env)):
+                yield (
+                    f"{flag(name)} {file} played {' '.join(played)}, and this run plays {c.env}: a "
+                    "run gives its conversations alone, --env and --model are yours to say"
+                )
+            elif saved["model"] != c.model:
+                yield (
+                    f"{flag(name)} {file} was played by {saved['model']}, and this run trains "
+                    f"{c.model}: --model says which"
+                )
+    if given and not c.plays and c.needs_world:
+        yield (
+            f"--model {c.model} begins from its warm start in {c.env}, which files do not need: "
+            "--env says of which world, --warm-start never begins from the model as it is"
+        )
 
 
 # ------------------------------------------------------------------------------ what options name

@@ -83,7 +83,7 @@ class SftConfig(MethodConfig):
     """demonstrations of the oracle, of each world, without --data (episodes)"""
     hold_out: float = 0.0
     """share of the conversations, all of a task or none, that is not learned but measured: its loss
-    at each evaluation (0..1)"""
+    at each evaluation, or after each epoch, when nothing is played: the lowest is `best` (0..1)"""
     # How it learns
     steps: int = 0
     """training steps in total, also on resume; 0: as many as --epochs take (steps)"""
@@ -291,10 +291,8 @@ def check_method(config: MethodConfig) -> None:
     with refusing():
         for own in in_each(config):
             if not own.rounds or min(own.rounds) < 1:
-                given = " ".join(map(str, own.rounds))
-                raise ValueError(
-                    f"--rounds {given} must be at least 1: the most turns of a trajectory"
-                )
+                given = f"--rounds {' '.join(map(str, own.rounds))}"
+                raise ValueError(f"{given} must be at least 1: the most turns of a trajectory")
         if len(config.rounds) > 1:
             raise ValueError(
                 f"--rounds {' '.join(map(str, config.rounds))}: {config.program} plays with one "
@@ -320,12 +318,13 @@ def _check_numbers(config: MethodConfig) -> None:
         raise ValueError(f"--min-return {least:g} must be finite, and no return is below 0")
     if not 0 <= getattr(config, "min_gap", 0.0) <= 1:
         raise ValueError(f"--min-gap {config.min_gap:g} must be a difference of returns, 0 to 1")  # type: ignore[attr-defined]
-    if not 0 <= getattr(config, "hold_out", 0.0) < 1:
-        raise ValueError(f"--hold-out {config.hold_out} must be a share, 0 to 1")  # type: ignore[attr-defined]
-    if config.steps % (times := getattr(config, "times", 1)):
-        raise ValueError(
-            f"--steps {config.steps} cannot be cut into --iterations {times} equal parts"
-        )
+    if not 0 <= (share := getattr(config, "hold_out", 0.0)) < 1:
+        raise ValueError(f"--hold-out {share:g} must be a share: 0 or more, and below 1")
+    steps, times = config.steps, getattr(config, "times", 1)
+    if steps > 0 and (over := steps % times):
+        near = " or ".join(str(n) for n in (steps - over, steps - over + times) if n)
+        cut = f"cannot be cut into --iterations {times} equal parts"
+        raise ValueError(f"--steps {steps} {cut}; give {near}")
 
 
 def _check_dpo(config: DpoConfig) -> None:
@@ -369,11 +368,14 @@ def _check_files(config: MethodConfig, name: str) -> None:
 
 
 def conversations_of(
-    name: str, given: Sequence[str], min_return: float | None = None
+    name: str,
+    given: Sequence[str],
+    min_return: float | None = None,
+    counts: Counter[str] | None = None,
 ) -> Iterator[Conversation]:
-    """What files and runs of an option hold; a ValueError begins with the option's name."""
+    """`read_conversations` of an option's files and runs; a ValueError begins with its name."""
     try:
-        yield from read_conversations([Path(each) for each in given], min_return)
+        yield from read_conversations([Path(each) for each in given], min_return, counts)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
         raise ValueError(f"{flag(name)} {error.filename or ' '.join(given)} {problem}") from error

@@ -162,7 +162,8 @@ def open_run(config: RunConfig) -> Run:
 
 
 def _open_run(config: RunConfig) -> Run:
-    name = f"{env_name(config.env)}-{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    world = f"{env_name(config.env)}-" if config.needs_world else ""  # else files say of which
+    name = f"{world}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))
     try:

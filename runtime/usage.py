@@ -143,7 +143,7 @@ def problem(config_class: type, argv: Sequence[str]) -> str | None:
             return f"{values[0]} is no option; options begin with --"
         option = known.get(name) or switches.get(name)
         if option is None:
-            alike = difflib.get_close_matches(name, [*known, *switches], n=1)
+            alike = difflib.get_close_matches(name, [*known, *switches], n=1, cutoff=0.7)
             return f"there is no {name}" + (f"; did you mean {alike[0]}?" if alike else "")
         said = _unreadable(option, name, values)
         if said:

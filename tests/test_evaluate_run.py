@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import Config, complete
-from reporting.evalconfig import as_in_run, evaluation_options
+from envs import load_tasks
+from reporting.evalconfig import as_in_run, evaluation_options, trained_on
 
 
 def a_run(folder, **options):
@@ -48,6 +49,11 @@ def test_a_run_without_held_out_tasks_is_measured_on_those_it_trains_on(tmp_path
     a_run(tmp_path, eval_every=0, eval_tasks=None, tasks="family_train", subtasks=("depth 2",))
     own = as_in_run(str(tmp_path), set())
     assert (own.tasks, own.subtasks) == ("family_train", ("depth 2",))
+    known = load_tasks("textcraft", None, own.tasks, own.subtasks)
+    assert trained_on(own, known) == len(known) > 0  # and replay.py calls them so
+    others = [task for task in load_tasks("textcraft", "test") if task not in known]
+    assert trained_on(own, [*others, known[0]]) == 1
+    assert trained_on(replace(own, run=None), known) == 0
 
 
 def test_what_is_given_beside_a_run_wins(tmp_path, monkeypatch):

@@ -440,6 +440,56 @@ def test_what_is_held_out_is_measured_and_never_learned(tmp_path, url, capsys):
         sft.parted(["a"], 0.9, seed=0)
 
 
+def test_without_a_world_the_loss_is_measured_each_epoch_and_the_lowest_is_the_best(
+    tmp_path, url, capsys, monkeypatch
+):
+    """Nothing is played, so that no success could tell which checkpoint to take."""
+    losses = iter([4.0, 3.0, 2.0, 2.5, 2.0])
+    monkeypatch.setattr(sft, "loss_on", lambda worker, hidden: next(losses))
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(conversation(n, id=n)) + "\n" for n in range(10)))
+    values = settings("sft", tmp_path / "a", url, data=(str(file),), hold_out=0.2, steps=8)
+    values |= {"eval_every": 0, "keep_last": 1, "save_every": 100, "mini_batch_size": 4}
+    del values["env_addr"]
+    assert run("sft", values) == 0
+    path = Path(values["run_dir"])
+    assert [row.get("eval/loss") for row in read_metrics(path)] == [
+        *(None, 3.0, None, 2.0),  # eight conversations, four at a time
+        *(None, 2.5, None, 2.0),  # as good as the best is not better
+    ]
+    assert (path / "checkpoints/best").resolve().name == "step_000004"
+    said = capsys.readouterr().out
+    assert "10 conversations: " in said and " of them learned" in said
+    assert f"--run {path} --env letters  (or the world that its texts are of)" in said
+
+
+def test_what_is_left_out_of_a_file_is_counted(tmp_path, capsys):
+    file = tmp_path / "data.jsonl"
+    returns = (0.0, 0.4, 0.5, 1.0, 0.1)
+    records = [conversation(n) | {"return": earned} for n, earned in enumerate(returns)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(methodworker.shown_by(SftConfig(data=(str(file),)), 0.5)) == 2
+    said = capsys.readouterr().out
+    assert (
+        "3 of 5 conversations are left out: lost, or without a turn, or a return below 0.5" in said
+    )
+    assert len(methodworker.shown_by(SftConfig(data=(str(file),)))) == 5
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_whose_run_it_learns_from_and_where_it_begins_is_noted(tmp_path):
+    saved = {"config": {"env": "textcraft", "model": "tiny"}}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    given, small = (str(tmp_path),), {"model": "smollm2-135m"}
+    (line,) = remarks(complete(SftConfig(data=given, **small)))
+    assert "was played by tiny, and this run trains smollm2-135m" in line
+    assert not remarks(complete(SftConfig(data=given, model="tiny")))
+    quiet = {"data": given, "model": "tiny", "eval_every": 0}
+    (line,) = remarks(complete(DpoConfig(**quiet)))
+    assert "tiny begins from its warm start in textcraft, which files do not need" in line
+    assert not remarks(complete(DpoConfig(**quiet, warm_start="never")))
+
+
 @pytest.mark.parametrize("share", [0.07, 0.1, 0.25, 0.5])
 def test_a_task_is_learned_or_held_out_and_never_both(share):
     """A run has tried each several times: the same words would be on both sides."""
@@ -957,6 +1007,11 @@ BAD_FILES = {
     "no_loss.jsonl": json.dumps(
         {"item_id": "a", "conversations": [{"from": "human", "loss": None, "value": "a"}]}
     ),
+    "sharegpt.jsonl": json.dumps(
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "a"}]}
+    ),
+    "roles.jsonl": json.dumps({"conversations": [{"role": "user", "content": "a"}]}),
+    "parts.jsonl": json.dumps({"messages": [{"role": "user", "content": [{"text": "a"}]}]}),
     "two_tasks.jsonl": json.dumps(
         {"chosen": conversation(1), "rejected": conversation(2, "xyz"), "prompt": None}
     ),
@@ -976,7 +1031,10 @@ REFUSED = [
     ("sft", {"data": ("FILES/alternate.jsonl",)}, "turn 2 is from gpt, expected human"),
     ("sft", {"data": ("FILES/no_loss.jsonl",)}, "has no gpt turn with loss"),
     ("sft", {"data": ("FILES/nothing.jsonl",)}, "holds no conversation"),
-    ("sft", {"hold_out": 1.5}, "--hold-out 1.5 must be a share"),
+    ("sft", {"data": ("FILES/sharegpt.jsonl",)}, 'what is to be learned says "loss": true'),
+    ("sft", {"data": ("FILES/roles.jsonl",)}, 'lists of "role" and "content" go by "messages"'),
+    ("sft", {"data": ("FILES/parts.jsonl",)}, "this one's is a list: join the texts of its parts"),
+    ("sft", {"hold_out": 1.0}, "--hold-out 1 must be a share: 0 or more, and below 1"),
     ("sft", {"steps": 0, "epochs": 0}, "--epochs 0 must be at least 1"),
     ("sft", {"max_trajectory_tokens": 9}, "leaves none of 8 conversations; raise it"),
     ("sft", {"rounds": (2, 4), "eval_every": 2}, "sft.py plays with one horizon"),
@@ -1003,7 +1061,9 @@ REFUSED = [
     ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5"),
     ("dpo", {"label_smoothing": 0.1, "loss": "ipo"}, "is of --loss sigmoid alone"),
     ("dpo", {"mini_batch_size": 5}, "--mini-batch-size 5 counts trajectories, two of each pair"),
-    ("dpo", {"steps": 5}, "--steps 5 cannot be cut into --iterations 2 equal parts"),
+    ("dpo", {"steps": 5}, "--steps 5 cannot be cut into --iterations 2 equal parts; give 4 or 6"),
+    ("dpo", {"steps": 1}, "--steps 1 cannot be cut into --iterations 2 equal parts; give 2"),
+    ("dpo", {"steps": -1}, "--steps -1 must be above 0"),
     ("dpo", {"expert": ("FILES/equal.jsonl",)}, "--expert and --experience belong together"),
     ("dpo", {"pairs": ("FILES/equal.jsonl",), "iterations": 2}, "--iterations has no effect here"),
     ("dpo", {"pairs": ("FILES/two_tasks.jsonl",)}, "a pair of two tasks"),

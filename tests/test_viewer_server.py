@@ -364,6 +364,8 @@ def test_an_evaluation_that_measured_nothing_is_said():
     assert "all were lost" in held_out_sentence([lost])
     good = {"overall": {"value": 0.5, "items": 4}, "step": 2}
     assert held_out_sentence([lost, good]).startswith("50 % of 4 held-out tasks solved")
+    known = held_out_sentence([good | {"trained_on": 3}])
+    assert known == "50 % of 4 tasks, 3 of them trained on, solved at step 2."
     later = good | {"step": good["step"] + 20}
     assert "first measured 50 % at step " in held_out_sentence([lost, good, later])
     assert "before training 50 %" in held_out_sentence([good | {"step": 0}, later])

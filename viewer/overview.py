@@ -124,6 +124,7 @@ def evaluation(scores: Mapping[str, Any]) -> dict[str, Any] | None:
         "overall": overall["avg"],
         "pass": overall.get("pass") if scores.get("samples", 1) != 1 else None,
         "samples": scores.get("samples"),
+        "trained_on": scores.get("trained_on", 0),
         "subtasks": {
             name: found["avg"]
             for name, found in (subtasks if isinstance(subtasks, dict) else {}).items()
@@ -179,7 +180,9 @@ def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
         return "No held-out episode could be measured: all were lost."
     first, last = evaluations[0], evaluations[-1]
-    now = f"{percent(last['overall'])} of {last['overall'].get('items', '?')} held-out tasks solved"
+    known = last.get("trained_on", 0)
+    kind = f"tasks, {known} of them trained on," if known else "held-out tasks"
+    now = f"{percent(last['overall'])} of {last['overall'].get('items', '?')} {kind} solved"
     if first is last:
         return f"{now}{at_step(last)}."
     if first.get("env") != last.get("env"):

@@ -7,7 +7,7 @@ import { align } from "./charts.js";
 import { count, number, percent, seconds } from "./format.js";
 
 const LEARNING = "Return and success";
-const SUBTASKS = "Held-out success by sub-task";
+const SUBTASKS = "Success by sub-task";
 const BEHAVIOUR = "How it behaves";
 const PREFERENCE = "What it prefers";
 const UPDATE = "Is the update healthy?";
@@ -19,6 +19,7 @@ const METRICS = {
   [LEARNING]: ["train/return_mean", "train/success_rate", "eval/loss", "data/evolving"],
   [BEHAVIOUR]: ["policy/entropy", "train/parse_error_rate", "train/repeated_token_rate"],
   [PREFERENCE]: [
+    "preference/sft_loss",
     "preference/margin",
     "preference/accuracy",
     "preference/chosen_log_prob",
@@ -114,8 +115,8 @@ function subtaskPanels(runs) {
   const evaluations = evaluationsOf(runs);
   const names = new Set(evaluations.flatMap((one) => Object.keys(one.subtasks)));
   return [...names].flatMap((name) => {
-    const items = evaluations.findLast((one) => one.subtasks[name]).subtasks[name].items;
-    const sentence = count(items, "held-out task");
+    const last = evaluations.findLast((one) => one.subtasks[name]);
+    const sentence = count(last.subtasks[name].items, last.trained_on ? "task" : "held-out task");
     const panel = { key: `sub-task ${name}`, section: SUBTASKS, title: name, sentence, height: 110, small: true };
     return evaluationPanel(panel, runs, (one) => one.subtasks[name]);
   });
