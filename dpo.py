@@ -182,6 +182,9 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
             else ('; tries at one task have one "item_id", or "id", and open with the same words')
         )
         raise Misuse(f"no pair left ({left_out or 'nothing was given'}){task}")
+    if config.min_gap != DpoConfig.min_gap and all(pair.gap is None for pair in found):
+        least = f"--min-gap {config.min_gap:g}"
+        raise Misuse(f"{least} compares returns, and no pair here has both; leave it out")
     if config.min_return and all(return_of(pair.chosen) is None for pair in found):
         least = f"--min-return {config.min_return:g}"
         raise Misuse(f"{least} chooses by return, and nothing here has one; leave it out")
@@ -273,7 +276,8 @@ def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
     sums: list[float] = []
     size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
     in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short
-    with in_time, phase("the reference's log-probs", total, "trajectories") as tick:
+    task = phase("the reference's log-probs", total, "trajectories")
+    with worker.before_learning(), in_time, task as tick:
         for start in range(0, len(pairs), size):
             if worker.stop.agreed():
                 raise KeyboardInterrupt

@@ -14,9 +14,10 @@ Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,14 +64,26 @@ class MethodWorker(Worker):
     ) -> tuple[list[Conversation], dict[str, Any]]:
         """The policy plays for the `turn`-th time: what says something, as conversations with their
         returns, and the metrics of all."""
-        self.load_into_engine()
         c, size = self.config, (num_tasks, group_size)
         horizons = horizons_of(c)
         requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
-        played, _ = self.roll_out(requests)
+        with self.before_learning():
+            self.load_into_engine()
+            played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
         return [r for r in said if r is not None], summarize_trajectories(played, list(horizons))
+
+    @contextlib.contextmanager
+    def before_learning(self) -> Iterator[None]:
+        """What fails in here has changed no weight: steps done before it are saved
+        (programs/session.py), where all processes know of it."""
+        try:
+            yield
+        except Exception as error:
+            is_shared = distributed.world_size() == 1 or distributed.is_known_to_all(error)
+            self.weights_are_done |= is_shared
+            raise
 
     @property
     def returns_to_start(self) -> bool:

@@ -26,6 +26,7 @@ import update
 from chat import ChatTemplate
 from config import Misuse, complete, with_preset
 from conversations import as_agenttraj, from_agenttraj
+from engines import EngineError
 from evaluate import main as evaluate_main
 from losses import Objective
 from models import load_tokenizer
@@ -93,6 +94,8 @@ def settings(method, tmp_path, url, **changes):
     if method == "agentevol" and values["iterations"] == 1:
         for name in {"learn_from", "merge_with"} - changes.keys():
             del values[name]
+    if "pairs" in changes and "min_gap" not in changes:  # some have no returns
+        del values["min_gap"]
     if given and method == "dpo":
         for name in {"iterations", "tasks_per_iteration", "group_size"} - changes.keys():
             values.pop(name, None)
@@ -1118,6 +1121,41 @@ def test_a_later_iteration_without_a_pair_changes_no_weight_and_the_run_goes_on(
     assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == whole
     assert len(times) == 2
+
+
+@pytest.mark.parametrize("part", ["load_into_engine", "reference_of"])
+def test_what_fails_before_an_iteration_learns_loses_no_step_done(
+    part, tmp_path, url, capsys, monkeypatch
+):
+    """Iterations begin with a weight sync and a pass of the reference, either of which may fail;
+    the steps since the last checkpoint would have been learned again."""
+    values = settings("dpo", tmp_path, url, eval_every=4, save_every=100)
+    fails = iter([False, True])  # in the second iteration
+    where = methodworker.MethodWorker if part == "load_into_engine" else dpo
+    whole = getattr(where, part)
+    lost = EngineError("the sampler is gone")
+
+    def perhaps(worker, *given):
+        if next(fails):
+            with worker.before_learning():
+                raise lost
+        return whole(worker, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, part, perhaps)
+        assert run("dpo", values) == 1
+    assert "left the weights as step 2 made them, saved" in capsys.readouterr().out
+    assert (tmp_path / "run/checkpoints/step_000002").is_dir()
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
+    assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2, 3, 4]
+
+
+def test_a_gap_of_returns_that_nobody_noted_is_refused(tmp_path, url, capsys):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    values = settings("dpo", tmp_path, url, pairs=(str(file),), min_gap=0.2)
+    assert run("dpo", values) == 2
+    assert "--min-gap 0.2 compares returns, and no pair here has both" in capsys.readouterr().err
 
 
 SMALL = ("--model", "tiny", "--max-trajectory-tokens", "1024")
