@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -279,7 +280,8 @@ class Kept:
         """Drop what later iterations made, of a policy that a resumed run has not got any more."""
         if self.writes:
             for path in sorted(self.folder.glob("iteration_*")):
-                if int(path.stem.removeprefix("iteration_")) > iteration:
+                found = re.fullmatch(r"iteration_(\d+)\.jsonl?", path.name)  # no copy of somebody's
+                if found and int(found[1]) > iteration:
                     path.unlink()
 
     def _path(self, iteration: int, kind: str) -> Path:

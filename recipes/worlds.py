@@ -71,7 +71,12 @@ def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     arguments = ["--env", options.env, "--seed", str(options.seed), "--save-every", "5", *extra]
     arguments += ["--run-dir", str(run_dir)]
     config = planned(arguments, kind)
+    if not config.steps and config.data:
+        raise ValueError("--data: how many steps its epochs take is not known here; give --steps")
     steps = config.steps or config.epochs * -(-config.num_demonstrations // config.mini_batch_size)
+    if "--epochs" in arguments:  # counted
+        at = arguments.index("--epochs")
+        del arguments[at : at + 2]
     arguments += ["--steps", str(steps)]
     arguments += ["--eval-start-samples", str(config.eval_samples)]  # both are compared
     train(arguments, run_dir, steps, kind)

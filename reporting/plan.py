@@ -30,7 +30,10 @@ def plan(config: RunConfig, path: Path, num_tasks: int, num_held_out: int) -> li
         f"model: {c.model}, {how} learn" + (f", {c.engine} samples" if c.plays else ""),
     ]
     if not c.plays:
-        return [*lines, "nothing is played: no checkpoint is known as the best (--eval-every)"]
+        best = "no checkpoint is known as the best (--eval-every)"
+        if getattr(c, "hold_out", 0):
+            best = "the best checkpoint is the one with the lowest held-out loss"
+        return [*lines, f"nothing is played: {best}"]
     worlds = in_each(c)
     tasks = f"tasks: {num_tasks} of {' and '.join(own.env for own in worlds)} to train on"
     if num_held_out and c.eval_every:

@@ -267,6 +267,7 @@ def _remarks_on_rl(c: Config, given: Collection[str]) -> list[str]:
 def _remarks_on_data(c: RunConfig) -> Iterator[str]:
     """What a run to learn from had otherwise; a start that files do not need."""
     given = [(name, file) for name in LISTS_OF_FILES for file in getattr(c, name, ())]
+    starts = [Path(start).resolve() for start in (c.model, c.warm_start)]
     for name, file in given:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no run
             saved = json.loads((Path(file) / "config.json").read_text(encoding="utf-8"))["config"]
@@ -276,10 +277,11 @@ def _remarks_on_data(c: RunConfig) -> Iterator[str]:
                     f"{flag(name)} {file} played {' '.join(played)}, and this run plays {c.env}: a "
                     "run gives its conversations alone, --env and --model are yours to say"
                 )
-            elif saved["model"] != c.model:
+            elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
+                who = saved["model"] if saved["model"] != c.model else "what it has learned to be"
                 yield (
-                    f"{flag(name)} {file} was played by {saved['model']}, and this run trains "
-                    f"{c.model}: --model says which"
+                    f"{flag(name)} {file} was played by {who}, and this run trains {c.model} from "
+                    f"its beginning: --model {file}/checkpoints/best goes on from there"
                 )
     if given and not c.plays and c.needs_world:
         yield (

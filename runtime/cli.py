@@ -140,7 +140,7 @@ def say_remarks(config: RunConfig, argv: Sequence[str] | None) -> None:
 
 # What decides how many steps an epoch takes.
 COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
-COUNTED |= {"tasks", "split", "subtasks"}
+COUNTED |= {"env", "tasks", "split", "subtasks"}
 
 
 def starting_from(

@@ -278,11 +278,12 @@ def first(doing: str, work: Callable[[], T]) -> T:
         except Exception as error:
             failure, report[0] = error, _line(error)
     dist.broadcast_object_list(report, src=0)
+    if report[0] is None:
+        return report[1]
+    known = RankError(f"rank 0 of {world_size()}, {doing}: {report[0]}")
     if failure is not None:
-        raise failure
-    if report[0] is not None:
-        raise RankError(f"rank 0 of {world_size()}, {doing}: {report[0]}")
-    return report[1]
+        raise failure from known  # so that rank 0 knows that the others do (is_known_to_all)
+    raise known
 
 
 def is_known_to_all(error: BaseException | None) -> bool:

@@ -178,8 +178,8 @@ class DpoConfig(IteratedConfig):
     tasks_per_iteration: int = 48
     """tasks that it plays then (tasks)"""
     steps: int = 18
-    """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size
-    (steps)"""
+    """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size,
+    rounded up (steps)"""
     mini_batch_size: int = 64
     """trajectories of a step, which is one optimizer step, two of each pair (trajectories)"""
     learning_rate: float = 4e-5

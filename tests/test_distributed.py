@@ -227,6 +227,16 @@ def test_one_process_needs_no_group():
         distributed.apart("playing", lambda: 1 / 0)
 
 
+def test_what_rank_0_failed_with_alone_all_know(monkeypatch):
+    """The others raise a RankError and save what is done, together with rank 0 or for ever."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda things, src: None)
+    monkeypatch.setattr(distributed, "rank", lambda: 0)
+    with pytest.raises(ZeroDivisionError) as failed:
+        distributed.first("dividing", lambda: 1 / 0)
+    assert distributed.is_known_to_all(failed.value)
+
+
 # --- train.py ------------------------------------------------------------------------------------
 
 SMALL = {

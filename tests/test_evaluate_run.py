@@ -74,3 +74,19 @@ def test_a_folder_that_is_no_run_or_has_no_checkpoint_is_refused(tmp_path):
         folder.rmdir()
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         as_in_run(str(tmp_path), set())
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "is_known"),
+    [("sft", "data", False), ("dpo", "pairs", False), ("agentevol", "data", True)],
+)
+def test_a_run_that_files_teach_has_not_seen_its_worlds_training_list(
+    tmp_path, method, name, is_known
+):
+    """Its options name the list all the same."""
+    a_run(tmp_path, tasks="family_train")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = {"method": method, "config": saved["config"] | {name: ["mine.jsonl"]}}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    known = load_tasks("textcraft", None, "family_train", ())
+    assert trained_on(as_in_run(str(tmp_path), set()), known) == (len(known) if is_known else 0)

@@ -486,11 +486,16 @@ def test_whose_run_it_learns_from_and_where_it_begins_is_noted(tmp_path):
     given, small = (str(tmp_path),), {"model": "smollm2-135m"}
     (line,) = remarks(complete(SftConfig(data=given, **small)))
     assert "was played by tiny, and this run trains smollm2-135m" in line
-    assert not remarks(complete(SftConfig(data=given, model="tiny")))
-    quiet = {"data": given, "model": "tiny", "eval_every": 0}
-    (line,) = remarks(complete(DpoConfig(**quiet)))
+    (line,) = remarks(complete(SftConfig(data=given, model="tiny")))
+    assert "was played by what it has learned to be, and this run trains tiny" in line
+    best = tmp_path / "checkpoints/best"
+    assert f"--model {best}" in line  # what it advises is what needs no advice
+    for start in ({"model": str(best)}, {"model": "tiny", "warm_start": str(best)}):
+        assert not any("was played by" in line for line in remarks(SftConfig(data=given, **start)))
+    files = {"data": ("mine.jsonl",), "model": "tiny", "eval_every": 0}
+    (line,) = remarks(complete(DpoConfig(**files)))
     assert "tiny begins from its warm start in textcraft, which files do not need" in line
-    assert not remarks(complete(DpoConfig(**quiet, warm_start="never")))
+    assert not remarks(complete(DpoConfig(**files, warm_start="never")))
 
 
 @pytest.mark.parametrize("share", [0.07, 0.1, 0.25, 0.5])
@@ -1204,9 +1209,25 @@ def test_epochs_that_are_given_win_over_another_runs_steps(tmp_path):
         (["--mini-batch-size", "4"], 0, 2),
         (["--num-demonstrations", "512"], 0, 2),
         (["--hold-out", "0.5"], 0, 2),
+        (["--env", "textcraft", "babyai"], 0, 2),  # twice as many demonstrations
     ):
         found = training_options([*words, *more], "sft.py", "", SftConfig, check_method)
         assert (found.steps, found.epochs) == (steps, epochs)
+
+
+def test_a_copy_in_the_folder_of_iterations_is_left_alone(tmp_path):
+    """The run itself asks for one, where a file is gone."""
+    kept = Kept(tmp_path, writes=True)
+    for number in (1, 2):
+        kept.of(number, lambda: ([{"a": 1}], {}))
+    (tmp_path / "iteration_002.json.bak").write_text("{}")
+    (tmp_path / "iteration_old.json").write_text("{}")
+    kept.forget_after(1)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [
+        *("iteration_001.json", "iteration_001.jsonl", "iteration_002.json.bak"),
+        "iteration_old.json",
+    ]
 
 
 def test_text_with_other_ends_of_lines_is_kept_whole(tmp_path):

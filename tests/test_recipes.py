@@ -88,22 +88,38 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch, recipe):
 
 
 @pytest.mark.parametrize(
-    ("method", "program", "steps"),
-    [("sft", "sft.py", 2 * 128 // 16), ("dpo", "dpo.py", 18), ("agentevol", "agentevol.py", 12)],
+    ("method", "more", "steps"),
+    [
+        ("sft", [], 2 * 128 // 16),
+        ("sft", ["--epochs", "3"], 3 * 128 // 16),
+        ("sft", ["--data", "mine.jsonl", "--steps", "5"], 5),
+        ("dpo", [], 18),
+        ("agentevol", [], 12),
+    ],
 )
 def test_the_default_run_of_a_method_is_its_own_programs(
-    tmp_path, monkeypatch, method, program, steps
+    tmp_path, monkeypatch, method, more, steps
 ):
     done = []
     monkeypatch.setattr(common, "run", lambda words: done.append(words[1:]))
     monkeypatch.setattr(worlds, "record", lambda run_dir, steps: {"steps": steps})
     monkeypatch.setattr(worlds, "write_result", lambda *made: done.append(made))
     options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--env", "textcraft"]
-    assert worlds.main(["run", *options, "--method", method]) == 0
+    (tmp_path / "mine.jsonl").touch()
+    more = [word.replace("mine", str(tmp_path / "mine")) for word in more]
+    assert worlds.main(["run", *options, "--method", method, *more]) == 0
     words, (path, result) = done
-    assert words[0] == program and words[words.index("--steps") + 1] == str(steps)
+    assert words[0] == f"{method}.py" and words[-3] == str(steps) and "--epochs" not in words
     assert path == tmp_path / "worlds" / "methods" / f"{method}-textcraft-0.json"
     assert result == {"env": "textcraft", "seed": 0, "steps": steps, "method": method}
+
+
+def test_steps_of_a_file_are_asked_for(tmp_path, capsys):
+    """Nobody has counted its conversations yet."""
+    (tmp_path / "mine.jsonl").touch()
+    data = ["--data", str(tmp_path / "mine.jsonl"), "--runs", str(tmp_path)]
+    assert worlds.main(["run", "--env", "textcraft", "--method", "sft", *data]) == 2
+    assert "; give --steps" in capsys.readouterr().err
 
 
 def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
