@@ -104,7 +104,7 @@ def train(config: EvolConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
             if place == 0 or not evolving:
-                with clock("time/rollout_s"):
+                with session.before_learning(), clock("time/rollout_s"):
                     evolving, found = evolve(session, kept, step, given)
                 if place == 0:
                     metrics |= found

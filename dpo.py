@@ -101,7 +101,7 @@ def train(config: DpoConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
             if known != iteration:
-                with clock("time/rollout_s"):
+                with session.before_learning(), clock("time/rollout_s"):
                     judged, found = pairs_for(session, kept, step, given)
                 metrics |= found if place == 0 else {}
                 known = iteration
@@ -276,8 +276,7 @@ def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
     sums: list[float] = []
     size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
     in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short
-    task = phase("the reference's log-probs", total, "trajectories")
-    with worker.before_learning(), in_time, task as tick:
+    with in_time, phase("the reference's log-probs", total, "trajectories") as tick:
         for start in range(0, len(pairs), size):
             if worker.stop.agreed():
                 raise KeyboardInterrupt

@@ -242,9 +242,9 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     kind = "transformers" if config.deterministic else config.engine
     with phase("starting the sampler"):
         options: dict[str, Any] = {"seed": config.seed} if kind == "vllm" else {}
-        if torch.cuda.is_available():  # nothing else of ours is on the card
-            options["dtype"] = precision.choose("auto").dtype
-            options |= {"gpu_memory_utilization": 0.9} if kind == "vllm" else {}
+        options["dtype"] = precision.choose("auto", config.deterministic).dtype  # as a run's
+        if torch.cuda.is_available() and kind == "vllm":  # nothing else of ours is on the card
+            options["gpu_memory_utilization"] = 0.9
         length = config.max_trajectory_tokens
         engine = make_engine(kind, path, length, config.deterministic, **options)
     stack.callback(engine.close)

@@ -19,7 +19,7 @@ from batching import Batch
 from config import Config, Misuse
 from envs import env_name, tasks_by_world
 from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
-from losses import masked_mean
+from losses import Objective, masked_mean
 from models import load_critic, load_policy
 from order import epochs
 from runtime import distributed, rundir
@@ -105,13 +105,13 @@ class RLWorker(Worker):
             parts["critic"] = (self.critic.model, self.critic.optimizer)
         return parts
 
-    def score(self, batch: Batch) -> None:
+    def score(self, batch: Batch, objective: Objective) -> None:
         """Banner 3: old log-probs (where the policy moves more than once, see update.py), reference
         log-probs, values."""
         c, policy, device = self.config, self.policy.model, self.device
         self.rest()
         with phase("log-probs"):
-            if c.kl_coef or c.num_optimizer_steps(len(batch)) > 1:
+            if c.kl_coef or objective.num_optimizer_steps(len(batch)) > 1:
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.reference is not None:
                 batch.ref_log_probs = score_policy(self.reference, batch, c, device)
@@ -133,14 +133,16 @@ class RLWorker(Worker):
         controller.update(observed, len(batch))
         return {"kl/coef": coef, "policy/kl": observed}
 
-    def update(self, step: int, batch: Batch, signal_share: float = 1.0) -> dict[str, float]:
+    def update(
+        self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0
+    ) -> dict[str, float]:
         """Banner 5: optimizer steps on the critic, if there is one, and on the policy.
 
-        A `Config` is an `Objective`; the step is the seed of the mini-batches' order.
+        The step is the seed of the mini-batches' order.
         """
         self.set_learning_rates(step)
         metrics: dict[str, float] = {}
         if self.critic is not None:
-            metrics |= update_critic(self.critic, batch, self.config, seed=step)
-        metrics |= update_policy(self.policy, batch, self.config, step, signal_share)
+            metrics |= update_critic(self.critic, batch, objective, seed=step)
+        metrics |= update_policy(self.policy, batch, objective, step, signal_share)
         return metrics

@@ -49,9 +49,11 @@ SUMMARY = (__doc__ or "").split("\n\n")[0]
 if __name__ == "__main__":  # before the imports below take their seconds
     begin(Config, SUMMARY)
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,19 +92,20 @@ def train(config: Config) -> Run:
 
             # --------------------------------------------------------------------------- 2 roll out
             requests = requests_of(step, w.tasks, config, horizons)
-            with clock("time/rollout_s"):
+            with session.before_learning(), clock("time/rollout_s"):
                 trajectories, log = w.roll_out(requests)
             if config.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=config.seed + step)
-            usable, signal = usable_trajectories(trajectories, config)
+            usable, num_compared, signal = usable_trajectories(trajectories, config)
             metrics = by_world("horizon/max_rounds", horizons, max)
             metrics["data/epoch"] = w.epoch_of(step)
 
             if usable:
                 # ---------------------------------------------------------------------- 3 log-probs
                 batch = make_batch(usable, w.pad_id)
-                with clock("time/log_probs_s"):
-                    w.score(batch)
+                objective = in_as_many_steps(config, len(usable), num_compared)
+                with session.before_learning(), clock("time/log_probs_s"):
+                    w.score(batch, objective)
 
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
@@ -117,17 +120,17 @@ def train(config: Config) -> Run:
 
                 # ------------------------------------------------------------------------- 5 update
                 with clock("time/update_s"):
-                    metrics |= w.update(step, batch, signal["data/signal_share"])
+                    metrics |= w.update(step, batch, objective, signal["data/signal_share"])
 
                 # --------------------------------------------------------------------------- 6 sync
-                with clock("time/sync_s"):
-                    metrics["sync/log_prob_diff_mean"], num_bytes = w.sync(step, usable)
+                with session.after_learning(), clock("time/sync_s"):
+                    difference, clock.values["sync/bytes"] = w.sync(step, usable)
+                    metrics["sync/log_prob_diff_mean"] = difference
 
                 trained = int(batch.lengths.sum()) * config.ppo_epochs
                 clock.values |= {
                     "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),
-                    "update/padding_share": padding_of(batch, config, seed=step),
-                    "sync/bytes": num_bytes,
+                    "update/padding_share": padding_of(batch, objective, seed=step),
                 }
                 keep_advantages(usable, batch.advantages)
             else:
@@ -156,8 +159,8 @@ def requests_of(
 
 def usable_trajectories(
     trajectories: Sequence[RolloutHandler], config: Config
-) -> tuple[list[RolloutHandler], dict[str, Any]]:
-    """The trajectories that enter the loss, and how many were left out.
+) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
+    """The trajectories that enter the loss, of how many that were compared, and their share.
 
     Out go: those the infrastructure lost or without a policy token; for algorithms that compare
     within a group, groups left with one member and, with --skip-zero-variance, groups whose returns
@@ -180,7 +183,19 @@ def usable_trajectories(
     share = used / max(all_tokens, 1)
     if config.loss_agg == "seq-mean":  # a mean over trajectories, then
         share = len(valid) / max(len(compared), 1)
-    return valid, {"data/policy_tokens": used, "data/signal_share": share}
+    return valid, len(compared), {"data/policy_tokens": used, "data/signal_share": share}
+
+
+def in_as_many_steps(config: Config, num_rows: int, num_compared: int) -> Config:
+    """Options by which what is left of a step's trajectories is learned in as many optimizer steps
+    as all would be (or in one a trajectory). Each is scaled by the share that is left; fewer of
+    them would count what was left out a second time.
+
+    >>> [in_as_many_steps(Config(mini_batch_size=64), n, 256).mini_batch_size for n in (256, 64, 3)]
+    [64, 16, 1]
+    """
+    steps = math.ceil(num_compared / config.mini_batch_size)
+    return replace(config, mini_batch_size=math.ceil(num_rows / steps))
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:

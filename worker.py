@@ -48,7 +48,6 @@ from reporting.plan import plan
 from rollout import (
     RolloutLog,
     RolloutSettings,
-    TooManyEnvFailures,
     check_failures,
     collect,
     sampling_seed,
@@ -79,7 +78,6 @@ class Worker:
 
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
     kl_controller: FixedKLController | None = None  # of a method that has one
-    weights_are_done = False  # of the last step, and none of the next: see roll_out
     pool: EnvPools
     engine: Engine
 
@@ -242,19 +240,14 @@ class Worker:
 
     def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
         """All requests, with a progress bar; on an engine error what has finished, on any rank, is
-        kept.
-
-        Of any error `weights_are_done` tells that this step has not changed the weights.
-        """
+        kept."""
         step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(), weight_version=step - 1)
         try:
             return self.play(requests, settings, "rollout", log), log
-        except (EngineError, distributed.RankError, TooManyEnvFailures) as error:
-            self.weights_are_done = True
-            if not isinstance(error, TooManyEnvFailures):  # all ranks are here
-                ended = [t for own in distributed.gather(log.ended) for t in own]
-                self.run.write_trajectories(f"step_{step:06d}", ended)
+        except (EngineError, distributed.RankError):  # all ranks are here
+            ended = [t for own in distributed.gather(log.ended) for t in own]
+            self.run.write_trajectories(f"step_{step:06d}", ended)
             raise
 
     def play(

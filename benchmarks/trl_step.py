@@ -87,7 +87,7 @@ def run_ours(config: Config) -> None:
     from batching import make_batch
     from programs.session import at_work
     from rlworker import RLWorker
-    from train import requests_of, usable_trajectories
+    from train import in_as_many_steps, requests_of, usable_trajectories
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -100,14 +100,15 @@ def run_ours(config: Config) -> None:
             requests = requests_of(step, w.tasks, config, w.rounds_at(step))
             trajectories, log = w.roll_out(requests)
             rolled = time.perf_counter()
-            usable, signal = usable_trajectories(trajectories, config)
+            usable, num_compared, signal = usable_trajectories(trajectories, config)
             if usable:
                 batch = make_batch(usable, w.pad_id)
-                w.score(batch)
+                objective = in_as_many_steps(config, len(usable), num_compared)
+                w.score(batch, objective)
                 w.penalize_kl(batch)
                 given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
                 batch.advantages, batch.returns = estimate(config.algorithm, given)
-                w.update(step, batch, signal["data/signal_share"])
+                w.update(step, batch, objective, signal["data/signal_share"])
                 w.sync(step, usable)
             ended = time.perf_counter()
             report(

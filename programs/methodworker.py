@@ -14,11 +14,10 @@ Read first: worker.py. Read next: sft.py, dpo.py, agentevol.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,23 +67,11 @@ class MethodWorker(Worker):
         c, size = self.config, (num_tasks, group_size)
         horizons = horizons_of(c)
         requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
-        with self.before_learning():
-            self.load_into_engine()
-            played, _ = self.roll_out(requests)
+        self.load_into_engine()
+        played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
         return [r for r in said if r is not None], summarize_trajectories(played, list(horizons))
-
-    @contextlib.contextmanager
-    def before_learning(self) -> Iterator[None]:
-        """What fails in here has changed no weight: steps done before it are saved
-        (programs/session.py), where all processes know of it."""
-        try:
-            yield
-        except Exception as error:
-            is_shared = distributed.world_size() == 1 or distributed.is_known_to_all(error)
-            self.weights_are_done |= is_shared
-            raise
 
     @property
     def returns_to_start(self) -> bool:
@@ -226,12 +213,13 @@ def sync_if_measured(
     config, worker = session.config, session.worker
     if not config.plays or not is_due(step, config.eval_every, config.steps):
         return {}
-    with clock("time/sync_s"):
-        if batch is None:  # nothing has changed since they were sent
-            return {}
+    if batch is None:  # nothing has changed since they were sent
+        return {}
+    with session.after_learning(), clock("time/sync_s"):
         difference, num_bytes = worker.sync_probed(step, openings_of(batch, worker.num_probes))
-    clock.values["sync/bytes"] = num_bytes
-    return {"sync/log_prob_diff_mean": difference}
+        clock.values["sync/bytes"] = num_bytes
+        return {"sync/log_prob_diff_mean": difference}
+    return {}
 
 
 class Kept:

@@ -37,6 +37,7 @@ from runtime.default_models import resolve_model
 from runtime.files import marks_of
 from runtime.interrupt import StopRequests
 from runtime.methods import IteratedConfig
+from runtime.sync import SyncError
 from worker import Worker
 
 # clock.py makes an OutOfMemory of an engine that had no memory.
@@ -94,7 +95,7 @@ def at_work(
             distributed.meet()
             raise
         except PLAYING_FAILED:
-            if worker.weights_are_done and session.completed_step > session.saved_step:
+            if session.weights_are_done and session.completed_step > session.saved_step:
                 session.save_what_is_done()
                 distributed.say(
                     f"\nwhat failed left the weights as step {session.completed_step} made them, "
@@ -114,7 +115,8 @@ class Session(Generic[WorkerType]):
     ) -> None:
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
-        self.failed_evaluation: Exception | None = None
+        self.weights_are_done = False  # those of the last step, and none of the next
+        self.failure: Exception | None = None  # of what came after the step had been learned
         # A hub's id is a folder of its cache by now: the models have been loaded.
         self.start = marks_of(Path(resolve_model(worker.start)))
         self.progress = Progress(
@@ -195,6 +197,30 @@ class Session(Generic[WorkerType]):
         self.save_what_is_done()
         return True
 
+    # What may fail before a step learns, and after it
+
+    @contextlib.contextmanager
+    def before_learning(self) -> Iterator[None]:
+        """What fails in here has changed no weight: `at_work` saves the steps before it, where all
+        processes know of it."""
+        try:
+            yield
+        except Exception as error:
+            is_everybodys = isinstance(error, TooManyEnvFailures) or _is_known(error)
+            self.weights_are_done |= is_everybodys
+            raise
+
+    @contextlib.contextmanager
+    def after_learning(self) -> Iterator[None]:
+        """What fails in here fails a step that has been learned: it is logged and saved, then the
+        run ends (`finish_step`), and what is missing is made up for when it is resumed."""
+        try:
+            yield
+        except (*PLAYING_FAILED, SyncError, TrainingError) as error:
+            if not (isinstance(error, TrainingError) or _is_known(error)):
+                raise
+            self.failure = error
+
     # Evaluation
 
     def evaluate_start(self) -> None:
@@ -216,12 +242,11 @@ class Session(Generic[WorkerType]):
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
         """`evaluate`; one that Ctrl-C cuts short, or that fails, is made up for when the run is
         resumed: the step that has been learned is saved first (`finish_step`)."""
-        if is_due(step, self.config.eval_every, self.config.steps) and not self.stop.agreed():
-            try:
-                with contextlib.suppress(KeyboardInterrupt), clock("time/eval_s"):
-                    return self.evaluate(step)
-            except (*PLAYING_FAILED, TrainingError) as error:
-                self.failed_evaluation = error
+        is_next = is_due(step, self.config.eval_every, self.config.steps) and not self.failure
+        if is_next and not self.stop.agreed():
+            cut_short = contextlib.suppress(KeyboardInterrupt)
+            with self.after_learning(), cut_short, clock("time/eval_s"):
+                return self.evaluate(step)
         return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -264,14 +289,14 @@ class Session(Generic[WorkerType]):
         Raises:
             TrainingError: the run is collapsing, and --on-collapse stop.
             KeyboardInterrupt: Ctrl-C came during the step.
-            Whatever the step's evaluation failed with.
+            Whatever failed `after_learning`.
         """
         # Logged before saving: a resume drops lines that it has no checkpoint for.
         self.logger.log(step, metrics)
         self.completed_step = step
         collapse = self.watch(step, metrics)
         is_best = self.progress.best_step == step
-        failed = self.failed_evaluation
+        failed = self.failure
         if is_due(step, self.config.save_every, self.config.steps) or is_best or collapse or failed:
             with clock("time/save_s"):
                 self.save(step)
@@ -291,7 +316,7 @@ class Session(Generic[WorkerType]):
             raise TrainingError(collapse)
         if failed:
             distributed.say(
-                f"\nthe evaluation failed after step {step}, which is saved. Go on with:\n"
+                f"\nstep {step} was learned and is saved; what came after it failed. Go on with:\n"
                 f"  {self.run.resume_command()}"
             )
             raise failed
@@ -348,6 +373,11 @@ class Session(Generic[WorkerType]):
                 checkpoint.mark_best(self.run.path, best)
 
         distributed.first("saving", mark)
+
+
+def _is_known(error: Exception) -> bool:
+    """Whether all processes know of it, and can save together."""
+    return distributed.world_size() == 1 or distributed.is_known_to_all(error)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -135,13 +135,16 @@ def summarize(
         `stop_reasons`; `lost`.
     """
     items = _items(trajectories)
-    by_subtask: dict[str, list[Item]] = defaultdict(list)
-    for item in items.values():
-        by_subtask[item.subtask].append(item)
     world_of = {t.task_id: t.env for t in trajectories}
+    worlds: dict[str, set[str]] = defaultdict(set)  # that have a sub-task of this name
+    for task_id, item in items.items():
+        worlds[item.subtask].add(world_of[task_id])
+    by_subtask: dict[str, list[Item]] = defaultdict(list)
     by_world: dict[str, list[Item]] = defaultdict(list)
     for task_id, item in items.items():
-        by_world[world_of[task_id]].append(item)
+        world, name = world_of[task_id], item.subtask
+        by_subtask[name if len(worlds[name]) == 1 else f"{world}: {name}"].append(item)
+        by_world[world].append(item)
     lost = [t for t in trajectories if t.stop_reason is None or t.stop_reason in LOST]
     return {
         "step": step,

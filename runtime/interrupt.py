@@ -28,8 +28,8 @@ class StopRequests:
 
     Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
     elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
-    leaves at once, without saving; a launcher passes the first one on, so that each of its
-    processes gets it twice, and what follows within seconds counts as the same.
+    leaves at once, without saving; a launcher, also of one process, passes the first one on, so
+    that each of its processes gets it twice, and what follows within seconds counts as the same.
     """
 
     SAME_REQUEST_S = 3.0  # only under a launcher
@@ -38,6 +38,7 @@ class StopRequests:
         self.requested = False
         self._allowed = False
         self._when = 0.0
+        self._is_launched = "WORLD_SIZE" in os.environ
 
     def __enter__(self) -> StopRequests:
         signals = (signal.SIGINT, signal.SIGTERM)
@@ -61,12 +62,13 @@ class StopRequests:
 
     def agreed(self) -> bool:
         """Was any process asked to stop? Collective, so that all answer alike."""
-        self.requested = any(distributed.gather(self.requested))
+        if any(distributed.gather(self.requested)) and not self.requested:
+            self.requested, self._when = True, time.monotonic()  # its own may be on its way
         return self.requested
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         again = time.monotonic() - self._when < self.SAME_REQUEST_S
-        if self.requested and again and distributed.world_size() > 1:
+        if self.requested and again and self._is_launched:
             return
         if self.requested:
             os.write(2, b"\nstopped without saving\n")

@@ -280,7 +280,7 @@ def test_equal_scores_that_were_paid_in_other_parts_are_no_signal():
     """SciWorld pays as it goes: 0.1 + 0.2 is not 0.3, but nobody did better than anybody."""
     equal = [played(0, [0.1, 0.2]), played(0, [0.3])]
     other = [played(1, [0.1, 0.2]), played(1, [0.31])]
-    used, counts = usable_trajectories([*equal, *other], Config())
+    used, _, counts = usable_trajectories([*equal, *other], Config())
     assert used == other and counts["data/signal_share"] == 6 / 12
     assert summarize_trajectories([*equal, *other])["train/groups_zero_variance"] == 1
     rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
@@ -301,7 +301,7 @@ def test_whitening_within_a_world_sees_the_groups_that_say_nothing():
     """Without them their world's advantages were divided by a larger deviation, and then scaled
     down once more by the share of signal over all worlds."""
     trajectories = [played(0, [1.0]), played(0, [0.0]), *(played(1, [1.0]) for _ in range(4))]
-    used, counts = usable_trajectories(trajectories, Config(normalize_per_env=True))
+    used, _, counts = usable_trajectories(trajectories, Config(normalize_per_env=True))
     assert used == trajectories and counts["data/signal_share"] == 1.0
     rewards = torch.zeros(6, 2)
     rewards[[0, 2, 3, 4, 5], 1] = 1.0

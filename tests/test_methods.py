@@ -1142,8 +1142,7 @@ def test_what_fails_before_an_iteration_learns_loses_no_step_done(
 
     def perhaps(worker, *given):
         if next(fails):
-            with worker.before_learning():
-                raise lost
+            raise lost
         return whole(worker, *given)
 
     with monkeypatch.context() as patch:

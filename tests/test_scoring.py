@@ -53,6 +53,14 @@ def episode_of(task_id, num_turns, success, **fields):
     return Episode(task_id, success, turns, **fields)
 
 
+def test_sub_tasks_of_two_worlds_with_one_name_are_two_rows():
+    played = [Episode("a_0", True, env="a"), Episode("b_0", False, env="b")]
+    rows = summarize([*played, Episode("b_1", True, env="b", subtask="own")], 1)["subtasks"]
+    assert {name: row["avg"]["value"] for name, row in rows.items()} == {
+        **{"a: depth 1": 1.0, "b: depth 1": 0.0, "own": 1.0}
+    }
+
+
 # ----------------------------------------------------------------------------- pass@k
 
 

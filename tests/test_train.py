@@ -45,11 +45,13 @@ from reporting import metrics
 from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
-from runtime import checkpoint, files, rundir
+from rlworker import RLWorker
+from runtime import checkpoint, distributed, files, rundir
 from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
 from runtime.interrupt import StopRequests
 from runtime.saved import saved_config
+from runtime.sync import SyncError
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn, rounded
 
@@ -272,17 +274,18 @@ def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
     lost = played(2, False, 60)
     lost.stop_reason = "env_error"
     trajectories = [*undecided, *decided, alone, lost]
-    used, counts = usable_trajectories(trajectories, Config())
-    assert used == undecided
+    used, num_compared, counts = usable_trajectories(trajectories, Config())
+    assert used == undecided and num_compared == 4
     assert counts == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
-    _, counts = usable_trajectories(trajectories, Config(loss_agg="seq-mean"))
+    _, _, counts = usable_trajectories(trajectories, Config(loss_agg="seq-mean"))
     assert counts == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
-    used, counts = usable_trajectories(trajectories, Config(skip_zero_variance=False))
+    used, _, counts = usable_trajectories(trajectories, Config(skip_zero_variance=False))
     assert used == undecided + decided and counts["data/signal_share"] == 1.0
-    used, _ = usable_trajectories(trajectories, Config(kl_coef=0.1))  # by which equal ones differ
+    used, *_ = usable_trajectories(trajectories, Config(kl_coef=0.1))  # by which equal ones differ
     assert used == undecided + decided
-    used, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))
+    used, num_compared, counts = usable_trajectories(trajectories, Config(algorithm="ppo"))
     assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
+    assert num_compared == 5
 
 
 def test_the_advantages_that_are_kept_are_those_that_were_trained_on_and_a_file_rounds_them_once():
@@ -645,6 +648,43 @@ def test_what_fails_in_a_rollout_loses_no_step_that_was_trained(
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("part", "error", "saved"),
+    [
+        ("score", torch.OutOfMemoryError("CUDA out of memory"), 2),  # no weight has changed
+        ("score", EngineError("it cannot give its memory back"), 2),
+        ("roll_out", MemoryError("Unable to allocate 9 GB"), 2),
+        ("sync", SyncError("sampler and trainer differ"), 3),  # the third step has been learned
+        ("sync", EngineError("the sampler is gone"), 3),
+    ],
+)
+def test_what_fails_before_or_after_a_step_learns_loses_no_step(
+    tmp_path, capsys, monkeypatch, part, error, saved
+):
+    whole, calls = getattr(RLWorker, part), []
+
+    def failing(own, *given):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return whole(own, *given)
+
+    with serve() as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(RLWorker, part, failing)
+            # An evaluation is due where it fails, and is made up for.
+            code, run_dir = run_in_process(tmp_path, url, steps=4, save_every=4, eval_every=3)
+        captured = capsys.readouterr()
+        assert code == 1
+        assert str(error) in captured.err and len(captured.err.splitlines()) == 1
+        assert checkpoint.steps_saved(run_dir) == [saved]
+        assert f"--resume --run-dir {run_dir}" in captured.out
+        assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row.get("eval/avg") is not None for row in rows] == [False, False, True, True]
+
+
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
@@ -715,6 +755,23 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
         interrupt()
         interrupt()
     assert left == [130]
+
+
+def test_a_launchers_second_copy_of_a_request_is_none_of_its_own(monkeypatch):
+    """Also of one process, as who signals a whole job reaches it, and so does its launcher; and of
+    one that the others have told."""
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with StopRequests():
+        interrupt()
+        interrupt()
+    with StopRequests() as stop:
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "gather", lambda own: [own, True])
+            assert stop.agreed()
+        interrupt()
+    assert left == []
 
 
 def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):

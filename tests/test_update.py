@@ -13,6 +13,7 @@ from batching import Batch
 from kl import kl_estimate
 from losses import masked_mean
 from models import CriticModel, PolicyModel
+from train import in_as_many_steps
 from update import Learner, Objective, cut, score_critic, score_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
@@ -577,6 +578,25 @@ def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
     too_far, other = moved(accelerator, kept, advantages[:4, :width], objective)
     assert too_far.norm() > 1.3 * whole.norm()
     assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_and_of_several_mini_batches_as_many_are_left(accelerator, batch, advantages, shares):
+    """Fewer, each scaled by the share that is left, would count what is left out twice: with three
+    of four groups silent the paper's setting moved a quarter as far."""
+    advantages[2:] = 0.0  # the samples of the other tasks returned the same
+    objective = replace(WIDE, share_prefix=shares, loss_agg="seq-mean", mini_batch_size=3)
+    kept = batch.rows([0, 1])
+    width, near = kept.loss_mask.shape[1], {"lr": 1e-3}  # where two steps are the sum of both
+    old = log_probs_of(make_policy(), batch)
+    whole, _ = moved(accelerator, batch, advantages, objective, old_log_probs=old, **near)
+    left = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **near}
+    half, _ = moved(accelerator, kept, advantages[:2, :width], objective, **left)
+    objective = in_as_many_steps(objective, 2, 6)
+    step, metrics = moved(accelerator, kept, advantages[:2, :width], objective, **left)
+    assert metrics["policy/optimizer_steps"] == 2
+    torch.testing.assert_close(step, whole, atol=2e-6, rtol=5e-3)
+    torch.testing.assert_close(2 * half, whole, atol=2e-6, rtol=5e-3)
 
 
 def test_the_other_terms_are_not_scaled_with_the_share_of_signal(accelerator, batch, advantages):
