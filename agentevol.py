@@ -106,6 +106,7 @@ def train(config: EvolConfig) -> Run:
             if place == 0 or not evolving:
                 with session.before_learning(), clock("time/rollout_s"):
                     evolving, found = evolve(session, kept, step, given)
+                    w.rest()
                 if place == 0:
                     metrics |= found
                     if iteration:  # the first begins with the start as it is
@@ -117,7 +118,8 @@ def train(config: EvolConfig) -> Run:
             key = f"evolve/{config.seed}/{iteration}"
             rows, epochs = portion(place + 1, len(evolving), config.mini_batch_size, key)
             batch = w.batch_of([evolving[row] for row in rows])
-            w.rest()
+            with session.before_learning():
+                w.rest()
             w.set_learning_rates(place + 1)
             with clock("time/update_s"):
                 metrics |= imitate(w.policy, batch, w.portions(len(batch)), seed=step)

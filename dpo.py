@@ -112,7 +112,8 @@ def train(config: DpoConfig) -> Run:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
             else:
                 batch, epochs = step_of(w, judged, place + 1, iteration)
-                w.rest()
+                with session.before_learning():
+                    w.rest()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
                     metrics |= prefer(w.policy, batch, w.portions(len(batch)), config, seed=step)

@@ -49,7 +49,7 @@ from programs import shell
 from programs.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
 from programs.session import Session, at_work, is_due
 from runtime import distributed
-from runtime.clock import Clock
+from runtime.clock import Clock, advice
 from runtime.rundir import Run
 from update import imitate, score_policy
 
@@ -91,7 +91,8 @@ def train(config: SftConfig) -> Run:
             batch = w.batch_of([shown[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
-            w.rest()
+            with session.before_learning():
+                w.rest()
             w.set_learning_rates(step)
             with clock("time/update_s"):
                 metrics = imitate(w.policy, batch, w.portions(len(batch)), seed=step)
@@ -100,8 +101,10 @@ def train(config: SftConfig) -> Run:
 
             # ---------------------------------------------------------------- 3 measure, log, save
             if hidden and is_due(step, config.eval_every or epoch, config.steps):
-                metrics["eval/loss"] = loss_on(w, hidden)
-                note_loss(session, step, metrics["eval/loss"])
+                in_time = advice("time/log_probs_s", vars(config))  # where memory is short
+                with session.after_learning(), in_time:
+                    metrics["eval/loss"] = loss_on(w, hidden)
+                    note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_measured(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)

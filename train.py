@@ -103,7 +103,7 @@ def train(config: Config) -> Run:
             if usable:
                 # ---------------------------------------------------------------------- 3 log-probs
                 batch = make_batch(usable, w.pad_id)
-                objective = in_as_many_steps(config, len(usable), num_compared)
+                objective, each = in_as_many_steps(config, len(usable), num_compared)
                 with session.before_learning(), clock("time/log_probs_s"):
                     w.score(batch, objective)
 
@@ -120,7 +120,7 @@ def train(config: Config) -> Run:
 
                 # ------------------------------------------------------------------------- 5 update
                 with clock("time/update_s"):
-                    metrics |= w.update(step, batch, objective, signal["data/signal_share"])
+                    metrics |= w.update(step, batch, objective, each * signal["data/signal_share"])
 
                 # --------------------------------------------------------------------------- 6 sync
                 with session.after_learning(), clock("time/sync_s"):
@@ -186,16 +186,18 @@ def usable_trajectories(
     return valid, len(compared), {"data/policy_tokens": used, "data/signal_share": share}
 
 
-def in_as_many_steps(config: Config, num_rows: int, num_compared: int) -> Config:
+def in_as_many_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Config, float]:
     """Options by which what is left of a step's trajectories is learned in as many optimizer steps
-    as all would be (or in one a trajectory). Each is scaled by the share that is left; fewer of
-    them would count what was left out a second time.
+    as all would be, and how many of those each stands for where they cannot be as many. Each is
+    scaled by the share that is left; fewer would count what was left out a second time.
 
-    >>> [in_as_many_steps(Config(mini_batch_size=64), n, 256).mini_batch_size for n in (256, 64, 3)]
-    [64, 16, 1]
+    >>> made = [in_as_many_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
+    >>> [(objective.mini_batch_size, round(each, 2)) for objective, each in made]
+    [(64, 1.0), (16, 1.0), (2, 1.33)]
     """
     steps = math.ceil(num_compared / config.mini_batch_size)
-    return replace(config, mini_batch_size=math.ceil(num_rows / steps))
+    objective = replace(config, mini_batch_size=math.ceil(num_rows / steps))
+    return objective, steps / math.ceil(num_rows / objective.mini_batch_size)
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:

@@ -76,6 +76,7 @@ class Worker:
         Misuse: what only the tasks, the model or the first prompt reveal.
     """
 
+    openings: list[list[int]]  # a task's of each world, as token ids
     num_probes = 2  # openings that are sampled from and scored again after each weight sync
     kl_controller: FixedKLController | None = None  # of a method that has one
     pool: EnvPools
@@ -214,11 +215,12 @@ class Worker:
 
     def check_budget(self) -> None:
         """Refuse a token budget that a world's first prompt alone fills."""
-        c = self.config
+        c, self.openings = self.config, []
         for world, (task, *_) in tasks_by_world(self.tasks).items():
             with self.pool.of(world).client() as client:
                 observation = client.reset(task.task_index)
-                needed = len(self.chat.opening(client.prompt, observation)) + c.max_tokens_per_turn
+                self.openings.append(self.chat.opening(client.prompt, observation))
+            needed = len(self.openings[-1]) + c.max_tokens_per_turn
             if needed > c.max_trajectory_tokens:
                 raise Misuse(
                     f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the opening "

@@ -103,12 +103,12 @@ def run_ours(config: Config) -> None:
             usable, num_compared, signal = usable_trajectories(trajectories, config)
             if usable:
                 batch = make_batch(usable, w.pad_id)
-                objective = in_as_many_steps(config, len(usable), num_compared)
+                objective, each = in_as_many_steps(config, len(usable), num_compared)
                 w.score(batch, objective)
                 w.penalize_kl(batch)
                 given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
                 batch.advantages, batch.returns = estimate(config.algorithm, given)
-                w.update(step, batch, objective, signal["data/signal_share"])
+                w.update(step, batch, objective, each * signal["data/signal_share"])
                 w.sync(step, usable)
             ended = time.perf_counter()
             report(

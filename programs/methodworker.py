@@ -67,7 +67,7 @@ class MethodWorker(Worker):
         c, size = self.config, (num_tasks, group_size)
         horizons = horizons_of(c)
         requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
-        self.load_into_engine()
+        self.sync_probed(step, self.openings)
         played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
         said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]

@@ -41,7 +41,7 @@ from runtime.sync import SyncError
 from worker import Worker
 
 # clock.py makes an OutOfMemory of an engine that had no memory.
-PLAYING_FAILED = (EngineError, OutOfMemory, distributed.RankError, TooManyEnvFailures)
+PLAYING_FAILED = (EngineError, OutOfMemory, distributed.RankError, TooManyEnvFailures, SyncError)
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
 
@@ -139,8 +139,8 @@ class Session(Generic[WorkerType]):
         if self.config.resume:
             worker.rest()  # on a GPU the optimizer's state needs the sampler's memory
             loaded = checkpoint.load_newest(path, self.identity(), worker.parts())
-            if self.config.plays:
-                worker.load_into_engine()
+            if self.config.plays:  # compared: what is evaluated and explored next is not
+                worker.sync_probed(loaded[0] if loaded else 0, worker.openings)
         if loaded:
             step, state = loaded
             try:
@@ -206,8 +206,7 @@ class Session(Generic[WorkerType]):
         try:
             yield
         except Exception as error:
-            is_everybodys = isinstance(error, TooManyEnvFailures) or _is_known(error)
-            self.weights_are_done |= is_everybodys
+            self.weights_are_done |= _is_known(error)
             raise
 
     @contextlib.contextmanager
@@ -216,8 +215,8 @@ class Session(Generic[WorkerType]):
         run ends (`finish_step`), and what is missing is made up for when it is resumed."""
         try:
             yield
-        except (*PLAYING_FAILED, SyncError, TrainingError) as error:
-            if not (isinstance(error, TrainingError) or _is_known(error)):
+        except (*PLAYING_FAILED, TrainingError) as error:
+            if not _is_known(error):
                 raise
             self.failure = error
 
@@ -376,8 +375,10 @@ class Session(Generic[WorkerType]):
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether all processes know of it, and can save together."""
-    return distributed.world_size() == 1 or distributed.is_known_to_all(error)
+    """Whether all processes know of it, and can save together: those of the last three kinds come
+    of what all of them have gathered."""
+    gathered = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
+    return gathered or distributed.world_size() == 1 or distributed.is_known_to_all(error)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -156,8 +156,8 @@ def record(run_dir: Path, steps: int) -> Result:
                 turn["action_span"][1] - turn["action_span"][0] for turn in line["turns"]
             )
             spent["successes"] += line["success"]
-        took = timings[step]
-        spent["seconds"] += took["time/step_s"]
+        took = timings.get(step, {})  # lost where the run was killed right behind a checkpoint
+        spent["seconds"] += took.get("time/step_s", 0.0)
         spent["seconds"] -= sum(took.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
         kept = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
         curve.append({"step": step} | {n: round(v, 1) for n, v in spent.items()} | kept)

@@ -193,16 +193,18 @@ class VLLMEngine:
         Without its name a tied head stays as it was, and there is no error (log-probs were off by
         0.02 to 1.9 nats); the trainer therefore also compares log-probs after each sync.
         Raises:
-            EngineError: requests are running, or vLLM cannot take its memory back.
+            EngineError: requests are running, or vLLM does not take them, or its memory, back.
         """
         self._refuse_if_running("new weights are loaded")
         self._has_weights = False
         if self._is_asleep:
             clock.return_freed()
             self._wake("weights")
-        self._llm.llm_engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights)}
-        )
+        given = {"weights_iterator": iter(weights)}
+        try:
+            self._llm.llm_engine.collective_rpc("reload_weights", kwargs=given)
+        except Exception as error:
+            raise EngineError(f"vLLM did not take the new weights: {error}") from error
         if self._is_asleep:
             self._wake("kv_cache")
             self._is_asleep, clock.asleep_bytes = False, 0

@@ -1154,6 +1154,18 @@ def test_what_fails_before_an_iteration_learns_loses_no_step_done(
     assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2, 3, 4]
 
 
+def test_what_explores_is_compared_with_what_was_learned(tmp_path, url, capsys, monkeypatch):
+    """Without evaluation nothing was, and an old policy's trajectories would have been learned."""
+    more = {"eval_every": 0, "learning_rate": 3e-2, "learn_from": "last", "min_return": 0.0}
+    more["save_every"] = 100
+    values = settings("agentevol", tmp_path, url, **more)
+    monkeypatch.setattr(methodworker.MethodWorker, "load_into_engine", lambda own: 0)
+    assert run("agentevol", values) == 1
+    said = capsys.readouterr()
+    assert "the sampler holds other weights than the trainer" in said.err
+    assert "left the weights as step 2 made them, saved" in said.out
+
+
 def test_a_gap_of_returns_that_nobody_noted_is_refused(tmp_path, url, capsys):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")

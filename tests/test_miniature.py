@@ -129,6 +129,11 @@ def test_own_successes_are_what_is_imitated_and_a_run_is_kept_and_gone_on_with(t
     assert last["turns"] == 4 * per_step * 2  # two turns an episode
     assert last["failed_turns"] == last["turns"] - 2 * last["successes"]
     assert last["tokens"] > 0 and last["seconds"] > 0
+    path = tmp_path / "run/timings.jsonl"  # a kill right behind a checkpoint costs a line
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] != 2))
+    again = miniature.record(tmp_path / "run", 4)
+    assert again["curve"][-1]["turns"] == last["turns"]
     with pytest.raises(SystemExit, match="expected 0 to 5"):
         miniature.record(tmp_path / "run", 5)
 

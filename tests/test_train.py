@@ -46,6 +46,7 @@ from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
 from rlworker import RLWorker
+from rollout import TooManyEnvFailures
 from runtime import checkpoint, distributed, files, rundir
 from runtime.cli import parse_command_line
 from runtime.default_models import resolve_model
@@ -913,6 +914,43 @@ def test_the_sampler_sleeps_while_a_resumed_run_is_loaded(tmp_path, monkeypatch)
             monkeypatch.setattr(owner, name, noted)
         assert train_main(["--resume", "--run-dir", str(run_dir), "--steps", "2"]) == 0
     assert done[:3] == ["rest", "load_newest", "load_into_engine"]
+
+
+def test_a_resumed_run_is_not_measured_with_other_weights_than_its_own(
+    tmp_path, capsys, monkeypatch
+):
+    """It was evaluated before the next comparison, and `best` could move by that."""
+    with serve() as url:
+        values = {"steps": 2, "save_every": 2, "eval_every": 0, "learning_rate": 1e-2}
+        code, run_dir = run_in_process(tmp_path, url, **values)
+        assert code == 0
+        with monkeypatch.context() as patch:  # the sampler stays at the start
+            patch.setattr(worker.Worker, "load_into_engine", lambda own: 0)
+            again = ["--resume", "--run-dir", str(run_dir), "--steps", "3"]
+            assert train_main(again) == 1
+        assert "the sampler holds other weights than the trainer" in capsys.readouterr().err
+        assert len(read_metrics(run_dir)) == 2
+        assert train_main(again) == 0
+
+
+@pytest.mark.parametrize("error", [TooManyEnvFailures("a server"), SyncError("they differ")])
+def test_what_all_processes_have_gathered_all_of_them_save(monkeypatch, error):
+    """No RankError tells of it, and each raises it by itself."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    own = session.Session.__new__(session.Session)
+    own.weights_are_done, own.failure = False, None
+    with own.after_learning():
+        raise error
+    assert own.failure is error
+    with pytest.raises(type(error)), own.before_learning():
+        raise error
+    assert own.weights_are_done
+    alone = session.Session.__new__(session.Session)
+    alone.weights_are_done, alone.failure = False, None
+    for guard in (alone.after_learning, alone.before_learning):
+        with pytest.raises(EngineError), guard():
+            raise EngineError("of this process alone")
+    assert alone.failure is None and not alone.weights_are_done
 
 
 @pytest.mark.long

@@ -592,7 +592,8 @@ def test_and_of_several_mini_batches_as_many_are_left(accelerator, batch, advant
     whole, _ = moved(accelerator, batch, advantages, objective, old_log_probs=old, **near)
     left = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **near}
     half, _ = moved(accelerator, kept, advantages[:2, :width], objective, **left)
-    objective = in_as_many_steps(objective, 2, 6)
+    objective, each = in_as_many_steps(objective, 2, 6)
+    assert each == 1.0
     step, metrics = moved(accelerator, kept, advantages[:2, :width], objective, **left)
     assert metrics["policy/optimizer_steps"] == 2
     torch.testing.assert_close(step, whole, atol=2e-6, rtol=5e-3)
