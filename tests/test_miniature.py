@@ -1,5 +1,6 @@
 """The paper in miniature: which runs are wanted, what is kept of them, how they are compared."""
 
+import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
