@@ -261,33 +261,55 @@ def hours_of(runs: list[dict]) -> str:
 def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
     folder = ROOT / "recipes" / "results"
     assert [line for line in worlds.methods_table(folder) if line not in MEASURED] == []
-    (sft,), (dpo, second), (agentevol,) = runs = [
+    (sft,), preferred, evolved = runs = [
         worlds.results_of(folder / "worlds/methods", name) for name in worlds.METHODS
     ]
-    assert "two runs of `dpo.py`, one of the others" in MEASURED
-    assert f"({hours_of([run for seeds in runs for run in seeds])} of steps)" in MEASURED
+    dpo, agentevol = preferred[0], evolved[0]
+    assert [len(seeds) for seeds in runs] == [1, 2, 3]
+    assert "three runs of `agentevol.py`, two of `dpo.py`, one of `sft.py`" in MEASURED
+    assert f"({hours_of([run for seeds in runs for run in seeds])} of steps" in MEASURED
     assert f"{sft['steps']} steps on {sft['config']['num_demonstrations']} demonst" in MEASURED
     size = dpo["config"]
     tries = size["tasks_per_iteration"] * size["group_size"] * size["iterations"]
     assert size["group_size"] == 8 and size["iterations"] == 6
     said = f"plays {size['tasks_per_iteration']} tasks eight times each, six times in all"
-    counts = dpo["pairs"] + second["pairs"]
+    counts = [count for run in preferred for count in run["pairs"]]
     pairs = f"with {min(counts)} to {max(counts)} pairs each time"
     assert f"{said} ({tries:,} tries), {pairs}" in MEASURED
-    gains = [
-        100 * (run["held_out"][-1]["avg"]["value"] - run["held_out"][0]["avg"]["value"])
-        for run in (dpo, second)
-    ]
+
+    def gain(run: dict) -> float:
+        before, after = (run["held_out"][at]["avg"]["value"] for at in (0, -1))
+        return float(100 * (after - before))
+
+    gains = [gain(run) for run in preferred]
     assert "With seed 0 it gains {:.1f} points, with seed 1 {:.1f}".format(*gains) in MEASURED
-    last, first = (
-        [
-            round(100 * run["played"][at]["depth 1"][1] / run["played"][at]["depth 1"][0])
-            for run in (dpo, second)
-        ]
-        for at in (-1, 0)
-    )
+
+    def solved(runs: list[dict], at: int) -> int:
+        tries, solved = zip(*(run["played"][at]["depth 1"] for run in runs), strict=True)
+        return round(100 * sum(solved) / sum(tries))
+
+    last, first = ([solved([run], at) for run in preferred] for at in (-1, 0))
     told = "they solve {} and {} % of depth 1's tries, after {} and {} %".format(*last, *first)
     assert told in MEASURED
+    gains = [gain(run) for run in evolved]
+    assert "It gains {:.1f}, {:.1f} and {:.1f} points".format(*gains) in MEASURED
+    rows = [line.split(" | ") for line in worlds.methods_table(folder)]
+    (together,) = (row[-1].strip(" |") for row in rows if "agentevol" in row[0] and row[1] == "all")
+    seeds = over_seeds(gains)
+    of_seeds = "(over the three seeds [{low:+.1f}, {high:+.1f}])".format(**seeds)
+    assert f"points, {together} together {of_seeds}" in MEASURED
+    (both,) = (row[-1].strip(" |") for row in rows if "dpo" in row[0] and row[1] == "all")
+    assert f", {both} together, and it learns what it plays" in MEASURED
+    told = "{} % of depth 1's tries in its first iteration and {} % in its last".format(
+        *(solved(evolved, at) for at in (0, -1))
+    )
+    assert told in MEASURED
+    earlier = [
+        gain(json.loads((folder / f"worlds/methods/rests/{name}.json").read_text()))
+        for name in ("agentevol-textcraft-0", "dpo-textcraft-0", "dpo-textcraft-1")
+    ]
+    told = "`agentevol.py` gained {:.1f} points with seed 0, `dpo.py` {:.1f} and {:.1f}"
+    assert told.format(*earlier) in MEASURED
     assert [line for line in worlds.tried_methods_table(folder) if line not in MEASURED] == []
     assert sum(sum(tries for tries, _ in each.values()) for each in dpo["played"]) == tries
     # At a rate that teaches depth 1, the difference alone unlearns depth 2 within two iterations.
@@ -295,13 +317,12 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
         tried = json.loads((folder / f"worlds/methods/tried/dpo-{name}.json").read_text())
         assert tried["config"]["sft_coef"] == 0 and tried["config"]["mini_batch_size"] == 16
         assert [each["depth 2"][1] for each in tried["played"]] == deep
-    size, sets = agentevol["config"], agentevol["evolved"]
+    size, sets = agentevol["config"], [each for run in evolved for each in run["evolved"]]
     added = [count for parts in sets for origin, (count, _) in parts.items() if " " in origin]
     tries = size["tasks_per_iteration"] * size["group_size"] * size["iterations"]
-    assert size["iterations"] == len(sets) == 3
+    assert size["iterations"] == len(agentevol["evolved"]) == 3
     said = f"{min(added)} to {max(added)} of its own successes to {sets[0]['demonstration'][0]}"
-    assert f"{said} demonstrations, three times ({tries:,} tries), and ends 3.9 points" in MEASURED
-    assert f"higher in {agentevol['hours']} hours of steps" in MEASURED
+    assert f"{said} demonstrations, three times ({tries:,} tries)" in MEASURED
     own = {"mini_batch_size", "learning_rate", "steps"}
     own |= {field.name for kind in (DpoConfig, EvolConfig) for field in fields(kind)} - {
         field.name for field in fields(MethodConfig)
@@ -326,9 +347,9 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
                 assert found == value, (path.name, name)
     rows = [row for row in worlds.methods_table(folder) if "| all |" in row]
     told = [[float(x) for x in re.findall(r"[+-][0-9.]+", row)[-3:]] for row in rows]
-    assert told[1][0] == 3.9
-    assert told[2][0] == 3.9
-    assert [low > 0 for _, low, _ in told] == [True, True, False]
+    assert all(low > 0 for _, low, _ in told)
+    for what, place in (("dpo.py", 1), ("agentevol.py", 2)):
+        assert f"{told[place][0]:.0f} points ({what})" in README
 
 
 def test_the_table_of_another_world_is_the_one_that_the_committed_run_gives() -> None:
