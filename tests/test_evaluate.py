@@ -538,8 +538,9 @@ def test_one_engine_plays_all_families(tiny_model, worlds, tmp_path, monkeypatch
     made = []
     make_engine = vllm_engine.make_engine
 
-    def counted(*args):
-        made.append(make_engine(*args))
+    def counted(*args, dtype):
+        assert dtype == "float32"  # of --deterministic
+        made.append(make_engine(*args, dtype=dtype))
         return made[-1]
 
     monkeypatch.setattr(vllm_engine, "make_engine", counted)

@@ -94,7 +94,7 @@ def settings(method, tmp_path, url, **changes):
     if method == "agentevol" and values["iterations"] == 1:
         for name in {"learn_from", "merge_with"} - changes.keys():
             del values[name]
-    if "pairs" in changes and "min_gap" not in changes:  # some have no returns
+    if {"pairs", "expert"} & changes.keys() and "min_gap" not in changes:  # some have no returns
         del values["min_gap"]
     if given and method == "dpo":
         for name in {"iterations", "tasks_per_iteration", "group_size"} - changes.keys():
@@ -841,7 +841,7 @@ def test_pairs_that_a_run_has_kept_are_a_pair_file(tmp_path, url):
     first = settings("dpo", tmp_path / "a", url, iterations=1, steps=1)
     assert run("dpo", first) == 0
     file = tmp_path / "a/run/pairs/iteration_001.jsonl"
-    second = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),))
+    second = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),), min_gap=0.05)
     assert run("dpo", second) == 0
     again = tmp_path / "b/run/pairs/iteration_001.jsonl"
     assert again.read_text() == file.read_text()  # references too: the same model
