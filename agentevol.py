@@ -106,7 +106,7 @@ def train(config: EvolConfig) -> Run:
             if place == 0 or not evolving:
                 with session.before_learning(), clock("time/rollout_s"):
                     evolving, found = evolve(session, kept, step, given)
-                    w.rest()
+                    w.rest()  # while the weights are still those of a step
                 if place == 0:
                     metrics |= found
                     if iteration:  # the first begins with the start as it is
@@ -256,8 +256,8 @@ def _texts(record: Conversation) -> tuple[str, ...]:
 
 
 def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
-    """An iteration's first weights: the run's start, or, with a fresh optimizer, the last ones."""
-    worker.rest()
+    """An iteration's first weights: the run's start, or, with a fresh optimizer, the last ones. The
+    sampler rests by then."""
     if config.learn_from == "base":
         with phase("back to the base policy"):
             worker.forget_policy()

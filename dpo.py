@@ -177,12 +177,12 @@ def given_pairs(config: DpoConfig) -> list[Pair] | None:
     except (ValueError, OSError) as error:
         raise Misuse(str(error)) from error
     if not found:
-        task = (
-            ""
-            if config.pairs
-            else ('; tries at one task have one "item_id", or "id", and open with the same words')
-        )
-        raise Misuse(f"no pair left ({left_out or 'nothing was given'}){task}")
+        problem = f"no pair left ({left_out or 'nothing was given'})"
+        if not config.pairs:
+            problem += (
+                '; tries at one task have one "item_id", or "id", and open with the same words'
+            )
+        raise Misuse(problem)
     if config.min_gap != DpoConfig.min_gap and all(pair.gap is None for pair in found):
         least = f"--min-gap {config.min_gap:g}"
         raise Misuse(f"{least} compares returns, and no pair here has both; leave it out")
@@ -237,14 +237,14 @@ def pairs_for(
         left_out = why_left_out(counts)
         if not found:
             problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
-            if not iteration:
-                raise TrainingError(
-                    f"{problem}; begin with a model that solves some of its tasks and not all "
-                    "(--model, --warm-start), play more of them (--tasks-per-iteration, "
-                    "--group-size), or lower --min-gap"
-                    if given is None
-                    else problem
+            if not iteration and given is None:
+                problem += (
+                    "; begin with a model that solves some of its tasks and not all (--model, "
+                    "--warm-start), play more of them (--tasks-per-iteration, --group-size), or "
+                    "lower --min-gap"
                 )
+            if not iteration:
+                raise TrainingError(problem)
             distributed.say(f"{problem}; its steps change no weight")
             return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
         distributed.say(

@@ -70,7 +70,7 @@ from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
 from order import RolloutRequest
-from reporting import evalconfig
+from reporting.evalconfig import trained_on
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutSettings, TooManyEnvFailures, collect
@@ -292,7 +292,7 @@ def _measure(
     requests = requests_for(tasks, config.samples, 0, config.seed, horizons)
     what = f"{about['model']} on {about['env']}: {len(tasks)} tasks x {config.samples}"
     print(f"{what}, results in {out}", flush=True)
-    if known := evalconfig.trained_on(config, tasks):
+    if known := trained_on(config, tasks):
         about["trained_on"] = known
         told = f"{config.run} trains on {known} of these; held-out ones: --split test"
         print(f"note: {told}", flush=True)

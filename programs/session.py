@@ -375,8 +375,8 @@ class Session(Generic[WorkerType]):
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether all processes know of it, and can save together: those of the last three kinds come
-    of what all of them have gathered."""
+    """Whether all processes know of it, and can save together. Some errors come of what all have
+    gathered: each of them raises the same."""
     gathered = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
     return gathered or distributed.world_size() == 1 or distributed.is_known_to_all(error)
 

@@ -31,7 +31,7 @@ from runtime.exchange import checked_url
 from runtime.find_model import best_checkpoint, check_length, check_model
 from runtime.mixture import in_each, tasks_of
 from runtime.prompts import with_prompt
-from runtime.saved import LISTS_OF_FILES, saved_config
+from runtime.saved import files_teach, saved_config
 from runtime.usage import named
 
 ALL = "all"  # --env all
@@ -249,16 +249,12 @@ def trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
     which are not read."""
     trained = set[str]()
     with contextlib.suppress(ValueError, OSError):  # its list is gone
-        if config.run and not files_teach(Path(config.run)):
-            trained = {t.task_id for t in tasks_of(complete(saved_config(config.run, RunConfig)))}
+        if config.run:
+            saved = json.loads((Path(config.run) / "config.json").read_text(encoding="utf-8"))
+            if not files_teach(saved.get("method", ""), saved["config"]):
+                own = complete(saved_config(config.run, RunConfig))
+                trained = {task.task_id for task in tasks_of(own)}
     return sum(task.task_id in trained for task in tasks)
-
-
-def files_teach(run: Path) -> bool:
-    """Whether a run learns from files alone; agentevol.py's begin a set that it then plays for."""
-    saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    given = any(saved["config"].get(name) for name in LISTS_OF_FILES)
-    return given and saved.get("method") != "agentevol"
 
 
 def asked(config: EvalConfig, env: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.localworld import LOCAL, check_local
 from runtime.mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.room import check_room
-from runtime.saved import LISTS_OF_FILES
+from runtime.saved import LISTS_OF_FILES, files_teach
 from schedulers import make_scheduler
 
 POSITIVE = (
@@ -230,11 +230,9 @@ def remarks(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     ]
     if not c.eval_every and unused:
         lines.append(f"{' '.join(unused)} wait for --eval-every above 0")
-    files_teach = c.method == "sft" and bool(getattr(c, "data", ()))  # which nobody has read yet
-    files_teach = files_teach or not getattr(c, "learns_from_play", True)
     with contextlib.suppress(ValueError):  # a list that is not there is refused elsewhere
         held_out = {task.task_id for task in held_out_tasks(c)} if c.tasks or c.split else set()
-        held_out = set() if files_teach else held_out
+        held_out = set() if files_teach(c.method, vars(c)) else held_out  # nobody has read them yet
         if trained_on := held_out & {task.task_id for task in tasks_of(c)}:
             lines.append(
                 f"{len(trained_on)} of the {len(held_out)} held-out tasks are also trained on: "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -181,3 +181,8 @@ def check_goes_on(config: RunConfig) -> None:
         raise Misuse(
             f"--steps {config.steps}: {done} steps of this run are done; give {done} or more"
         )
+
+
+def files_teach(method: str, options: Mapping[str, Any]) -> bool:
+    """Whether a run learns from files alone; AgentEvol's begin a set that it then plays for."""
+    return method != "agentevol" and any(options.get(name) for name in LISTS_OF_FILES)

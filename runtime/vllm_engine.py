@@ -193,7 +193,7 @@ class VLLMEngine:
         Without its name a tied head stays as it was, and there is no error (log-probs were off by
         0.02 to 1.9 nats); the trainer therefore also compares log-probs after each sync.
         Raises:
-            EngineError: requests are running, or vLLM does not take them, or its memory, back.
+            EngineError: requests are running, or vLLM does not take them, or finds no memory.
         """
         self._refuse_if_running("new weights are loaded")
         self._has_weights = False

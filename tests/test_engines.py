@@ -602,3 +602,16 @@ def test_make_engine_gives_the_engine_that_was_named(checkpoint):
 def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(on_a_gpu):
     assert on_a_gpu.max_open == 80  # of FakeLLM's cache: 80.9 of the longest
     assert VLLMEngine("nowhere", 512, max_num_seqs=128).max_open == 128
+
+
+def test_vllm_that_does_not_take_new_weights_is_an_engine_error():
+    """Its classes share no base: a traceback ended the run, and the step was not saved."""
+
+    def fails(*given, **options):
+        raise AssertionError("a shape that it does not know")
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._running, engine._is_asleep = set(), False
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=fails))
+    with pytest.raises(EngineError, match="did not take the new weights: a shape"):
+        engine.load_weights(())

@@ -2,6 +2,7 @@
 line; and what their updates compute is independent of how they are cut."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ from runtime.clock import Clock, OutOfMemory
 from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 from runtime.mixture import held_out_tasks
+from runtime.rundir import open_run
 from update import Learner, imitate, score_policy
 
 ROOT = Path(__file__).parents[1]
@@ -463,7 +465,23 @@ def test_without_a_world_the_loss_is_measured_each_epoch_and_the_lowest_is_the_b
     assert (path / "checkpoints/best").resolve().name == "step_000004"
     said = capsys.readouterr().out
     assert "10 conversations: " in said and " of them learned" in said
+    assert "the best checkpoint is the one with the lowest held-out loss" in said
     assert f"--run {path} --env letters  (or the world that its texts are of)" in said
+
+
+def test_a_run_of_files_alone_is_not_named_by_a_world(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for every, name in ((0, "sft-"), (2, "textcraft-sft-")):
+        run = open_run(complete(SftConfig(data=("mine.jsonl",), model="tiny", eval_every=every)))
+        run.close()
+        assert run.path.name.startswith(name)
+
+
+def test_the_page_of_data_says_what_each_count_of_left_out_pairs_means():
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    counted = set(re.findall(r'counts\["([^"]+)"\]', (ROOT / "pairs.py").read_text("utf-8")))
+    assert {"gap", "no partner", "two seeds"} < counted
+    assert [name for name in counted if f"`{name}`" not in page] == []
 
 
 def test_what_is_left_out_of_a_file_is_counted(tmp_path, capsys):
