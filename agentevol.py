@@ -63,8 +63,9 @@ from typing import Any
 from config import Misuse, refusing
 from conversations import ROUNDING, Conversation, unit_return_of
 from order import portion
-from programs import shell
-from programs.methodworker import (
+from run import shell
+from run.clock import Clock
+from run.methodworker import (
     Kept,
     MethodWorker,
     count_learned,
@@ -72,11 +73,10 @@ from programs.methodworker import (
     shown_by,
     sync_if_measured,
 )
-from programs.session import Session, at_work
-from runtime import distributed
-from runtime.clock import Clock
-from runtime.phases import phase
-from runtime.rundir import Run
+from run.progress import phase
+from run.rundir import Run
+from run.session import Session, at_work
+from scale import distributed
 from update import imitate
 
 DEMONSTRATED = "demonstration"  # an origin; others are "iteration 1", "iteration 2", ...

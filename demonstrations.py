@@ -39,9 +39,9 @@ from config import RunConfig
 from conversations import NAMES, Conversation, read_conversations
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env, variant_of
-from runtime.files import build_folder, cache_dir
+from run.files import build_folder, cache_dir
+from run.progress import phase
 from runtime.mixture import in_each, tasks_of
-from runtime.phases import phase
 from runtime.prompts import prompt_of, reprompted
 
 NUM_CLIENTS = 4  # episodes side by side

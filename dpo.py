@@ -15,7 +15,7 @@ log π(τ) sums over the tokens that the policy wrote (preferences.py). π_ref i
 when the iteration began: its log-probs are computed once, before the first step, and kept with the
 pairs in `pairs/iteration_001.jsonl`, so that no second copy of the model is ever held.
 
-A pair is two rows of one group: what both open with is computed once (runtime/prefix.py), and a
+A pair is two rows of one group: what both open with is computed once (scale/prefix.py), and a
 micro-batch never parts them, for the loss is not a sum over rows.
 
 The loss sees margins alone. Both likelihoods may fall, and where the chosen one's falls far the
@@ -69,13 +69,13 @@ from pairs import (
     why_left_out,
 )
 from preferences import preference_loss
-from programs import shell
-from programs.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
-from programs.session import Session, TrainingError, at_work
-from runtime import distributed
-from runtime.clock import Clock, advice
-from runtime.phases import phase
-from runtime.rundir import Run
+from run import shell
+from run.clock import Clock, advice
+from run.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
+from run.progress import phase
+from run.rundir import Run
+from run.session import Session, TrainingError, at_work
+from scale import distributed
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
 
 

@@ -19,8 +19,8 @@ other than 1 the importance ratio π/μ of the first update would not be near 1,
 `TransformersEngine`, below, is the plain reference: one forward a token, readable from top to
 bottom. Its deterministic mode draws every sequence alone from its own seeded generator, so that a
 trajectory depends on nothing but (weights, prompt, seed): tests and exact resume stand on it. Two
-more keep the same contract: `runtime/vllm_engine.py`, vLLM inside this process, is what training
-uses, and `runtime/fleet.py` asks vLLM servers elsewhere.
+more keep the same contract: `sampling/vllm_engine.py`, vLLM inside this process, is what training
+uses, and `sampling/fleet.py` asks vLLM servers elsewhere.
 
 Read next: `rollout.py`, the loop that feeds an engine.
 """

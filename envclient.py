@@ -11,7 +11,7 @@ session at one server, used like a Gymnasium environment whose action is all the
 info={'success': False, 'score': 0.0})
 
 What the policy got wrong comes back as a StepResult that says so; everything else raises a subclass
-of EnvError (the table is in runtime/envhttp.py), and after one in the middle of an episode only
+of EnvError (the table is in envs/http.py), and after one in the middle of an episode only
 reset() goes on. Two rules make the rewards of different worlds one thing: `reward` is the increment
 of this turn, an episode's increments sum to a return in 0..1; and `terminated` (the task is over)
 is kept apart from `truncated` (the world's own limit cut it); AgentGym's `done` is the first.
@@ -29,9 +29,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from envs import ParseError, env_name, get_env
-from envs.seal import Turns
-from runtime.envaddresses import Address, Addresses
-from runtime.envhttp import (  # noqa: F401 - callers find the errors here
+from envs.addresses import Address, Addresses
+from envs.http import (  # noqa: F401 - callers find the errors here
     CLOSE_TIMEOUT_S,
     ActionRejected,
     AllServersDown,
@@ -48,8 +47,9 @@ from runtime.envhttp import (  # noqa: F401 - callers find the errors here
     UnknownTask,
     WrongWorld,
 )
-from runtime.envserver import local_server  # noqa: F401
-from runtime.localworld import transport_to
+from envs.launch import local_server  # noqa: F401
+from envs.local import transport_to
+from envs.seal import Turns
 
 MAX_CLOSING = 64  # threads that close sessions
 
@@ -141,7 +141,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
         Raises:
             UnknownTask: the environment has no task `task_index`.
-            EnvError: see runtime/envhttp.py.
+            EnvError: see envs/http.py.
         """
         self._is_running = False
         self._turns.begin()
@@ -163,7 +163,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
         Raises:
             StepOutsideEpisode: there is no running episode; call reset() first.
-            EnvError: see runtime/envhttp.py. The episode is lost: only reset() goes on from there.
+            EnvError: see envs/http.py. The episode is lost: only reset() goes on from there.
         """
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
@@ -288,7 +288,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
     A new client goes to the address with the fewest; one that fails is left alone for a while
-    (runtime/envaddresses.py).
+    (envs/addresses.py).
 
     Arguments:
         dead_wait_s: how long client() waits, in seconds, for servers that have worked before; long

@@ -74,11 +74,11 @@ from reporting.evalconfig import trained_on
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutSettings, TooManyEnvFailures, collect
-from runtime.files import build_folder, make_folder, write_json, write_text
-from runtime.media import put_pictures_beside
-from runtime.phases import phase, playing
+from run.files import build_folder, make_folder, write_json, write_text
+from run.media import put_pictures_beside
+from run.progress import phase, playing
+from run.rundir import TOKENIZER
 from runtime.prompts import prompt_of
-from runtime.rundir import TOKENIZER
 from trajectory import Trajectory
 
 
@@ -221,7 +221,7 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     """What plays requests in any environment. Whatever is started here, `stack` closes; a local
     model's tokenizer is put into `out`."""
     if config.api_base:
-        from reporting.chatapi import ChatApi, collect_api
+        from sampling.chatapi import ChatApi, collect_api
 
         base, key = config.api_base, os.environ.get(config.api_key_env or "")
         return lambda pool, r, s, progress: collect_api(
@@ -232,9 +232,9 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
 
     from chat import ChatTemplate
     from models import load_tokenizer, stop_ids_of
-    from runtime import precision
-    from runtime.default_models import resolve_model
-    from runtime.vllm_engine import make_engine
+    from sampling.vllm_engine import make_engine
+    from scale import precision
+    from scale.default_models import resolve_model
 
     path = resolve_model(model_of(config))
     tokenizer = load_tokenizer(path)

@@ -78,7 +78,7 @@ class PolicyModel(nn.Module):
             loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
                 it).
             temperature: the sampler's τ > 0.
-            position_ids, parts, source: of a packed row, see `runtime/prefix.py`; without them
+            position_ids, parts, source: of a packed row, see `scale/prefix.py`; without them
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
@@ -144,7 +144,7 @@ def tree_attention(
     """Causal attention, in a packed row along a tree: what a layer of the model calls, through
     transformers' AttentionInterface.
 
-    A packed row (runtime/prefix.py) is an opening P and the samples that go on from it. One
+    A packed row (scale/prefix.py) is an opening P and the samples that go on from it. One
     attention for P and one for each sample over (P, itself) are each of a shape that
     scaled_dot_product_attention has a fast kernel for; a mask over the whole row would cost L².
 

@@ -29,7 +29,7 @@ and what a task has beyond its share, lest those that were played most decide al
         or messages ({"role", "content"}), or texts; or no prompt, and two whole conversations
 
 `encode_pairs` makes rows 2i and 2i + 1 of pair i, by the path that sampling takes; both are of the
-group i, so that `runtime/prefix.py` computes x once. Read next: dpo.py.
+group i, so that `scale/prefix.py` computes x once. Read next: dpo.py.
 """
 
 from __future__ import annotations

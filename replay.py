@@ -39,7 +39,7 @@ from runtime.cli import complain
 from viewer.sources import NoSource, Source, open_source
 
 if TYPE_CHECKING:
-    from reporting.chatapi import ChatApi
+    from sampling.chatapi import ChatApi
 
 PROG = "replay.py"
 PORT = 8610
@@ -152,7 +152,7 @@ def model_of(options: argparse.Namespace) -> ChatApi | None:
     """The chat server's model, if one was named."""
     if not options.api_base:
         return None
-    from reporting.chatapi import ChatApi
+    from sampling.chatapi import ChatApi
 
     try:
         return ChatApi(

@@ -7,7 +7,7 @@ leaving it.
     schedulers how many turns the agent may take at step t, one for each world
     kl         the weight of the KL penalty in the reward, fixed or steered
 
-Banners 3 to 5 of train.py. Read first: worker.py. Read next: update.py.
+Banners 3 to 5 of train.py. Read first: run/worker.py. Read next: update.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalize
 from losses import Objective, masked_mean
 from models import load_critic, load_policy
 from order import epochs
-from runtime import distributed, rundir
-from runtime.interrupt import StopRequests
-from runtime.lora import adapters_off
+from run import rundir
+from run.interrupt import StopRequests
+from run.progress import phase
+from run.worker import Worker
 from runtime.mixture import in_each
-from runtime.phases import phase
+from scale import distributed
+from scale.lora import adapters_off
 from schedulers import make_scheduler
 from update import Learner, score_critic, score_policy, update_critic, update_policy
-from worker import Worker
 
 
 class RLWorker(Worker):

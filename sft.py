@@ -45,12 +45,12 @@ from typing import Any
 from config import Misuse
 from conversations import Conversation
 from order import portion
-from programs import shell
-from programs.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
-from programs.session import Session, at_work, is_due
-from runtime import distributed
-from runtime.clock import Clock, advice
-from runtime.rundir import Run
+from run import shell
+from run.clock import Clock, advice
+from run.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
+from run.rundir import Run
+from run.session import Session, at_work, is_due
+from scale import distributed
 from update import imitate, score_policy
 
 DATA = "data.json"  # of a run: which conversations it learns from

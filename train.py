@@ -27,7 +27,7 @@ for a critic in 3 and 5.
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
 
 With several processes all of them run this loop, line by line, on the same trajectories; what is
-split between them is in runtime/distributed.py.
+split between them is in scale/distributed.py.
 
 Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations,
 checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
@@ -35,7 +35,7 @@ checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` g
 
 From Python: `from config import options`, `train(options("textcraft", steps=4))`.
 
-Read first: trajectory, advantages, losses. Read next: schedulers, rollout, update, `worker.py`.
+Read first: trajectory, advantages, losses. Read next: schedulers, rollout, update, `run/worker.py`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from advantages import ESTIMATORS, estimate, whiten_each
 from batching import make_batch
 from envs import Task
 from order import RolloutRequest, draw
-from programs import shell
-from programs.session import at_work
 from reporting.metrics import by_world, summarize_trajectories
 from rlworker import RLWorker
-from runtime import distributed
-from runtime.clock import Clock
-from runtime.rundir import Run
+from run import shell
+from run.clock import Clock
+from run.rundir import Run
+from run.session import at_work
+from scale import distributed
 from trajectory import RolloutHandler, are_equal
 from update import padding_of
 

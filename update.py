@@ -26,11 +26,11 @@ lines that run the model on a micro-batch and ask losses.py for its loss: RL's p
 weighted imitation here, preferences in dpo.py.
 
 Over several processes every rank holds the whole batch, takes the same mini-batches, and runs its
-own share of the micro-batches (`runtime/distributed.py`); N and the sums are global, so that
+own share of the micro-batches (`scale/distributed.py`); N and the sums are global, so that
 neither the number of processes nor the cut changes the step.
 
 The samples of a task are neighbours when mini-batches are cut: a group that is spread over four
-mini-batches shares its opening with a quarter of its samples only (`runtime/prefix.py`).
+mini-batches shares its opening with a quarter of its samples only (`scale/prefix.py`).
 
 A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
 counted, on every rank alike.
@@ -58,9 +58,9 @@ from losses import (
     policy_objective,
     value_loss,
 )
-from runtime import distributed
-from runtime.phases import phase
-from runtime.prefix import group_cuts, pack, shared_share
+from run.progress import phase
+from scale import distributed
+from scale.prefix import group_cuts, pack, shared_share
 
 # Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
 # on it was faster in every repeat of benchmarks/prefix.py (135M model, two CPU cores), below 6 %

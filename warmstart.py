@@ -54,13 +54,14 @@ from envclient import EnvError
 from envs import env_name, load_tasks
 from losses import Objective
 from models import load_policy, load_tokenizer, stop_ids_of
-from runtime import distributed, precision, starts
-from runtime.default_models import resolve_model
-from runtime.files import build_folder, cache_dir, write_json
-from runtime.lora import add_lora, load_adapter, save_adapter
-from runtime.phases import phase
-from runtime.recompute import keep_for_backward, what_to_keep
-from runtime.sync import export_policy
+from run.files import build_folder, cache_dir, write_json
+from run.progress import phase
+from runtime import starts
+from scale import distributed, precision
+from scale.default_models import resolve_model
+from scale.lora import add_lora, load_adapter, save_adapter
+from scale.recompute import keep_for_backward, what_to_keep
+from scale.sync import export_policy
 from update import Learner, suited
 from update import imitate as imitate_batch
 

@@ -21,10 +21,10 @@ import torch  # noqa: E402
 from batching import Batch  # noqa: E402
 from config import Config  # noqa: E402
 from models import load_policy  # noqa: E402
-from runtime import distributed, precision  # noqa: E402
-from runtime.files import write_json  # noqa: E402
-from runtime.processes import NotReady, child  # noqa: E402
-from runtime.rundir import circumstances  # noqa: E402
+from run.files import write_json  # noqa: E402
+from run.processes import NotReady, child  # noqa: E402
+from run.rundir import circumstances  # noqa: E402
+from scale import distributed, precision  # noqa: E402
 from update import Learner, Objective, update_policy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,7 +17,7 @@ Run it:  python benchmarks/default_run.py                  some twenty minutes o
          python benchmarks/default_run.py --ways "bf16 tcmalloc" --steps 15 --repeats 1 \\
              --out benchmarks/results/default_run-15.json
 It prints a table and writes benchmarks/results/default_run.json, or --out.
-Read next: runtime/precision.py, runtime/malloc.py, runtime/clock.py.
+Read next: scale/precision.py, runtime/malloc.py, run/clock.py.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     update    `update.update_policy` of a model of Qwen2.5's shape with random weights: two
               trajectories of the full context, one in each of two micro-batches. Peak bytes over
-              what `runtime/memory.py` says, seconds, and the share of the card's bfloat16
+              what `scale/memory.py` says, seconds, and the share of the card's bfloat16
               arithmetic (recipes/memory.py counts the operations)
     run       train.py with such a model, sampler and trainer on one card, with the settings of
               recipes/textcraft_3b.sh but fewer and shorter trajectories: seconds and peak bytes of
@@ -53,10 +53,11 @@ from recipes.memory import (  # noqa: E402
     run_table,
     update_table,
 )
-from runtime import clock, distributed  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
-from runtime.lora import add_lora  # noqa: E402
-from runtime.memory import (  # noqa: E402
+from run import clock  # noqa: E402
+from scale import distributed  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
+from scale.lora import add_lora  # noqa: E402
+from scale.memory import (  # noqa: E402
     GIB,
     POLICY_SHARE,
     Keep,
@@ -64,7 +65,7 @@ from runtime.memory import (  # noqa: E402
     state_bytes,
     transient_bytes,
 )
-from runtime.recompute import keep_for_backward  # noqa: E402
+from scale.recompute import keep_for_backward  # noqa: E402
 from update import Learner, Objective  # noqa: E402
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}

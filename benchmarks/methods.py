@@ -36,8 +36,8 @@ from config import Config  # noqa: E402
 from losses import Objective, imitation_loss  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
 from preferences import preference_loss  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
 from runtime.methods import DpoConfig  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
 from update import cut, forward_policy  # noqa: E402
 
 GOALS = {"imitate": 0.9, "dpo": 0.9, "shared": 1.2}

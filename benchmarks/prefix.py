@@ -1,7 +1,7 @@
 """Where prefix sharing stops paying: the update's speed with it over that without it.
 
 A group of G = 8 samples has an opening of p tokens in common and own parts of n tokens each. Packed
-into one row (`runtime/prefix.py`) it saves the share s of its tokens:
+into one row (`scale/prefix.py`) it saves the share s of its tokens:
 
     s = 1 - (p + G n) / (G (p + n))        at most 1 - 1/G, when there is nothing but an opening
 
@@ -27,7 +27,7 @@ is left out: it costs the same on both sides, and the less it has to share with,
 Run it:  python benchmarks/prefix.py --model tiny              a minute
          python benchmarks/prefix.py --model smollm2-135m      about a quarter of an hour, two cores
 It prints a table and writes benchmarks/results/prefix-<model>.json, anew after every measurement,
-so that a run that is stopped has not been for nothing. Read next: runtime/prefix.py.
+so that a run that is stopped has not been for nothing. Read next: scale/prefix.py.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from benchmarks import common, groups  # noqa: E402
 from config import Config  # noqa: E402
 from losses import Objective  # noqa: E402
 from models import load_tokenizer, num_parameters  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
-from runtime.prefix import opening_length, pack  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
+from scale.prefix import opening_length, pack  # noqa: E402
 
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)  # of the tokens, that sharing is to save
 UNEQUAL = (0.05, 0.3, 0.7)

@@ -51,8 +51,8 @@ from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
 from order import RolloutRequest  # noqa: E402
 from rollout import RolloutLog, RolloutSettings, _Episode, collect  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
-from runtime.vllm_engine import VLLMEngine  # noqa: E402
+from sampling.vllm_engine import VLLMEngine  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
 
 NUM_TURNS, TOKENS_PER_TURN = 8, 30
 LATENCIES = {"none": (0.0, 0.0, 0.0), "100 ms": (0.1, 0.0, 0.0), "tail": (0.0, 0.05, 2.0)}

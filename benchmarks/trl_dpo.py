@@ -88,7 +88,7 @@ def run_trl(options: argparse.Namespace) -> None:
     from trl import DPOConfig, DPOTrainer
 
     from models import load_tokenizer
-    from runtime.precision import choose
+    from scale.precision import choose
 
     batch = pairs_of(options.start, options.pairs)
     steps = options.repeats + 1
@@ -218,7 +218,7 @@ def main() -> int:
         (run_ours if options.side == "ours" else run_trl)(options)
         return 0
     version = trl_version("trl_dpo.py")
-    from runtime.default_models import resolve_model
+    from scale.default_models import resolve_model
 
     options.start = resolve_model(options.model)
     results = Results(options.out, "trl_dpo.json")

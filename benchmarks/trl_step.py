@@ -85,8 +85,8 @@ def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
     from advantages import estimate
     from batching import make_batch
-    from programs.session import at_work
     from rlworker import RLWorker
+    from run.session import at_work
     from train import in_as_many_steps, requests_of, usable_trajectories
 
     with (
@@ -279,8 +279,8 @@ def main() -> int:
         run_side(options)
         return 0
     version = trl_version()
-    from runtime.distributed import make_accelerator
-    from runtime.precision import choose
+    from scale.distributed import make_accelerator
+    from scale.precision import choose
     from warmstart import start_model
 
     accelerator = make_accelerator(choose("auto").autocast)

@@ -85,7 +85,7 @@ def trainer_settings(config: Config, folder: str) -> Any:
     import torch
     from trl import GRPOConfig
 
-    from runtime.precision import choose
+    from scale.precision import choose
 
     size = config.tasks_per_step * config.group_size
     micro = next(n for n in (8, 4, 2, 1) if size % n == 0)

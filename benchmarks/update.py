@@ -36,8 +36,8 @@ from benchmarks import common, groups  # noqa: E402
 from config import Config  # noqa: E402
 from losses import Objective, policy_loss, sampler_is_weights  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
-from runtime.prefix import pack  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
+from scale.prefix import pack  # noqa: E402
 from update import cut, forward_policy  # noqa: E402
 
 GOAL = 0.9

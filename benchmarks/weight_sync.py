@@ -30,7 +30,7 @@ included, memory that it had free before not.
 Run it:  python benchmarks/weight_sync.py                  two minutes
          python benchmarks/weight_sync.py --model tiny     half a minute, most of it vLLM's start
 It prints a table and writes benchmarks/results/weight_sync-<model>.json.
-Read next: runtime/sync.py.
+Read next: scale/sync.py.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from benchmarks import common  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from envs import get_env, load_tasks  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters, save_policy  # noqa: E402
-from runtime import clock, sync  # noqa: E402
-from runtime.default_models import resolve_model  # noqa: E402
-from runtime.vllm_engine import VLLMEngine  # noqa: E402
+from run import clock  # noqa: E402
+from sampling.vllm_engine import VLLMEngine  # noqa: E402
+from scale import sync  # noqa: E402
+from scale.default_models import resolve_model  # noqa: E402
 
 DTYPE = torch.bfloat16  # the sampler's
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from reporting.intervals import bootstrap, paired_bootstrap  # noqa: E402
-from runtime.files import write_text  # noqa: E402
+from run.files import write_text  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"
 CURVE = (
@@ -163,7 +163,7 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
 
 def steps_done(run_dir: Path) -> int:
     """Steps that a run has saved."""
-    from runtime.checkpoint import steps_saved
+    from run.checkpoint import steps_saved
 
     return max(steps_saved(run_dir), default=0)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from conversations import Conversation
     from rlworker import RLWorker as Worker
     from rollout import RolloutLog
-    from runtime.clock import Clock
+    from run.clock import Clock
 
     Lesson = tuple[Batch | None, dict[str, Any], RolloutLog]
     LessonAt = Callable[[int, Clock], Lesson]  # what a step imitates, and what to log of it
@@ -37,9 +37,9 @@ def imitate(config: "Config", prepare: Callable[["Worker"], "LessonAt"]) -> None
 
     Args: prepare: called once, before the first evaluation.
     """
-    from programs.session import at_work, is_due
     from rlworker import RLWorker
-    from runtime.clock import Clock
+    from run.clock import Clock
+    from run.session import at_work, is_due
 
     with at_work(config, RLWorker) as session:
         worker = session.worker

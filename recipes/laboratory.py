@@ -143,7 +143,7 @@ TITLES = "goals | episodes | " + " | ".join(f"solved in {n} turns, %" for n in B
 
 def make_start(out: Path, count: int, kinds: Sequence[str]) -> None:
     """The teacher's episodes, a tokenizer of their words, random weights, imitation."""
-    from runtime.default_models import build_small
+    from scale.default_models import build_small
 
     out.mkdir(parents=True, exist_ok=True)
     records, table, _ = demonstrate(count, kinds=kinds)

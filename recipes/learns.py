@@ -64,7 +64,7 @@ from recipes.published import evaluate_test  # noqa: E402
 if TYPE_CHECKING:
     from config import Config
     from conversations import Conversation
-    from worker import Worker
+    from run.worker import Worker
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
 # The default run when the study began; today's plays goals of two depths (worlds.py measures it).
@@ -130,7 +130,7 @@ def run_sft(
 
 def run_arm(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """Train (or resume), evaluate, write the result."""
-    from runtime.rundir import circumstances
+    from run.rundir import circumstances
 
     name = f"{options.arm}-{options.seed}"
     run_dir = options.runs / name

@@ -1,7 +1,7 @@
 """What fits where: memory and time of a training step by model, context and number of devices.
 
 Arithmetic on shapes, so that there is a table before there are GPUs: bytes by the formulas of
-`runtime/memory.py`, and FLOPs, of P parameters, L layers, T tokens, H hidden, A·D attention size, V
+`scale/memory.py`, and FLOPs, of P parameters, L layers, T tokens, H hidden, A·D attention size, V
 vocabulary:
 
     a token, forward: 2 (P - embedding) + 2 L AD T, and 2 V H where the policy spoke; backward:
@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recipes.common import RESULTS, Result, markdown, read_json, write_json  # noqa: E402
-from runtime.files import write_text  # noqa: E402
-from runtime.memory import (  # noqa: E402
+from run.files import write_text  # noqa: E402
+from run.rundir import circumstances  # noqa: E402
+from scale.memory import (  # noqa: E402
     GIB,
     POLICY_SHARE,
     SAMPLER_SHARE,
@@ -37,7 +38,6 @@ from runtime.memory import (  # noqa: E402
     state_bytes,
     update_bytes,
 )
-from runtime.rundir import circumstances  # noqa: E402
 
 TRAJECTORIES = 32 * 8  # a step of the paper
 PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; the share of it that an update gets
@@ -126,7 +126,7 @@ Of these rows one GPU has run 3B with 10,752 tokens, see below. GB (10⁹ bytes)
 - update: the most that an update takes, state included, with one trajectory of the full context in
   a micro-batch; without and with `--gradient-checkpointing`.
 - card: the smallest of {cards} GiB that holds the update, with checkpointing, beside the sampler,
-  which has {share} of the card here (a run gives it less where less is left: `runtime/room.py`)
+  which has {share} of the card here (a run gives it less where less is left: `scale/room.py`)
   and leaves it during the update; 140 is sold as 141 GB.
 - PFLOP and minutes: {TRAJECTORIES} trajectories of the full length, scored twice and trained on
   once, with checkpointing, at {speed}, which is an assumption. Sampling is not in

@@ -50,7 +50,7 @@ from recipes.miniature_plan import (  # noqa: E402
 from reporting.figures import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
 from reporting.intervals import bootstrap  # noqa: E402
 from reporting.scoring import pass_at_k  # noqa: E402
-from runtime.files import write_text  # noqa: E402
+from run.files import write_text  # noqa: E402
 
 PAGE = ROOT / "RESULTS.md"
 Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed

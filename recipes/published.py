@@ -94,9 +94,9 @@ def crafted_ingredient(trajectories: Sequence[dict[str, Any]]) -> dict[str, int]
 
 def evaluate_test(env: str, seed: int, run_dir: Path, config: Any, samples: int) -> Result:
     """A world's test list before a run and after it; {} for no samples."""
-    from runtime.checkpoint import folder_of
-    from runtime.distributed import make_accelerator
-    from runtime.precision import choose
+    from run.checkpoint import folder_of
+    from scale.distributed import make_accelerator
+    from scale.precision import choose
     from warmstart import start_model
 
     if not samples:

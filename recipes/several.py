@@ -129,7 +129,7 @@ def demonstrate(crafted: int, mazes: int) -> tuple[list[Conversation], list[str]
 
 def make_start(out: Path, crafted: int, mazes: int) -> None:
     """What the teachers show, a tokenizer of their words, random weights, imitation."""
-    from runtime.default_models import build_small
+    from scale.default_models import build_small
 
     shown, texts = demonstrate(crafted, mazes)
     out.mkdir(parents=True, exist_ok=True)

@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
 from envs import Task, load_tasks, settings_of, variant_of
+from envs.exchange import checked_url
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line
-from runtime.exchange import checked_url
 from runtime.find_model import best_checkpoint, check_length, check_model
 from runtime.mixture import in_each, tasks_of
 from runtime.prompts import with_prompt

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files import aside
+from run.files import aside
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, YELLOW, BLACK, GREY = "#56b4e9", "#e69f00", "#24292f", "#8a8f98"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.files import write_text
+from run.files import write_text
 
 ALARMS = "alarms.jsonl"  # what the sentinels said while the run went on
 

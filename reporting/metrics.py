@@ -29,7 +29,7 @@ Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of S
 completes 1.5 %.
 
 Read next: reporting/table.py and reporting/plots.py, which show these numbers;
-programs/session.py, which logs them.
+run/session.py, which logs them.
 """
 
 import json
@@ -45,8 +45,8 @@ from reporting import table
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
 from reporting.trackers import Trackers
-from runtime import phases
-from runtime.files import flush, make_folder
+from run import progress as phases
+from run.files import flush, make_folder
 from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal
 
 # Deterministic given the seed: metrics.jsonl.

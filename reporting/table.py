@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.phases import duration
+from run.progress import duration
 
 Columns = tuple[tuple[str, str, str], ...]  # heading, name, format
 

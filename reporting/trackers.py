@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from reporting.logs import read_log
-from runtime.files import write_json
+from run.files import write_json
 
 PROJECT = "agentgym-rl"
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
 from envs import ENVS, names_of, settings_of
-from runtime.exchange import checked_url
+from envs.exchange import checked_url
+from envs.local import LOCAL, check_local
 from runtime.find_model import check_length, check_model, is_at_hub
-from runtime.localworld import LOCAL, check_local
 from runtime.mixture import check_mixture, held_out_tasks, in_each, tasks_of
-from runtime.room import check_room
 from runtime.saved import LISTS_OF_FILES, files_teach
+from scale.room import check_room
 from schedulers import make_scheduler
 
 POSITIVE = (

@@ -1,13 +1,13 @@
 """Is there such a model, and what shape has it? Asked before anything is loaded, in seconds.
 
-    smollm2-135m, tiny    made on this machine (runtime/default_models.py)
+    smollm2-135m, tiny    made on this machine (scale/default_models.py)
     a folder              must hold a model: config.json and weights
     a hub id              in the hub's cache on this machine; else the hub is asked, once
 
 Neither torch nor transformers is needed for it, and without a way to the hub nothing waits for one:
 what is here instead is said.
 
-Read next: `runtime/memory.py`, which asks whether the model fits.
+Read next: `scale/memory.py`, which asks whether the model fits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from config import SMALL_MODELS, Misuse
-from runtime.default_models import SHAPES, cached, has_weights
-from runtime.files import cache_dir
+from run.files import cache_dir
+from scale.default_models import SHAPES, cached, has_weights
 
 HUB_TIMEOUT_S = 5.0  # for one small answer
 NUM_SHOWN = 4  # folders that a message names

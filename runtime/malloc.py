@@ -9,7 +9,7 @@ that learns or samples begins once more with it, where the system has it:
     apt-get install libtcmalloc-minimal4       (AGENT_RL_MALLOC=system: not to)
 
 Which malloc a process has is decided before its first line, by LD_PRELOAD: hence the new beginning,
-which keeps the process's number. Read next: `runtime/clock.py`.
+which keeps the process's number. Read next: `run/clock.py`.
 """
 
 from __future__ import annotations

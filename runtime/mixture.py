@@ -16,7 +16,7 @@ A batch then holds worlds whose returns are scaled and spread differently. GRPO 
 within a group, which is of one task; REINFORCE++ and PPO whiten over the batch, worlds mixed.
 `--normalize-per-env` whitens within each world instead (advantages.py; AgentRL, arXiv 2510.04206).
 
-Read first: config.py. Read next: worker.py.
+Read first: config.py. Read next: run/worker.py.
 """
 
 from __future__ import annotations

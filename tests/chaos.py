@@ -37,11 +37,11 @@ from fakes import ScriptedEngine, byte_tokenizer, settings_of
 from chat import ChatTemplate
 from envclient import EnvPool
 from envs import ParseError, Task, get_env
+from envs import http as envhttp
 from envs.seal import Turns
 from order import RolloutRequest
 from rollout import RolloutLog, collect
-from runtime import envhttp
-from runtime.processes import child
+from run.processes import child
 
 ROOT = Path(__file__).parent.parent
 NAME = "chaos.json"  # in benchmarks/results

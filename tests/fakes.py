@@ -18,7 +18,7 @@ from envclient import SessionLost, StepResult
 from envs import Task
 from order import RolloutRequest
 from rollout import RolloutSettings
-from runtime.default_models import CHATML
+from scale.default_models import CHATML
 from trajectory import RolloutHandler
 
 CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

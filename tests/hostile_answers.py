@@ -146,14 +146,14 @@ def environment(url: str, timeout_s: float) -> Callable[[], object]:
 
 
 def sampler(url: str, timeout_s: float) -> Callable[[], object]:
-    from runtime.servers import Served, Server
+    from sampling.servers import Served, Server
 
     body = {"prompt": [5, 6], "max_tokens": 4}
     return partial(Server(url, Served("my/model", 512), 0, timeout_s).sample, "r", body)
 
 
 def chat(url: str, timeout_s: float) -> Callable[[], object]:
-    from reporting.chatapi import ChatApi
+    from sampling.chatapi import ChatApi
 
     api = ChatApi(url, "m", timeout_s=timeout_s, max_retries=0)
     return partial(api.complete, [{"role": "user", "content": "hello"}], 16, 1.0, seed=3)
@@ -171,7 +171,7 @@ def outcome(ask: Callable[[], object]) -> dict[str, object]:
     """Seconds, and what came of it: the name of an error class of ours."""
     from engines import EngineError
     from envclient import EnvError
-    from runtime.servers import ServerFailed
+    from sampling.servers import ServerFailed
 
     began = time.perf_counter()
     try:

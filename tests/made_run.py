@@ -16,7 +16,7 @@ from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import load_tokenizer
 from reporting.scoring import summarize
-from runtime.files import write_json, write_text
+from run.files import write_json, write_text
 from trajectory import RolloutHandler
 
 START = Path(__file__).resolve().parent.parent / "recipes" / "starts" / "tiny-careless"

@@ -1,10 +1,10 @@
-"""What runtime/memory.py says of an update, measured: the bytes of live tensors, on a CPU.
+"""What scale/memory.py says of an update, measured: the bytes of live tensors, on a CPU.
 
     .venv/bin/python tests/measure_memory.py           prints the table, in a few minutes
     .venv/bin/python tests/measure_memory.py --write   and writes it to recipes/results/memory.*
 
 Two small models take a real update. What an allocator adds, fragmentation above all, is in
-`runtime.memory.MARGIN`.
+`scale.memory.MARGIN`.
 """
 
 import json
@@ -27,10 +27,10 @@ from benchmarks.gpu import SHAPES, one_at_a_time, random_batch, random_policy  #
 from models import HEAD_BYTES  # noqa: E402
 from recipes.common import RESULTS, Result, markdown, read_json, write_json  # noqa: E402
 from recipes.memory import HEADING  # noqa: E402
-from runtime import distributed  # noqa: E402
-from runtime.files import write_text  # noqa: E402
-from runtime.memory import Keep, Shape, state_bytes, transient_bytes  # noqa: E402
-from runtime.recompute import keep_for_backward  # noqa: E402
+from run.files import write_text  # noqa: E402
+from scale import distributed  # noqa: E402
+from scale.memory import Keep, Shape, state_bytes, transient_bytes  # noqa: E402
+from scale.recompute import keep_for_backward  # noqa: E402
 from update import Learner, update_policy  # noqa: E402
 
 SMALL = {
@@ -163,7 +163,7 @@ def report(rows: Sequence[Result]) -> str:
 ## Measured on a CPU
 
 MB (10⁶ bytes) of one process; of two, the one that holds more. Weights, gradients and moments agree
-with the formulas of `runtime/memory.py` to the byte (a number in brackets would be the formula's).
+with the formulas of `scale/memory.py` to the byte (a number in brackets would be the formula's).
 The rest of the peak of an update is activations, logits and copies of weights, in brackets by
 formula. What a layer keeps for its backward pass: all, as on a GPU; products and its input, as on a
 CPU; its input alone, as with `--gradient-checkpointing`.

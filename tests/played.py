@@ -15,7 +15,7 @@ from pathlib import Path
 from envclient import NotSupported
 from envs import load_tasks
 from rollout import take_result
-from runtime.files import write_text
+from run.files import write_text
 from trajectory import Trajectory, Turn
 from viewer.play import Worlds
 

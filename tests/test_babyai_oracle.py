@@ -24,8 +24,8 @@ from envs.babyai.bot import MAX_READS, Bot, Pilot, Stuck
 from envs.babyai.env import BabyAI
 from envs.babyai.levels import LEVELS, SUBTASKS, task_index_of
 from envs.babyai.world import DONE, DROP, PICKUP, Level
+from envs.launch import local_server
 from envs.server import create_app
-from runtime.envserver import local_server
 
 UNWINNABLE = task_index_of(7, 6)
 MAX_TURNS = 100  # the longest of the 400 has 78

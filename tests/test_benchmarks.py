@@ -24,7 +24,7 @@ from benchmarks import (
     weight_sync,
 )
 from losses import Objective
-from runtime.prefix import opening_length
+from scale.prefix import opening_length
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from chat import ChatTemplate
 from models import load_tokenizer
-from runtime.default_models import CHATML, resolve_model
+from scale.default_models import CHATML, resolve_model
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -13,8 +13,8 @@ from envclient import EnvConnectionError, EnvServerError, NotSupported, StepResu
 from envs import Task
 from envs.textcraft.env import TextCraft
 from order import RolloutRequest
-from reporting.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
 from rollout import RolloutSettings, TooManyEnvFailures
+from sampling.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
 
 GARBAGE = "<html>bad gateway</html>"
 

@@ -13,9 +13,9 @@ import torch
 
 from config import Config
 from models import load_causal_lm, load_policy, load_tokenizer, save_policy
-from runtime import checkpoint, files, rundir
-from runtime.checkpoint import CheckpointError
-from runtime.default_models import resolve_model
+from run import checkpoint, files, rundir
+from run.checkpoint import CheckpointError
+from scale.default_models import resolve_model
 
 STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
 SAME = {"algorithm": "grpo", "model": "tiny"}
@@ -156,7 +156,7 @@ def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("target", ["torch.save", "models.save_policy", "runtime.files.flush"])
+@pytest.mark.parametrize("target", ["torch.save", "models.save_policy", "run.files.flush"])
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     tmp_path, model, monkeypatch, target
 ):
@@ -191,7 +191,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing_half_written(tmp_path, model, monke
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runtime.files.flush", interrupted)
+    monkeypatch.setattr("run.files.flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, model)
     assert steps_and_litter(tmp_path) == ([], [])

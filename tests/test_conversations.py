@@ -10,7 +10,7 @@ import conversations
 from chat import ChatTemplate
 from conversations import from_agenttraj, has_exact_ids, read_conversations, to_agenttraj
 from models import load_tokenizer
-from runtime.default_models import resolve_model
+from scale.default_models import resolve_model
 from trajectory import RolloutHandler
 
 PROMPT = [{"role": "system", "content": "You are to craft."}]

@@ -13,7 +13,7 @@ from toy_env import flags, options, read_metrics, serve, train_main
 
 from reporting.logs import LogError, require_steps
 from reporting.metrics import MetricsLogger
-from runtime import checkpoint, files
+from run import checkpoint, files
 
 # --- On the disk, in this order ------------------------------------------------------------------
 

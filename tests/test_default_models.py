@@ -1,4 +1,4 @@
-"""runtime/default_models.py: built once, aside, and the same on every machine."""
+"""scale/default_models.py: built once, aside, and the same on every machine."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import default_models
-from runtime.default_models import resolve_model
+from scale import default_models
+from scale.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

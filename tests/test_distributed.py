@@ -18,7 +18,8 @@ from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve,
 
 from models import load_policy
 from reporting.logs import read_log
-from runtime import checkpoint, distributed
+from run import checkpoint
+from scale import distributed
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]

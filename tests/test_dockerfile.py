@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from runtime.rundir import circumstances
+from run.rundir import circumstances
 from tools.setup_env import SETS, known_environments
 
 ROOT = Path(__file__).resolve().parent.parent

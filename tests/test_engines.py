@@ -1,4 +1,4 @@
-"""engines.py, runtime/vllm_engine.py: what a sampler says of its tokens is what the trainer would
+"""engines.py, sampling/vllm_engine.py: what a sampler says of its tokens is what the trainer would
 say of them; it says nothing while it has no weights."""
 
 import gc
@@ -13,9 +13,9 @@ import torch
 
 from engines import EngineError, Generation, SamplingSettings, TransformersEngine, sample
 from models import PolicyModel, load_causal_lm, load_tokenizer
-from runtime import clock
-from runtime.default_models import resolve_model
-from runtime.vllm_engine import VLLMEngine, make_engine
+from run import clock
+from sampling.vllm_engine import VLLMEngine, make_engine
+from scale.default_models import resolve_model
 
 
 @pytest.fixture(scope="module")

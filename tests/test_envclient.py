@@ -36,8 +36,9 @@ from envclient import (
     connect,
     local_server,
 )
+from envs import http as envhttp
+from envs import launch as envserver
 from envs import load_tasks
-from runtime import envhttp, envserver
 
 ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
@@ -832,7 +833,7 @@ def test_the_pause_doubles_up_to_its_limit_and_one_crash_counts_once(server, mon
     server.close()
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
-    monkeypatch.setattr("runtime.envaddresses.time", clock)
+    monkeypatch.setattr("envs.addresses.time", clock)
     with pool_over(server, back_off_s=1.0, max_back_off_s=5.0, num_retries=0) as pool:
         with ThreadPoolExecutor(16) as threads:
             waiting = [threads.submit(pool.client) for _ in range(16)]

@@ -14,9 +14,9 @@ import envs
 from envclient import EnvServerError, connect
 from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
 from envs.common import write_id_lists
+from envs.launch import local_server
+from run.rundir import python
 from runtime.checks import check_package
-from runtime.envserver import local_server
-from runtime.rundir import python
 
 ROOT = Path(__file__).parent.parent
 COIN = """

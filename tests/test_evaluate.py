@@ -33,9 +33,9 @@ from reporting.metrics import MetricsLogger, summarize_trajectories
 from reporting.plots import plot
 from reporting.scoring import summarize
 from rollout import RolloutSettings, TooManyEnvFailures, collect
-from runtime import vllm_engine
 from runtime.cli import parse_command_line
-from runtime.default_models import resolve_model
+from sampling import vllm_engine
+from scale.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = load_tasks("textcraft", "test")
@@ -459,7 +459,7 @@ class Worlds:
 @pytest.fixture
 def worlds(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
-    monkeypatch.setattr("runtime.envhttp.BACK_OFF_S", 0.001)
+    monkeypatch.setattr("envs.http.BACK_OFF_S", 0.001)
     with contextlib.ExitStack() as stack:
         state = Worlds({})
 

@@ -1,4 +1,4 @@
-"""runtime/exchange.py: whatever a server sends, an exchange ends, cheaply, with one named error."""
+"""envs/exchange.py: whatever a server sends, an exchange ends, cheaply, with one named error."""
 
 import doctest
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hostile_answers import ENDLESS, HEAVY, drip, serving, silence, whole
 
-from runtime import exchange
-from runtime.exchange import (
+from envs import exchange
+from envs.exchange import (
     ExchangeError,
     Line,
     Lost,

@@ -1,4 +1,4 @@
-"""runtime/files.py: whole or absent, whatever happens in between."""
+"""run/files.py: whole or absent, whatever happens in between."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import files
+from run import files
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from config import Misuse
-from runtime import default_models, find_model
-from runtime.default_models import SHAPES, has_weights, resolve_model
+from runtime import find_model
 from runtime.find_model import check_length, check_model, is_at_hub, model_config
+from scale import default_models
+from scale.default_models import SHAPES, has_weights, resolve_model
 
 ROOT = Path(__file__).resolve().parents[1]
 

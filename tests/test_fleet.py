@@ -1,4 +1,4 @@
-"""runtime/fleet.py: against scripted servers, and one real vLLM server of the tiny model."""
+"""sampling/fleet.py: against scripted servers, and one real vLLM server of the tiny model."""
 
 import importlib.util
 import json
@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
 
 from engines import EngineError, Generation, SamplingSettings
-from runtime import fleet, processes, servers
-from runtime.fleet import FleetEngine
-from runtime.servers import Served, serve_command, start_servers
+from run import processes
+from sampling import fleet, servers
+from sampling.fleet import FleetEngine
+from sampling.servers import Served, serve_command, start_servers
 
 ROOT = Path(__file__).parents[1]
 SERVED = Served("my/model", 512)
@@ -611,7 +612,7 @@ def test_a_server_that_cannot_read_the_weights_samples_no_more(two):
 
 def test_a_prefix_cache_that_stays_leaves_the_server_out(two, monkeypatch):
     engine, servers = two
-    monkeypatch.setattr("runtime.servers.RESET_WAIT_S", 0.1)
+    monkeypatch.setattr("sampling.servers.RESET_WAIT_S", 0.1)
     servers[1].script["/reset_prefix_cache"] = [(200, {"success": False})] * 99
     engine.load_weights(weights_of().items())
     assert [s.lost is None for s in engine._servers] == [True, False]
@@ -695,7 +696,8 @@ def test_servers_end_with_their_parent_even_when_it_is_killed(tmp_path):
     thread, _, _ = processes._RUN_WHILE_STDIN_IS_OPEN.partition("runpy.run_module(")
     parent = f"""
 import time
-from runtime import processes, servers
+from run import processes
+from sampling import servers
 processes._RUN_WHILE_STDIN_IS_OPEN = {thread + STAND_IN!r}
 with servers.start_servers(servers.Served("my/model", 512), ["cpu"]) as (url,):
     print(url, flush=True)

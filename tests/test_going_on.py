@@ -23,21 +23,19 @@ from toy_env import (
 )
 
 import train
-import worker
 from advantages import grpo, whiten_each
 from config import Config, Misuse
 from engines import EngineError
 from envs import Task
 from order import draw, epochs
-from programs import session
 from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from reporting.sentinels import Alarm, Sentinels
 from rollout import RolloutHandler
-from runtime import checkpoint
-from runtime.default_models import resolve_model
-from runtime.files import marks_of
+from run import checkpoint, session, worker
+from run.files import marks_of
 from runtime.saved import as_kept, saved_config
+from scale.default_models import resolve_model
 from train import usable_trajectories
 from trajectory import Turn, are_equal
 

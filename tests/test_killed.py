@@ -24,7 +24,7 @@ from safetensors import safe_open
 from test_distributed import CALM, LAUNCH, ROOT, free_port, launch
 from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve, write_ids
 
-from runtime import checkpoint
+from run import checkpoint
 
 pytestmark = pytest.mark.long
 

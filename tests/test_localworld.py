@@ -21,8 +21,8 @@ from envclient import (
     local_server,
 )
 from envs import EpisodeEndedError, get_env
+from envs.local import LOCAL, MAX_BODY_BYTES, check_local
 from rollout import collect
-from runtime.localworld import LOCAL, MAX_BODY_BYTES, check_local
 
 
 def play(env, address):

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from engines import TransformersEngine
 from models import load_policy
-from runtime.default_models import resolve_model
-from runtime.lora import (
+from scale.default_models import resolve_model
+from scale.lora import (
     ALPHA_PER_RANK,
     adapters_off,
     add_lora,
@@ -357,5 +357,5 @@ def test_adapters_on_adapters_and_saving_none_are_refused(tiny, tmp_path):
 
 
 def test_importing_the_module_does_not_import_peft():
-    code = "import sys, runtime.lora; sys.exit('peft' in sys.modules)"
+    code = "import sys, scale.lora; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

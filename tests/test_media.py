@@ -9,8 +9,8 @@ from made_run import START, play
 from chat import ChatTemplate
 from envs import load_tasks
 from models import load_tokenizer
-from runtime.media import put_pictures_beside
-from runtime.rundir import Run
+from run.media import put_pictures_beside
+from run.rundir import Run
 from trajectory import Trajectory, Turn
 from viewer.export import export
 from viewer.server import with_media

@@ -34,19 +34,19 @@ from models import load_tokenizer
 from order import portion
 from pairs import Pair
 from preferences import preference_loss
-from programs import methodworker
-from programs.methodworker import Kept, openings_of
-from programs.session import Session, TrainingError
 from reporting.metrics import METRICS
-from reporting.progress import Progress
-from runtime import checkpoint, distributed
+from run import checkpoint, methodworker
+from run.clock import Clock, OutOfMemory
+from run.methodworker import Kept, openings_of
+from run.rundir import open_run
+from run.session import Session, TrainingError
+from run.steplines import Progress
 from runtime.checks import remarks
 from runtime.cli import training_options
-from runtime.clock import Clock, OutOfMemory
-from runtime.default_models import resolve_model
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
 from runtime.mixture import held_out_tasks
-from runtime.rundir import open_run
+from scale import distributed
+from scale.default_models import resolve_model
 from update import Learner, imitate, score_policy
 
 ROOT = Path(__file__).parents[1]

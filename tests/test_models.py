@@ -28,7 +28,7 @@ from models import (
     save_policy,
     stop_ids_of,
 )
-from runtime.default_models import CHATML, resolve_model
+from scale.default_models import CHATML, resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK = torch.tensor(

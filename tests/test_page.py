@@ -1,6 +1,6 @@
 """The page of replay.py in a real browser: what it shows, that keys work, that nothing runs.
 
-Chromium is found by runtime/chromium.py; without one these tests are skipped, with CI=true they
+Chromium is found by viewer/chromium.py; without one these tests are skipped, with CI=true they
 fail.
 """
 
@@ -16,8 +16,8 @@ from axe_playwright_python.sync_playwright import Axe
 from made_run import HOSTILE, add_step, hostile_line, make_run
 from played import FOLDER
 
-from runtime.chromium import NoChromium, browser
 from trajectory import from_line
+from viewer.chromium import NoChromium, browser
 from viewer.export import bundle, export
 from viewer.play import Play, Worlds
 from viewer.server import create_app, page_files

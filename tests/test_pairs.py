@@ -23,7 +23,7 @@ from pairs import (
     to_agentgym,
     why_left_out,
 )
-from runtime.prefix import opening_length
+from scale.prefix import opening_length
 from trajectory import RolloutHandler
 
 ALL = PairSettings(min_gap=0.0, min_return=-10.0, pairs_per_task=10**6)
@@ -752,7 +752,7 @@ def test_a_run_makes_pairs_over_its_steps_and_not_of_what_was_lost(tmp_path, let
 
 def test_the_very_ids_that_were_sampled_are_in_the_rows(tmp_path):
     from models import load_tokenizer
-    from runtime.default_models import resolve_model
+    from scale.default_models import resolve_model
 
     chat = ChatTemplate(load_tokenizer(resolve_model("tiny")))
     first = spelled(chat, "a", "Action: look", 1.0)

@@ -1,4 +1,4 @@
-"""runtime/phases.py: who waits sees a bar on a terminal, a line every 30 s elsewhere."""
+"""run/progress.py: who waits sees a bar on a terminal, a line every 30 s elsewhere."""
 
 import contextlib
 import io
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import phases
-from runtime.phases import EVERY_S, Phase, duration, phase, playing
+from run import progress as phases
+from run.progress import EVERY_S, Phase, duration, phase, playing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -182,7 +182,7 @@ def test_a_bar_where_stderr_is_a_terminal_and_lines_unless_both_are(
 
 
 def test_a_terminal_without_a_size_has_a_bar_too():
-    code = "import time; from runtime.phases import phase\n"
+    code = "import time; from run.progress import phase\n"
     code += "with phase('update', 4, 'steps') as tick: tick(2); time.sleep(0.2); tick(1)"
     master, slave = os.openpty()
     with subprocess.Popen(

@@ -1,10 +1,10 @@
-"""reporting/plan.py: the first lines of a run say what will happen."""
+"""run/plan.py: the first lines of a run say what will happen."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from config import Config
-from reporting.plan import plan
+from run.plan import plan
 
 CONFIG = Config(
     model="tiny",

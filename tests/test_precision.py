@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from runtime import precision
-from runtime.distributed import make_accelerator
+from scale import precision
+from scale.distributed import make_accelerator
 
 
 @pytest.fixture

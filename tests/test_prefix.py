@@ -7,8 +7,8 @@ import torch
 
 from batching import Batch
 from models import load_policy, tree_attention
-from runtime.default_models import resolve_model
-from runtime.prefix import group_cuts, opening_length, pack
+from scale.default_models import resolve_model
+from scale.prefix import group_cuts, opening_length, pack
 from update import Objective, cut, forward_policy
 
 

@@ -1,4 +1,4 @@
-"""runtime/processes.py: a child that cannot outlive us. What is started with it: test_envclient.py
+"""run/processes.py: a child that cannot outlive us. What is started with it: test_envclient.py
 and test_fleet.py."""
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.processes import NotReady, child
+from run.processes import NotReady, child
 
 ROOT = Path(__file__).resolve().parent.parent
 # Says its process and that of a child of its own, which ignores its parent's end.
@@ -84,7 +84,7 @@ def test_one_that_does_not_end_when_asked_is_killed(module, monkeypatch):
 def test_a_child_and_what_it_has_started_end_with_their_parent(module, how):
     code = """
 import sys, time
-from runtime.processes import child
+from run.processes import child
 with child(sys.argv[1]) as server:
     server.wait_until(lambda: "ready" in server.stdout(), 30)
     print(server.stdout().rpartition("ready ")[2], flush=True)

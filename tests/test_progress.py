@@ -7,8 +7,8 @@ import pytest
 from test_sentinels import HEALTHY, stormy_run
 
 from kl import AdaptiveKLController, FixedKLController
-from reporting.progress import Progress
 from reporting.sentinels import RULES
+from run.steplines import Progress
 
 BROKEN = {"policy/skipped_steps": 1, "policy/optimizer_steps": 3}
 

@@ -8,7 +8,7 @@ import pytest
 from config import Config, Misuse
 from envclient import EnvPool
 from envs import get_env
-from runtime.localworld import LOCAL
+from envs.local import LOCAL
 from runtime.prompts import prompt_of, reprompted, with_prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -128,8 +128,8 @@ SHARDED = """
 import json, sys
 import torch
 from safetensors.torch import load_file
-from runtime import distributed
-from runtime.default_models import resolve_model
+from scale import distributed
+from scale.default_models import resolve_model
 from models import load_policy
 path = resolve_model("tiny")
 distributed.join()

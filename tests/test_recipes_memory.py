@@ -1,4 +1,4 @@
-"""What fits where: the formulas of runtime/memory.py against updates and what was committed."""
+"""What fits where: the formulas of scale/memory.py against updates and what was committed."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import gpu
 from recipes import memory
-from runtime.memory import state_bytes, transient_bytes
+from scale.memory import state_bytes, transient_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -68,7 +68,7 @@ def test_activations_of_several_devices_are_those_of_a_model_in_bfloat16(rank, k
 
 
 def test_tiny_is_the_model_of_that_name():
-    from runtime.default_models import resolve_model
+    from scale.default_models import resolve_model
 
     config = json.loads((Path(resolve_model("tiny")) / "config.json").read_text())
     shape = measure_memory.SMALL["tiny"]
@@ -172,7 +172,12 @@ def test_checkpointing_lora_and_more_devices_never_need_more():
             assert sizes == sorted(sizes, reverse=True)
 
 
+FILES = ("rlworker.py", "run/worker.py", "scale/sync.py")
+
+
 def test_the_table_knows_that_the_sampler_leaves_the_card():
-    text = "".join((ROOT / f).read_text() for f in ("rlworker.py", "worker.py", "runtime/sync.py"))
+    text = "".join(
+        (ROOT / f).read_text() for f in ("rlworker.py", "run/worker.py", "scale/sync.py")
+    )
     assert re.search(r"engine\.sleep\(", text) and "self.rest()" in text
     assert "leaves it during the update" in memory.report([])

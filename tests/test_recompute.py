@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.gpu import random_batch, random_policy
 from losses import Objective
-from runtime.distributed import make_accelerator
-from runtime.recompute import keep_for_backward, what_to_keep
+from scale.distributed import make_accelerator
+from scale.recompute import keep_for_backward, what_to_keep
 from update import Learner, update_policy
 
 SHAPE = measure_memory.SMALL["tiny"]

@@ -49,7 +49,7 @@ from rollout import (
     collect,
     sampling_seed,
 )
-from runtime.default_models import resolve_model
+from scale.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = word_tokenizer()

@@ -1,4 +1,4 @@
-"""runtime/room.py: a run that cannot fit is refused before anything is loaded."""
+"""scale/room.py: a run that cannot fit is refused before anything is loaded."""
 
 from dataclasses import replace
 
@@ -7,13 +7,13 @@ import torch
 
 import models
 from config import Config, Misuse, with_preset
-from runtime import room
 from runtime.cli import parse_command_line
-from runtime.default_models import resolve_model
 from runtime.find_model import model_config
-from runtime.memory import CPU_CACHE_AT_MOST, GIB, GPU_HEAD_BYTES, Shape, cpu_cache_bytes, shape_of
 from runtime.methods import DpoConfig, SftConfig
-from runtime.room import Room, check_room, cpu_room, needed, sampler_share
+from scale import room
+from scale.default_models import resolve_model
+from scale.memory import CPU_CACHE_AT_MOST, GIB, GPU_HEAD_BYTES, Shape, cpu_cache_bytes, shape_of
+from scale.room import Room, check_room, cpu_room, needed, sampler_share
 
 LAPTOP = with_preset("laptop")
 QWEN_3B = Shape("3B", 151936, 2048, 11008, 36, 16, 2)
@@ -186,7 +186,7 @@ def test_what_is_advised_is_what_fits_and_names_nothing_that_is_on(monkeypatch, 
 
 
 def test_the_slice_of_logits_that_is_counted_is_the_one_that_is_taken(monkeypatch):
-    """runtime/memory.py and runtime/room.py import no torch, and so not models.py's numbers."""
+    """scale/memory.py and scale/room.py import no torch, and so not models.py's numbers."""
     assert models.HEAD_BYTES == {"cpu": room.CPU_HEAD_BYTES}
     taken = []
 

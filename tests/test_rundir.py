@@ -1,4 +1,4 @@
-"""runtime/rundir.py: what a run does to the machine it runs on, and what it finds in its directory.
+"""run/rundir.py: what a run does to the machine it runs on, and what it finds in its directory.
 Its other files: test_train.py."""
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, Misuse
-from runtime import rundir
+from run import rundir
 from runtime.saved import saved_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_freed_pages_between_live_ones_go_back_to_the_system():
     code = """
 import torch
-from runtime.clock import return_freed
+from run.clock import return_freed
 def megabytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
 before = megabytes()

@@ -12,7 +12,7 @@ import warmstart
 from envs import load_tasks
 from reporting import metrics
 from reporting.evalconfig import EvalConfig
-from runtime import phases
+from run import progress as phases
 
 
 @pytest.fixture(scope="module")

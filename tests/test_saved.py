@@ -8,7 +8,7 @@ import pytest
 import train
 from config import Config, Misuse, complete, with_preset
 from envs import id_lists
-from programs import shell
+from run import shell
 from runtime.cli import starting_from, training_options
 from runtime.saved import OF_ONE_RUN, as_kept, check_goes_on, options_from, saved_config
 

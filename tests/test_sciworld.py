@@ -17,6 +17,7 @@ import envs
 from envclient import EnvServerError, connect
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
 from envs.common import oracle_turns
+from envs.launch import local_server
 from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
 from envs.sciworld.splits import (
@@ -39,7 +40,6 @@ from envs.sciworld.tasks import (
     train_indices,
 )
 from envs.sciworld.thoughts import EXHAUSTED, thought
-from runtime.envserver import local_server
 
 test_indices.__test__ = False  # type: ignore[attr-defined]  # not a test
 

@@ -12,7 +12,7 @@ from envclient import AllServersDown, EnvError, EnvPool
 from envs.seal import SEAL_HEADER, TURN_HEADER, Turns, problem, seal
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
-from runtime.processes import child
+from run.processes import child
 
 ROOT = Path(__file__).parents[1]
 

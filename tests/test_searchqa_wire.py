@@ -23,6 +23,7 @@ from envclient import (
     connect,
     local_server,
 )
+from envs.local import check_local
 from envs.searchqa import SearchQA, shared
 from envs.searchqa.actions import INSTRUCTIONS, INVALID, say
 from envs.searchqa.env import WRONG
@@ -32,7 +33,6 @@ from envs.searchqa.splits import spaced
 from envs.searchqa.text import exact_match
 from envs.searchqa.wire import SearchWire
 from envs.server import create_app
-from runtime.localworld import check_local
 
 BRIDGE = FIRST_OWN + kinds().index("bridge")
 

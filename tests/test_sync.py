@@ -7,9 +7,9 @@ import torch
 
 from engines import TransformersEngine
 from models import load_policy
-from runtime import sync
-from runtime.default_models import resolve_model
-from runtime.lora import add_lora
+from scale import sync
+from scale.default_models import resolve_model
+from scale.lora import add_lora
 
 OPENINGS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 

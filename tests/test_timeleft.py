@@ -1,8 +1,8 @@
-"""reporting/timeleft.py: a run says how long it still takes, and a resumed one says the same."""
+"""run/timeleft.py: a run says how long it still takes, and a resumed one says the same."""
 
 import pytest
 
-from reporting.timeleft import RECENT, TimeLeft
+from run.timeleft import RECENT, TimeLeft
 
 
 def fed(left, rows):

@@ -33,26 +33,25 @@ from toy_env import (
 import config
 import rlworker
 import train
-import worker
 from config import Config
 from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
 from models import load_policy
-from programs import session
-from programs.session import TrainingError
 from reporting import metrics
 from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
 from rlworker import RLWorker
 from rollout import TooManyEnvFailures
-from runtime import checkpoint, distributed, files, rundir
+from run import checkpoint, files, rundir, session, worker
+from run.interrupt import StopRequests
+from run.session import TrainingError
 from runtime.cli import parse_command_line
-from runtime.default_models import resolve_model
-from runtime.interrupt import StopRequests
 from runtime.saved import saved_config
-from runtime.sync import SyncError
+from scale import distributed
+from scale.default_models import resolve_model
+from scale.sync import SyncError
 from train import usable_trajectories
 from trajectory import RolloutHandler, Turn, rounded
 

@@ -19,9 +19,10 @@ from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
 from order import RolloutRequest
 from rollout import RolloutSettings, collect
-from runtime import distributed, starts
-from runtime.default_models import resolve_model
-from runtime.lora import add_lora
+from runtime import starts
+from scale import distributed
+from scale.default_models import resolve_model
+from scale.lora import add_lora
 from update import Learner
 
 TASKS = load_tasks("textcraft", split="train")

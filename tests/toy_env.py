@@ -245,7 +245,7 @@ def saved_tensors(run_dir, step, part="policy"):
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    from runtime import checkpoint
+    from run import checkpoint
 
     folder = checkpoint.folder_of(Path(run_dir), step) / "trainer_state" / part
     with tempfile.NamedTemporaryFile() as file:

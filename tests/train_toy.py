@@ -26,13 +26,14 @@ from toy_env import registered  # noqa: E402
 
 import rlworker  # noqa: E402
 import train  # noqa: E402
-import worker as worker_module  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
-from programs.session import Session  # noqa: E402
 from reporting import metrics  # noqa: E402
 from reporting.metrics import MetricsLogger  # noqa: E402
 from rlworker import RLWorker as Worker  # noqa: E402
-from runtime import checkpoint, distributed, files  # noqa: E402
+from run import checkpoint, files  # noqa: E402
+from run import worker as worker_module  # noqa: E402
+from run.session import Session  # noqa: E402
+from scale import distributed  # noqa: E402
 
 # What a process can be doing -> the function it does it in; they nest, and the innermost counts.
 PHASES = {

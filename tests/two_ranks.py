@@ -21,10 +21,10 @@ import update
 from advantages import gae, grpo
 from batching import Batch
 from models import CriticModel, PolicyModel
-from runtime import distributed
-from runtime.lora import add_lora
 from runtime.methods import DpoConfig
-from runtime.recompute import keep_for_backward
+from scale import distributed
+from scale.lora import add_lora
+from scale.recompute import keep_for_backward
 from update import (
     Learner,
     Objective,

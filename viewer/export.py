@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from runtime.files import aside
-from runtime.media import PATH, texts_changed
+from run.files import aside
+from run.media import PATH, texts_changed
 from viewer.overview import differing, overview
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.files import cache_dir, write_text
+from run.files import cache_dir, write_text
 from trajectory import COUNTED, HEAD_END
 
 COLUMNS = (

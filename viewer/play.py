@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from envclient import AllServersDown, EnvClient, EnvError, EnvPool, local_server
 from envs import ENVS, get_env, load_tasks
-from runtime.files import make_folder
+from run.files import make_folder
 from trajectory import Trajectory, Turn
 from viewer.lines import opening_of, turns_of
 from viewer.trajectories import apart, task_of
 
 if TYPE_CHECKING:
-    from reporting.chatapi import ChatApi
+    from sampling.chatapi import ChatApi
 
 MAX_SESSIONS = 32  # played at a time; the oldest is closed for one more
 MAX_TURNS = 1_000  # of an episode played by hand

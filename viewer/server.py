@@ -36,7 +36,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from envs.limits import name_in
-from runtime.media import FOLDER, PATH, texts_changed
+from run.media import FOLDER, PATH, texts_changed
 from viewer.overview import differing, overview
 from viewer.play import Play, PlayError, Worlds, reenact
 from viewer.sources import RunSource, Source, mtime, size_of

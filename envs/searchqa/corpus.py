@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from envs.searchqa.text import Passage, passage_of
-from runtime import files
+from run import files
 
 WORDS = 100  # of a passage of ours, at most
 SMALL = 64 * 2**20  # bytes; a larger file is known by its ends, size and time

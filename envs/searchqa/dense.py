@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 
+from envs.exchange import encodable
 from envs.searchqa.corpus import Corpus
 from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, locked, needed
 from envs.searchqa.remote import contents
-from runtime.exchange import encodable
-from runtime.files import aside, cache_dir, make_folder
+from run.files import aside, cache_dir, make_folder
 from runtime.lazytorch import no_grad, torch
 
 MAX_TOKENS = 256  # of a text, as Search-R1; the rest is cut

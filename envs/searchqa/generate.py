@@ -39,7 +39,7 @@ from envs.searchqa.facts import Country, countries, occurs
 from envs.searchqa.known import PlannedStep, bordering, known_as, neighbor
 from envs.searchqa.questions import KINDS, OWN_FILE
 from envs.searchqa.text import exact_match, normalize
-from runtime import files
+from run import files
 
 TEST_SHARE = 3  # of 10
 TOP_K = 3

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from envs.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 from envs.searchqa.ranking import QueryError, RetrievalError, Retriever, Scored
 from envs.searchqa.text import Passage, passage_of
-from runtime.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 
 MAX_PASSAGES = 10_000  # in one answer: some 10 MB
 

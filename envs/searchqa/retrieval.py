@@ -62,7 +62,7 @@ from envs.searchqa.ranking import (
 )
 from envs.searchqa.remote import Remote
 from envs.searchqa.text import Passage
-from runtime.files import ASIDE, build_folder, cache_dir, make_folder
+from run.files import ASIDE, build_folder, cache_dir, make_folder
 
 TITLE_TIMES = 3
 MAX_QUERY_WORDS = 64  # different known ones that count: a query of 100 kB must not cost seconds

@@ -1,6 +1,6 @@
 """Screenshots of replay.py on the committed run of tutorial 11, for the README.
 
-python tutorials/pictures/replay.py          needs Chromium (runtime/chromium.py)
+python tutorials/pictures/replay.py          needs Chromium (viewer/chromium.py)
 """
 
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from runtime.chromium import browser  # noqa: E402
+from viewer.chromium import browser  # noqa: E402
 
 RUN = "recipes/results/demo"
 VIEWS = {

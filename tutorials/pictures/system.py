@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from runtime.distributed import deal
+from scale.distributed import deal
 from tutorials.pictures.svg import Sheet
 
 ROOT = Path(__file__).resolve().parents[2]

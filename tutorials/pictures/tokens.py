@@ -12,7 +12,7 @@ from advantages import gae, grpo, token_rewards_of
 from chat import ChatTemplate
 from envs.textcraft.env import TextCraft
 from models import load_tokenizer
-from runtime.default_models import resolve_model
+from scale.default_models import resolve_model
 from trajectory import RolloutHandler
 from tutorials.pictures.svg import CHAR, Sheet
 

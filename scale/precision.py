@@ -1,0 +1,133 @@
+"""In which number format the networks compute: measured once on this machine, then remembered.
+
+bfloat16 halves the bytes of every product and is far faster where the processor multiplies matrices
+in it (a GPU, AMX); elsewhere numbers are converted back and forth and it may be slower. Flags alone
+do not tell which, so a small model's forward and backward pass are timed in both formats, once:
+
+    bf16    float32 master weights, products under autocast; the sampler's weights in bfloat16
+    fp32    everything in float32
+
+Weights, gradients, moments and checkpoints are the same in both, so that a run may be resumed in
+the other. `--deterministic` computes in float32 wherever it runs.
+
+Read next: `models.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from run.files import cache_dir, write_json
+
+Format = Literal["bf16", "fp32"]
+DTYPES: dict[Format, str] = {"bf16": "bfloat16", "fp32": "float32"}
+# The model that is timed: two layers of SmolLM2-135M, a micro-batch, its policy tokens.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 8192,
+}
+ROWS, TOKENS, ACTION = 2, 256, 64
+REPEATS = 3
+
+
+class Precision(NamedTuple):
+    """A format, and why it was chosen."""
+
+    format: Format
+    why: str
+
+    @property
+    def dtype(self) -> str:
+        """Of the sampler's weights, as torch and vLLM call it."""
+        return DTYPES[self.format]
+
+    @property
+    def autocast(self) -> str:
+        """accelerate's name for it."""
+        return "bf16" if self.format == "bf16" else "no"
+
+
+def choose(asked: str, deterministic: bool = False) -> Precision:
+    """The format that `--precision asked` means on this machine; measures at most once."""
+    if deterministic:
+        return Precision("fp32", "--deterministic")
+    if asked in ("bf16", "fp32"):
+        return Precision(asked, f"--precision {asked}")  # type: ignore[arg-type]
+    if torch.cuda.is_available():
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Precision("bf16", "on a GPU")
+        return Precision("fp32", "this GPU has no bfloat16")  # a T4, say; nor would vLLM take it
+    seconds = measured()
+    faster, slower = sorted(seconds, key=seconds.__getitem__)
+    ratio = seconds[slower] / seconds[faster]
+    return Precision(faster, f"measured here: {ratio:.1f} times as fast as {slower}")
+
+
+def measured() -> dict[Format, float]:
+    """Seconds of a small model's pass in each format on this processor; known ones are read."""
+    file = cache_dir() / "precision.json"
+    known = {}
+    with suppress(OSError, ValueError):  # none yet, or half of one
+        known = json.loads(file.read_text(encoding="utf-8"))
+    key = f"{processor()}, one thread, torch {torch.__version__}"
+    if key not in known:
+        known[key] = time_formats()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, known)
+    return {name: known[key][name] for name in DTYPES}
+
+
+def processor() -> str:
+    """Its model and what it computes with, as the system tells."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        facts = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
+        name = facts.get("model name", platform.processor())
+        numbers = "/".join(facts.get(n, "?") for n in ("cpu family", "model", "stepping"))
+        flags = [f for f in facts.get("flags", "").split() if f.startswith(("amx", "avx512_bf16"))]
+        return " ".join([name, numbers, *flags])
+    return platform.processor() or os.uname().machine
+
+
+def time_formats() -> dict[Format, float]:
+    """Processor seconds of a small model's forward and backward pass in each format, the best of
+    some interleaved repeats, on one thread: what other processes take is left out. On two threads
+    of a busy machine each waits for the other: the slower format can seem the faster one, and that
+    is remembered.
+
+    A model, not a product: norms, rotations, conversions and attention are part of the answer.
+    """
+    from transformers import LlamaConfig, LlamaModel
+
+    with torch.random.fork_rng(devices=[]):  # a measurement moves no run's random numbers
+        lm = LlamaModel(LlamaConfig(**SHAPE))
+        head = torch.nn.Linear(SHAPE["hidden_size"], SHAPE["vocab_size"], bias=False)
+        tokens = torch.randint(SHAPE["vocab_size"], (ROWS, TOKENS))
+
+    def seconds(name: Format) -> float:
+        began = time.process_time()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bf16"):
+            states = lm(input_ids=tokens, use_cache=False).last_hidden_state[:, -ACTION:]
+            loss = head(states).float().logsumexp(-1).mean()
+        loss.backward()
+        return time.process_time() - began
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = [{name: seconds(name) for name in DTYPES} for _ in range(REPEATS + 1)][1:]
+    finally:
+        torch.set_num_threads(threads)
+    return {name: min(t[name] for t in times) for name in DTYPES}
