@@ -60,7 +60,7 @@ from runtime import starts
 from scale import distributed, precision
 from scale.default_models import resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
-from scale.recompute import keep_for_backward, what_to_keep
+from scale.memory import keep_for_backward, what_to_keep
 from scale.sync import export_policy
 from update import Learner, suited
 from update import imitate as imitate_batch

@@ -62,10 +62,10 @@ from scale.memory import (  # noqa: E402
     POLICY_SHARE,
     Keep,
     Shape,
+    keep_for_backward,
     state_bytes,
     transient_bytes,
 )
-from scale.recompute import keep_for_backward  # noqa: E402
 from update import Learner, Objective  # noqa: E402
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}

@@ -126,7 +126,7 @@ Of these rows one GPU has run 3B with 10,752 tokens, see below. GB (10⁹ bytes)
 - update: the most that an update takes, state included, with one trajectory of the full context in
   a micro-batch; without and with `--gradient-checkpointing`.
 - card: the smallest of {cards} GiB that holds the update, with checkpointing, beside the sampler,
-  which has {share} of the card here (a run gives it less where less is left: `scale/room.py`)
+  which has {share} of the card here (a run gives it less where less is left: `scale/memory.py`)
   and leaves it during the update; 140 is sold as 141 GB.
 - PFLOP and minutes: {TRAJECTORIES} trajectories of the full length, scored twice and trained on
   once, with checkpointing, at {speed}, which is an assumption. Sampling is not in

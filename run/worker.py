@@ -63,8 +63,7 @@ from sampling.servers import Served, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync
 from scale.lora import add_lora, save_adapter
-from scale.recompute import keep_for_backward, what_to_keep
-from scale.room import sampler_share
+from scale.memory import keep_for_backward, sampler_share, what_to_keep
 from trajectory import RolloutHandler
 from update import Learner
 from warmstart import start_model

@@ -28,7 +28,7 @@ from envs.local import LOCAL, check_local
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.mixture import check_mixture, held_out_tasks, in_each, tasks_of
 from runtime.saved import LISTS_OF_FILES, files_teach
-from scale.room import check_room
+from scale.memory import check_room
 from schedulers import make_scheduler
 
 POSITIVE = (

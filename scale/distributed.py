@@ -47,7 +47,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
 from torch.distributed.tensor import DTensor
 
-from scale.recompute import keep_for_backward
+from scale.memory import keep_for_backward
 
 T = TypeVar("T")
 

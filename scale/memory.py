@@ -1,52 +1,65 @@
-"""Will it fit? The bytes of a training step by the model's shape, before anything is loaded.
+"""Will it fit? Bytes of a training step from the model's shape, before anything is loaded.
 
 P parameters, P_l of them in one layer, P_r in LoRA's adapters, W devices, T tokens in a micro-batch
-(at least one trajectory), H hidden, I intermediate, A·D attention size, L layers, V vocabulary;
-bytes:
+(at least one trajectory), H hidden, I intermediate, A·D attention size, L layers, V vocabulary:
 
     state        full: (4 weights + 4 gradients + 8 moments + 4 reference) P / W
-                 LoRA: (4 P + 16 P_r) / W, the reference being the policy without its adapters
-    activations  one layer, kept for the backward pass: KEPT and 8 I a token. One device computes
-                 under autocast and its residual stream is float32 (r = 4 bytes), FSDP in bfloat16
-                 (r = 2). On a GPU all of it, L layers. What is computed again needs one layer at a
-                 time, with its backward pass, beside what each layer keeps of a token: r H with
-                 --gradient-checkpointing; on a CPU also its products, 4 H + 4 A·D + 4 A_kv·D + 4 I,
-                 and with LoRA the adapters' (4 H + 2 A·D + 4 A_kv·D + 4 I)
-    head         24 bytes a logit of a slice of 512 MB (models.HEAD_BYTES)
-    copies       W = 1: autocast's bfloat16 weights, 2 P, or with checkpointing a layer's at a time
-                 W > 1: gathered bfloat16 weights of the root and of two layers, and gradients of
-                 the root (bfloat16) and of a layer (both types)
+                 LoRA: (4 P + 16 P_r) / W; the reference is the policy without its adapters
+    activations  all:      everything a layer's gradients need, L times: KEPT and 8 I a token
+                 products: per layer its input and the results of matrix products and attention;
+                           the rest is recomputed, one layer at a time
+                 inputs:   per layer its input alone (--gradient-checkpointing)
+    head         24 bytes a logit of one slice (models.HEAD_BYTES)
+    copies       W = 1: autocast's bfloat16 weights, 2 P, or with recomputation one layer's
+                 W > 1: gathered weights of the root and two layers, and their gradients
     sampler      2 P + keys and values, 4 L D A_kv a token
 
-`tests/measure_memory.py` holds them against the tensors of real updates. `scale/room.py` compares
-their sum with what the machine has; `recipes/memory.py` tabulates them.
+`tests/measure_memory.py` compares this with the tensors of real updates; `recipes/memory.py` makes
+a table of it. Read next: `run/clock.py`, which measures the peaks of a run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from config import Misuse, RunConfig
+from runtime.find_model import model_config
 
 Keep = Literal["all", "products", "inputs"]  # what a layer keeps for its backward pass
+
 GIB = 2**30
-GPU_HEAD_BYTES = 512 << 20  # what models.py takes where HEAD_BYTES names no limit
+GPU_HEAD_BYTES = 512 << 20  # models.py's slice of logits where models.HEAD_BYTES names none
+CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES["cpu"]
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
-SAMPLER_SHARE = 0.5  # of the card, at most (room.sampler_share); it sleeps in the update
-MARGIN = 1.05  # an allocator's losses, fragmentation above all
-CPU_CACHE_AT_MOST = 2 * GIB  # of keys and values
-SMALL_CACHE = GIB // 2  # what a small model may fill
-SEQUENCES = 64  # that vLLM runs side by side in this process
-POLICY_SHARE = 0.3  # of a trajectory's tokens, sampled ones
-# (LoRA?, several devices?) -> bytes a token that a layer keeps: this many times H, and A·D. Frozen
-# matrices and norms keep no input; the adapters keep theirs.
+POLICY_SHARE = 0.3  # share of a trajectory's tokens that the policy sampled
+SEQUENCES = 64  # that vLLM runs at a time in this process
+CPU_CACHE_AT_MOST = 2 * GIB  # keys and values
+SMALL_CACHE = GIB // 2  # keys and values that a small model may always have
+SAMPLER_SHARE = 0.5  # of a card, at most; the sampler sleeps during the update
+LEAST_SAMPLER_SHARE = 0.1
+MARGIN = 1.05  # fragmentation of torch's allocator
+CONTEXT = 0.05  # of a card: CUDA itself and its graphs
+PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
+# A heap fragments: over fifteen steps the laptop's run peaked at 9.1 GB where the parts are 5.6.
+CPU_MARGIN, TCMALLOC_MARGIN = 1.6, 1.25
+CLEARLY = 1.25  # refuse a run that needs this many times the memory; warn below
+# (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
+# Frozen matrices and norms keep no input; adapters keep theirs. FSDP's residual stream is bfloat16.
 KEPT = {(False, False): (26, 8), (False, True): (16, 8)}
 KEPT |= {(True, False): (18, 10), (True, True): (12, 8)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the size of a decoder of Qwen2's kind."""
+    """The sizes of a decoder like Qwen2's."""
 
     name: str
     vocab: int  # V
@@ -75,7 +88,7 @@ class Shape:
 
     @property
     def root_parameters(self) -> int:
-        """What belongs to no layer: embedding, last norm, head."""
+        """Parameters outside the layers: embedding, last norm, head."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -89,7 +102,7 @@ class Shape:
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
-    """The shape that a model's config.json tells of; None if it is of another kind."""
+    """The shape that a config.json describes; None for other architectures."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes: list[Any] = [config.get(key) for key in (*names, "num_attention_heads")]
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "num_experts" in config:
@@ -100,8 +113,11 @@ def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
     return Shape(name, vocab, hidden, intermediate, layers, heads, kv_heads, tied)
 
 
+# --------------------------------------------------------------------------------- the formulas
+
+
 def state_bytes(shape: Shape, devices: int = 1, lora_rank: int = 0) -> dict[str, float]:
-    """Bytes that one device holds from step to step; gradients from a backward pass to its step."""
+    """Bytes per device that last from step to step (gradients: until the optimizer's step)."""
     p, r = shape.parameters, shape.adapter_parameters(lora_rank)
     parts = {"weights": 4 * (p + r), "gradients": 4 * (r or p), "moments": 8 * (r or p)}
     parts["reference"] = 0 if lora_rank else 4 * p
@@ -116,12 +132,8 @@ def transient_bytes(
     keep: Keep = "inputs",
     head_bytes: int = GPU_HEAD_BYTES,
 ) -> float:
-    """Most bytes of an update beside the state: activations, head, copies of weights.
-
-    `tokens` is T of the micro-batch; POLICY_SHARE of them have logits. `keep`: see
-    `scale/recompute.py`, whose names these are.
-    """
-    r = 4 if devices == 1 else 2
+    """Peak bytes of an update beside the state, for a micro-batch of `tokens` tokens."""
+    r = 4 if devices == 1 else 2  # bytes of an element of the residual stream
     h, i, vocab = shape.hidden, shape.intermediate, shape.vocab
     times_h, times_ad = KEPT[lora_rank > 0, devices > 1]
     layer = times_h * h + times_ad * shape.heads * shape.head_dim + 8 * i
@@ -129,12 +141,12 @@ def transient_bytes(
     layer *= tokens
     kept = r * h
     if keep == "products":
-        outs = sum(out for _, out in shape.linears)  # bfloat16, as is attention's result
+        outs = sum(out for _, out in shape.linears)  # bfloat16, like attention's result
         kept += 2 * outs + 2 * shape.heads * shape.head_dim + 4 * shape.heads
         if lora_rank:  # both products of the adapters beside each matrix
             kept += 2 * outs + 2 * lora_rank * len(shape.linears)
     inputs = shape.layers * kept * tokens
-    again = (kept - r * h) * tokens  # kept of a layer that is whole once more
+    again = (kept - r * h) * tokens  # counted twice for the layer being recomputed
     end = (20 if lora_rank else 24) * h * tokens  # last norm, its gradient, the last layer's
     backward = (10 * h + 6 * i if lora_rank and devices == 1 else 2 * h + 4 * i) * tokens
     logits = min(int(POLICY_SHARE * tokens), max(1, head_bytes // (4 * vocab))) * vocab
@@ -149,11 +161,11 @@ def transient_bytes(
     if keep == "all":
         return copies + shape.layers * layer + max(end, backward, head) + rotary
     if devices == 1 and lora_rank:
-        copies = layer_copy  # autocast keeps copies of what is trained alone
+        copies = layer_copy  # autocast keeps copies of trained weights only
     moments = [
         copies + inputs + max(forward, head / 2),  # forward; logits have no gradients yet
         layer_copy + inputs + max(end, head),  # the backward pass begins
-        layer_copy + inputs - again + layer + backward,  # it is in a layer, computed again
+        layer_copy + inputs - again + layer + backward,  # inside a recomputed layer
     ]
     return max(moments) + rotary
 
@@ -161,7 +173,7 @@ def transient_bytes(
 def update_bytes(
     shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0, keep: Keep = "inputs"
 ) -> float:
-    """Most bytes that the trainer takes on one device."""
+    """Peak bytes of the trainer on one device."""
     state = sum(state_bytes(shape, devices, lora_rank).values())
     return state + transient_bytes(shape, tokens, devices, lora_rank, keep)
 
@@ -172,22 +184,21 @@ def cache_bytes(shape: Shape, tokens: int) -> int:
 
 
 def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
-    """Keys and values that the sampler gets on a CPU: a quarter of what its sequences could fill,
-    or, of a small model, what twice as many could.
+    """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill.
 
-    Openings are kept once for a group and most trajectories end early; where that is not enough,
-    vLLM lets some wait. Those that wait for their worlds are in no sequence, and yet what they have
-    said should stay: else every turn reads its whole history again.
+    Groups share their openings and most trajectories end early; when it is full, vLLM lets some
+    wait. A small model gets more, for the trajectories that wait for their environment: their
+    history should stay cached too, or every turn reads it again.
 
     Args:
-        shape: None: of a model that nobody knows.
+        shape: None: unknown.
         tokens: of the longest sequence.
-        sequences: that run side by side.
+        sequences: that run at a time.
     """
     if shape is None:
         return CPU_CACHE_AT_MOST
     most = sequences * cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
-    least = most // sequences + GIB // 8  # the longest sequence fits, whatever else
+    least = most // sequences + GIB // 8  # the longest sequence always fits
     return max(min(most // 4, CPU_CACHE_AT_MOST), min(2 * most, SMALL_CACHE), least)
 
 
@@ -200,3 +211,183 @@ def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) 
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # one sequence at least
     beside = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
     return max(beside / (1 - SAMPLER_SHARE), sampler / SAMPLER_SHARE, update)
+
+
+# ----------------------------------------------------------------- what a layer keeps, and does not
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def keep_for_backward(model: Any, keep: Keep) -> None:
+    """Choose what each layer of a PolicyModel or CriticModel keeps in training.
+
+    Gradients are the same, to the bit. Between two products lie norms, rotations and activations:
+    many bytes and little arithmetic, so recomputing them costs a CPU nothing (31.9 kB a token and
+    layer of SmolLM2-135M become 13.9). `inputs` repeats the products too: 2.3 kB, up to a third
+    more time. Source: torch.utils.checkpoint.create_selective_checkpoint_contexts.
+    """
+    if keep == "all":
+        return
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operation in PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    how: dict[str, Any] = {"use_reentrant": False}
+    if keep == "products":
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    lm = getattr(model, "lm", getattr(model, "backbone", model))
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def what_to_keep(checkpointing: bool, device: torch.device) -> Keep:
+    """A device's default. On a GPU the layers are too quick for a choice at each operation."""
+    if checkpointing:
+        return "inputs"
+    return "products" if device.type == "cpu" else "all"
+
+
+# ------------------------------------------------------------------------------ what a run needs
+
+
+class Room(NamedTuple):
+    """Bytes of the machine, or of this process's card."""
+
+    total: float
+    free: float
+    what: str  # "this machine", "the GPU"
+    is_gpu: bool
+
+
+class Need(NamedTuple):
+    """Bytes that a run takes there."""
+
+    state: float  # from step to step
+    peak: float
+    held: float  # of `state` during the rollout: all but gradients
+
+
+def check_room(config: RunConfig, room: Room | None = None) -> str | None:
+    """A warning if the run may not fit; None if it fits or if the sizes are unknown.
+
+    The formulas are approximate, so only a run that clearly cannot fit is refused.
+
+    Raises:
+        Misuse: it clearly cannot; the line names what to lower.
+    """
+    shape = shape_of(config.model, model_config(config.model) or {})
+    room = room or room_here()
+    if shape is None or room is None:
+        return None
+    need = needed(config, shape, room.is_gpu)
+    if room.is_gpu:  # an H200 held 81 GB where the parts are 76
+        need = need._replace(peak=need.peak + CONTEXT * room.total)
+    what = (
+        f"{config.model} with these options needs about {need.peak / 1e9:.3g} GB "
+        f"({need.state / 1e9:.3g} GB of it weights and optimizer), {room.what} has"
+    )
+    ways = ["lower --max-tokens-per-micro-batch"]
+    ways += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
+    ways += [] if config.lora_rank else ["--lora-rank 16"]
+    advice = f"try {', '.join(ways)} or a smaller --model"
+    if max(need.state, need.peak / CLEARLY) > room.total:
+        have = f"{room.total / 1e9:.3g} GB"
+        raise Misuse(f"out of memory before it begins: {what} {have}; {advice}")
+    if need.peak > room.free:
+        have = f"{room.free / 1e9:.3g} GB free of {room.total / 1e9:.3g}"
+        return f"memory may not suffice: {what} {have}; if it runs out, {advice}"
+    return None
+
+
+def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
+    """The bytes of a run, on each card or on the machine.
+
+    Args:
+        shape: of the policy, and of PPO's critic.
+    """
+    c: Any = config
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), c.lora_rank
+    has_critic = getattr(c, "needs_critic", False)
+    parts = state_bytes(shape, world, rank)
+    if not (getattr(c, "kl_coef", 0) or getattr(c, "kl_loss_coef", 0)):
+        parts["reference"] = 0
+    state, gradients = sum(parts.values()), parts["gradients"]
+    if has_critic:
+        state += sum(parts[name] for name in ("weights", "gradients", "moments"))
+        gradients *= 2
+    in_step = c.trajectories_per_step * c.max_trajectory_tokens
+    row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair stays together
+    tokens = min(max(c.max_tokens_per_micro_batch, row), in_step)
+    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
+    head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
+    update = transient_bytes(shape, tokens, world, rank, keep, head)
+    is_elsewhere = c.engine_url or c.engine_devices
+    sampler = 0.0
+    if not is_elsewhere:
+        sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)
+    if is_gpu:
+        beside = (MARGIN * state + sampler) if sampler else 0.0
+        stays = 2 * shape.parameters if c.engine == "transformers" else 0  # it never sleeps
+        peak = max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update) + stays)
+        return Need(state, peak, state - gradients)
+    cache = 0.0
+    if sampler and c.engine == "vllm":
+        dtype = "bfloat16" if c.precision == "bf16" else "float32"
+        cache = cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    has_tcmalloc = "tcmalloc" in os.environ.get("LD_PRELOAD", "")
+    margin = TCMALLOC_MARGIN if has_tcmalloc else CPU_MARGIN
+    peak = margin * processes * (state + update + sampler + cache + PROGRAMS)
+    return Need(state * processes, peak, (state - gradients) * processes)
+
+
+def sampler_share(config: RunConfig, room: Room | None = None) -> float:
+    """The share of a card that vLLM may take beside the trainer: at most half.
+
+    vLLM takes its memory back after each update, while weights, moments and reference are there. It
+    is also there when the trainer scores what was sampled after a sync (`sync.compare`), for which
+    autocast, or FSDP's root, makes copies in bfloat16.
+    """
+    shape = shape_of(config.model, model_config(config.model) or {})
+    room = room or room_here()
+    if shape is None or room is None or not room.is_gpu:
+        return SAMPLER_SHARE
+    held = MARGIN * needed(config, shape, is_gpu=True).held
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        held += 2 * 2 * shape.root_parameters  # of policy and reference
+    elif not config.lora_rank:
+        held += 2 * shape.parameters
+    return max(min(SAMPLER_SHARE, 1 - held / room.total - CONTEXT), LEAST_SAMPLER_SHARE)
+
+
+def room_here() -> Room | None:
+    """This process's GPU if torch can use one, else the machine; None if that cannot be read."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
+        return Room(total, free, "the GPU", is_gpu=True)
+    return cpu_room()
+
+
+def cpu_room(root: Path = Path("/")) -> Room | None:
+    """The machine's memory, or its container's limit if that is less."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (s.split(":") for s in lines)}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    what, group = "this machine", root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no control group, or "max": no limit
+        limit = used = 0
+    if 0 < limit < total:
+        total, free, what = limit, min(free, limit - used), "this container"
+    return Room(total, max(free, 0), what, is_gpu=False)

@@ -29,8 +29,13 @@ from recipes.common import RESULTS, Result, markdown, read_json, write_json  # n
 from recipes.memory import HEADING  # noqa: E402
 from run.files import write_text  # noqa: E402
 from scale import distributed  # noqa: E402
-from scale.memory import Keep, Shape, state_bytes, transient_bytes  # noqa: E402
-from scale.recompute import keep_for_backward  # noqa: E402
+from scale.memory import (  # noqa: E402
+    Keep,
+    Shape,
+    keep_for_backward,
+    state_bytes,
+    transient_bytes,
+)
 from update import Learner, update_policy  # noqa: E402
 
 SMALL = {

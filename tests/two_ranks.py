@@ -24,7 +24,7 @@ from models import CriticModel, PolicyModel
 from runtime.methods import DpoConfig
 from scale import distributed
 from scale.lora import add_lora
-from scale.recompute import keep_for_backward
+from scale.memory import keep_for_backward
 from update import (
     Learner,
     Objective,
