@@ -238,7 +238,7 @@ def reinforce_plus_plus(
         Âₜ = (Rₜ − mean R) / std R    over all policy tokens of the batch
 
     No critic and no groups: easy tasks are compared with hard ones. The paper's per-token KL
-    penalty is part of token_rewards (`kl.kl_penalized_rewards`).
+    penalty is part of token_rewards (`losses.kl_penalized_rewards`).
 
     Args, Returns, Raises: as `gae`; returns hold Rₜ.
     """

@@ -62,7 +62,7 @@ from typing import Any
 
 from config import Misuse, refusing
 from conversations import ROUNDING, Conversation, unit_return_of
-from order import portion
+from rollout import portion
 from run import shell
 from run.clock import Clock
 from run.methodworker import (

@@ -56,7 +56,6 @@ from batching import Batch
 from config import Misuse
 from conversations import return_of
 from losses import Objective
-from order import portion
 from pairs import (
     Pair,
     PairSettings,
@@ -69,6 +68,7 @@ from pairs import (
     why_left_out,
 )
 from preferences import preference_loss
+from rollout import portion
 from run import shell
 from run.clock import Clock, advice
 from run.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured

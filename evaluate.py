@@ -69,11 +69,10 @@ if __name__ == "__main__":  # before the imports below take their seconds
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
-from order import RolloutRequest
 from reporting.evalconfig import trained_on
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
-from rollout import RolloutLog, RolloutSettings, TooManyEnvFailures, collect
+from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from run.files import build_folder, make_folder, write_json, write_text
 from run.media import put_pictures_beside
 from run.progress import phase, playing

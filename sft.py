@@ -44,7 +44,7 @@ from typing import Any
 
 from config import Misuse
 from conversations import Conversation
-from order import portion
+from rollout import portion
 from run import shell
 from run.clock import Clock, advice
 from run.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured

@@ -49,8 +49,13 @@ from envclient import EnvPool, local_server  # noqa: E402
 from envs import Task, Wire  # noqa: E402
 from envs.common import say  # noqa: E402
 from models import load_tokenizer  # noqa: E402
-from order import RolloutRequest  # noqa: E402
-from rollout import RolloutLog, RolloutSettings, _Episode, collect  # noqa: E402
+from rollout import (  # noqa: E402
+    RolloutLog,
+    RolloutRequest,
+    RolloutSettings,
+    _Episode,
+    collect,
+)
 from sampling.vllm_engine import VLLMEngine  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 

@@ -85,9 +85,8 @@ def run_ours(config: Config) -> None:
     """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
     from advantages import estimate
     from batching import make_batch
-    from rlworker import RLWorker
     from run.session import at_work
-    from train import in_as_many_steps, requests_of, usable_trajectories
+    from train import RLWorker, in_as_many_steps, requests_of, usable_trajectories
 
     with (
         tempfile.TemporaryDirectory() as folder,

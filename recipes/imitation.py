@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from batching import Batch
     from config import Config
     from conversations import Conversation
-    from rlworker import RLWorker as Worker
     from rollout import RolloutLog
     from run.clock import Clock
+    from train import RLWorker as Worker
 
     Lesson = tuple[Batch | None, dict[str, Any], RolloutLog]
     LessonAt = Callable[[int, Clock], Lesson]  # what a step imitates, and what to log of it
@@ -37,9 +37,9 @@ def imitate(config: "Config", prepare: Callable[["Worker"], "LessonAt"]) -> None
 
     Args: prepare: called once, before the first evaluation.
     """
-    from rlworker import RLWorker
     from run.clock import Clock
     from run.session import at_work, is_due
+    from train import RLWorker
 
     with at_work(config, RLWorker) as session:
         worker = session.worker

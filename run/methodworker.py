@@ -31,8 +31,8 @@ from conversations import Conversation, as_agenttraj, from_agenttraj, was_encode
 from demonstrations import shown_in_each
 from losses import Objective, Portions
 from models import load_tokenizer, stop_ids_of
-from order import draw
 from reporting.metrics import summarize_trajectories
+from rollout import draw
 from run.clock import Clock
 from run.files import write_json, write_text
 from run.progress import phase

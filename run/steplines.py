@@ -6,7 +6,7 @@ What a run knows of itself beside its weights, and must know again when it is re
                        of sft.py that plays nothing, minus the held-out loss
     evaluated_step     the last evaluation that the two, and the sentinels, know of
     sentinels          the past that a step is judged by (reporting/sentinels.py)
-    kl_controller      β of the KL penalty (kl.py)
+    kl_controller      β of the KL penalty (losses.py)
 
 Read next: reporting/sentinels.py.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kl import FixedKLController
+from losses import FixedKLController
 from reporting.sentinels import Alarm, Sentinels
 
 

@@ -7,7 +7,7 @@ holds no algorithm: which of these happen in a step, and in what order, is writt
                            engine       policy                policy weights
                            + pool       optimizer             into the engine
 
-What reinforcement learning needs beside that, a critic, a reference, a horizon, is in rlworker.py.
+What reinforcement learning needs beside that, a critic, a reference, a horizon, is in train.py.
 
 Over several processes each has a Worker. They roll out, evaluate and score apart, on their share of
 the work, and all of them then hold all results (`scale/distributed.py`); rank 0 writes the files.
@@ -34,7 +34,7 @@ from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, local_server
 from envs import env_name, tasks_by_world
 from evaluate import evaluate_policy
-from kl import FixedKLController
+from losses import FixedKLController
 from models import (
     describe,
     load_policy,
@@ -43,13 +43,14 @@ from models import (
     num_trained,
     stop_ids_of,
 )
-from order import RolloutRequest, share_of
 from rollout import (
     RolloutLog,
+    RolloutRequest,
     RolloutSettings,
     check_failures,
     collect,
     sampling_seed,
+    share_of,
 )
 from run import checkpoint, clock, rundir
 from run.interrupt import StopRequests
@@ -260,8 +261,8 @@ class Worker:
         label: str,
         log: RolloutLog,
     ) -> list[RolloutHandler]:
-        """`rollout.collect`, shared out: each rank plays its share of the tasks (order.py), and all
-        get all results, in the order of the requests."""
+        """`rollout.collect`, shared out: each rank plays its share of the tasks, and
+        all get all results, in the order of the requests."""
         ranks, rank = distributed.world_size(), distributed.rank()
         share = share_of(requests, rank, ranks)
         own = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks

@@ -3,7 +3,7 @@
     --env textcraft babyai --env-weights 2 1
 
     in_each(config)      the options as each world sees them
-    tasks_of(config)     all worlds' training tasks; whose turn it is, order.py says
+    tasks_of(config)     all worlds' training tasks; whose turn it is, rollout.py says
     horizons_of(config)  how many turns an episode may take, by world
 
 What is a world's own stays its own: the lists of tasks, the horizon and its schedule, the prompt,

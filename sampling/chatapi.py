@@ -47,8 +47,15 @@ import openai
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
 from envs.exchange import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
-from order import RolloutRequest
-from rollout import NUM_TRIES, RolloutSettings, check_failures, sampling_seed, state_of, take_result
+from rollout import (
+    NUM_TRIES,
+    RolloutRequest,
+    RolloutSettings,
+    check_failures,
+    sampling_seed,
+    state_of,
+    take_result,
+)
 from trajectory import Trajectory, Turn
 
 MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again

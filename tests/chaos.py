@@ -39,8 +39,7 @@ from envclient import EnvPool
 from envs import ParseError, Task, get_env
 from envs import http as envhttp
 from envs.seal import Turns
-from order import RolloutRequest
-from rollout import RolloutLog, collect
+from rollout import RolloutLog, RolloutRequest, collect
 from run.processes import child
 
 ROOT = Path(__file__).parent.parent

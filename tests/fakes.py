@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from engines import Generation, SamplingSettings
 from envclient import SessionLost, StepResult
 from envs import Task
-from order import RolloutRequest
-from rollout import RolloutSettings
+from rollout import RolloutRequest, RolloutSettings
 from scale.default_models import CHATML
 from trajectory import RolloutHandler
 

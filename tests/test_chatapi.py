@@ -12,8 +12,7 @@ import pytest
 from envclient import EnvConnectionError, EnvServerError, NotSupported, StepResult
 from envs import Task
 from envs.textcraft.env import TextCraft
-from order import RolloutRequest
-from rollout import RolloutSettings, TooManyEnvFailures
+from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
 from sampling.chatapi import ApiError, ApiRefused, ChatApi, ContextFull, Stopped, collect_api
 
 GARBAGE = "<html>bad gateway</html>"

@@ -27,11 +27,10 @@ from advantages import grpo, whiten_each
 from config import Config, Misuse
 from engines import EngineError
 from envs import Task
-from order import draw, epochs
 from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from reporting.sentinels import Alarm, Sentinels
-from rollout import RolloutHandler
+from rollout import RolloutHandler, draw, epochs
 from run import checkpoint, session, worker
 from run.files import marks_of
 from runtime.saved import as_kept, saved_config

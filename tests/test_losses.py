@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-from kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_penalized_rewards
 from losses import (
+    AdaptiveKLController,
+    FixedKLController,
     Objective,
     Scored,
     entropy_from_logits,
+    kl_estimate,
+    kl_penalized_rewards,
     masked_mean,
     masked_sum,
     policy_loss,

@@ -31,10 +31,10 @@ from engines import EngineError
 from evaluate import main as evaluate_main
 from losses import Objective
 from models import load_tokenizer
-from order import portion
 from pairs import Pair
 from preferences import preference_loss
 from reporting.metrics import METRICS
+from rollout import portion
 from run import checkpoint, methodworker
 from run.clock import Clock, OutOfMemory
 from run.methodworker import Kept, openings_of

@@ -19,9 +19,9 @@ from advantages import reinforce_plus_plus, whiten_each
 from config import complete, options
 from demonstrations import Manner, shown_in_each
 from envs import get_env, settings_of
-from order import draw, drawn
 from reporting.curves import read_run
 from reporting.evalconfig import as_in_run
+from rollout import draw, drawn
 from run.plan import plan
 from runtime.mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_sentinels import HEALTHY, stormy_run
 
-from kl import AdaptiveKLController, FixedKLController
+from losses import AdaptiveKLController, FixedKLController
 from reporting.sentinels import RULES
 from run.steplines import Progress
 

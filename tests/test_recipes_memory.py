@@ -172,12 +172,10 @@ def test_checkpointing_lora_and_more_devices_never_need_more():
             assert sizes == sorted(sizes, reverse=True)
 
 
-FILES = ("rlworker.py", "run/worker.py", "scale/sync.py")
+FILES = ("train.py", "run/worker.py", "scale/sync.py")
 
 
 def test_the_table_knows_that_the_sampler_leaves_the_card():
-    text = "".join(
-        (ROOT / f).read_text() for f in ("rlworker.py", "run/worker.py", "scale/sync.py")
-    )
+    text = "".join((ROOT / f).read_text() for f in ("train.py", "run/worker.py", "scale/sync.py"))
     assert re.search(r"engine\.sleep\(", text) and "self.rest()" in text
     assert "leaves it during the update" in memory.report([])

@@ -40,14 +40,17 @@ from envs import Task
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
 from models import load_tokenizer
-from order import RolloutRequest
 from rollout import (
     THREAD_NAME,
     RolloutLog,
+    RolloutRequest,
     TooManyEnvFailures,
     check_failures,
     collect,
     sampling_seed,
+)
+from rollout import (
+    draw as draw_requests,
 )
 from scale.default_models import resolve_model
 
@@ -842,3 +845,16 @@ def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat
     engine = ScriptedEngine(saying("open door<e>"))
     handlers = collect(engine, pool, chat, requests_of(2), settings_of(env_workers=1))
     assert [h.stop_reason for h in handlers] == ["success", "success"]
+
+
+# ---------------------------------------------------------------- which tasks a step plays
+
+
+def test_a_task_that_comes_twice_in_a_turn_has_samples_of_its_own():
+    """By step, task and sample the sampler's random numbers are told apart (rollout.py)."""
+    tasks = [Task(f"t_{n}", n, "", "textcraft") for n in range(3)]
+    requests = draw_requests(1, tasks, 7, 4, seed=0, step=1, horizons={"textcraft": 5})
+    assert len({r.group_id for r in requests}) == 7
+    assert len({(r.task.task_id, r.sample) for r in requests}) == len(requests) == 28
+    once = draw_requests(1, tasks, 3, 4, seed=0, step=1, horizons={"textcraft": 5})
+    assert sorted({r.sample for r in once}) == [0, 1, 2, 3]

@@ -31,7 +31,6 @@ from toy_env import (
 )
 
 import config
-import rlworker
 import train
 from config import Config
 from engines import EngineError, TransformersEngine
@@ -42,7 +41,6 @@ from reporting import metrics
 from reporting.logs import ALARMS, read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import Alarm, Sentinels
-from rlworker import RLWorker
 from rollout import TooManyEnvFailures
 from run import checkpoint, files, rundir, session, worker
 from run.interrupt import StopRequests
@@ -52,7 +50,7 @@ from runtime.saved import saved_config
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.sync import SyncError
-from train import usable_trajectories
+from train import RLWorker, usable_trajectories
 from trajectory import RolloutHandler, Turn, rounded
 
 ROOT = Path(__file__).parents[1]
@@ -448,7 +446,7 @@ def test_a_value_error_in_the_middle_of_a_step_is_a_bug_with_its_traceback(tmp_p
     def broken(self, *_):
         raise ValueError("shapes (3,) and (4,)")
 
-    monkeypatch.setattr(rlworker.RLWorker, "update", broken)
+    monkeypatch.setattr(train.RLWorker, "update", broken)
     with serve() as url, pytest.raises(ValueError, match="shapes") as error:
         run_in_process(tmp_path, url, **ENTROPY)
     assert not isinstance(error.value, config.Misuse)
@@ -775,13 +773,13 @@ def test_a_launchers_second_copy_of_a_request_is_none_of_its_own(monkeypatch):
 
 
 def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):
-    update = rlworker.RLWorker.update
+    update = train.RLWorker.update
 
     def interrupted_update(self, step, *rest):
         interrupt()
         return update(self, step, *rest)
 
-    monkeypatch.setattr(rlworker.RLWorker, "update", interrupted_update)
+    monkeypatch.setattr(train.RLWorker, "update", interrupted_update)
     with serve() as url:
         code, run_dir = run_in_process(tmp_path, url, steps=3, save_every=3)
     assert code == 130
@@ -1120,7 +1118,7 @@ def test_out_of_memory_is_one_line_that_names_what_to_lower(
     def too_much(*_, **__):
         raise error
 
-    monkeypatch.setattr(rlworker.RLWorker, phase, too_much)
+    monkeypatch.setattr(train.RLWorker, phase, too_much)
     with serve() as url:
         code, _ = run_in_process(tmp_path, url, **ENTROPY)
     assert code == 1

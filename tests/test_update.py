@@ -10,8 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import update
 from batching import Batch
-from kl import kl_estimate
-from losses import masked_mean
+from losses import kl_estimate, masked_mean
 from models import CriticModel, PolicyModel
 from train import in_as_many_steps
 from update import Learner, Objective, cut, score_critic, score_policy

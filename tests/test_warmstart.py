@@ -17,8 +17,7 @@ from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
-from order import RolloutRequest
-from rollout import RolloutSettings, collect
+from rollout import RolloutRequest, RolloutSettings, collect
 from runtime import starts
 from scale import distributed
 from scale.default_models import resolve_model

@@ -24,16 +24,15 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
 from toy_env import registered  # noqa: E402
 
-import rlworker  # noqa: E402
 import train  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
 from reporting import metrics  # noqa: E402
 from reporting.metrics import MetricsLogger  # noqa: E402
-from rlworker import RLWorker as Worker  # noqa: E402
 from run import checkpoint, files  # noqa: E402
 from run import worker as worker_module  # noqa: E402
 from run.session import Session  # noqa: E402
 from scale import distributed  # noqa: E402
+from train import RLWorker as Worker  # noqa: E402
 
 # What a process can be doing -> the function it does it in; they nest, and the innermost counts.
 PHASES = {
@@ -54,7 +53,7 @@ PHASES = {
 # Where to die -> the phase (None: any), and which call of which function in it is not reached.
 PLACES = {
     "in the rollout": ("rollout", TransformersEngine, "poll", 3),
-    "between the policy's log-probs and the critic's": ("log-probs", rlworker, "score_critic", 1),
+    "between the policy's log-probs and the critic's": ("log-probs", train, "score_critic", 1),
     "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
     "in the middle of the weight sync": ("sync", distributed, "whole", 5),
     "in the evaluation": ("evaluation", TransformersEngine, "poll", 2),
