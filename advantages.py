@@ -45,12 +45,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from runtime.lazytorch import no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 __all__ = [
     "ESTIMATORS",
@@ -109,7 +107,7 @@ def token_rewards_of(
     return token_rewards
 
 
-@no_grad
+@torch.no_grad()
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -167,7 +165,7 @@ def gae(
     return advantages.float(), returns.float()
 
 
-@no_grad
+@torch.no_grad()
 def grpo(
     token_rewards: Tensor,
     loss_mask: Tensor,
@@ -208,7 +206,7 @@ def grpo(
     return _on_policy_tokens(deviation, mask), _on_policy_tokens(trajectory_return, mask)
 
 
-@no_grad
+@torch.no_grad()
 def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740, section 3.3).
 
@@ -228,7 +226,7 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
     return _on_policy_tokens(advantage, mask), _on_policy_tokens(trajectory_return, mask)
 
 
-@no_grad
+@torch.no_grad()
 def reinforce_plus_plus(
     token_rewards: Tensor, loss_mask: Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -253,7 +251,7 @@ def reinforce_plus_plus(
     return _whiten(returns, mask).float(), returns.float()
 
 
-@no_grad
+@torch.no_grad()
 def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     """Shift and scale x to mean 0 and unbiased standard deviation 1 over all policy tokens.
 

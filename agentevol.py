@@ -48,14 +48,6 @@ Read first: sft.py. Read next: train.py.
 from __future__ import annotations
 
 import sys
-
-from runtime.cli import begin
-from runtime.methods import EvolConfig, check_method, is_kept
-
-SUMMARY = (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # before the imports below take their seconds
-    begin(EvolConfig, SUMMARY, check_method)
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -76,8 +68,11 @@ from run.methodworker import (
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, at_work
+from runtime.methods import EvolConfig, check_method, is_kept
 from scale import distributed
 from update import imitate
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 DEMONSTRATED = "demonstration"  # an origin; others are "iteration 1", "iteration 2", ...
 

@@ -9,7 +9,7 @@ What is not given comes from a preset:
              world's training tasks: for those who set everything themselves
 
 What belongs to one world stands in its class (envs/__init__.py), what belongs to the update in
-`losses.Objective`. What contradicts is in runtime/checks.py, how a run's options are read back in
+`Objective`. What contradicts is in runtime/checks.py, how a run's options are read back in
 runtime/saved.py.
 
 Read next: `train.py`.
@@ -17,23 +17,20 @@ Read next: `train.py`.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from advantages import ESTIMATORS
 from envs import env_name, names_of, settings_of
-from losses import Objective, Portions
+from run.errors import Misuse as Misuse
+from run.errors import refusing as refusing
 
-if TYPE_CHECKING:
-    Algorithm = str
-else:
-    Algorithm = Literal[tuple(ESTIMATORS)]
+GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)  # algorithms; see advantages.ESTIMATORS
 Options = TypeVar("Options", bound="RunConfig")
 SMALL_MODELS = ("smollm2-135m", "tiny")  # warmed up first, and given short tasks
 
@@ -47,17 +44,46 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class Misuse(ValueError):
-    """An option, or what it names, cannot work: one line for the user, exit code 2."""
+@dataclass(frozen=True)
+class Portions:
+    """In which portions an update goes through its trajectories; each field is an option."""
+
+    temperature: float = 1.0
+    """of the sampler, in training and evaluation [paper: 1.0]"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm [paper: 1.0]"""
+    mini_batch_size: int = 64
+    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
+    max_tokens_per_micro_batch: int = 2048
+    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
+    share_prefix: bool = True
+    """compute what the samples of a task have in common once, where that is faster"""
 
 
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Inside, a ValueError says that an option cannot work; elsewhere it is a bug."""
-    try:
-        yield
-    except ValueError as error:
-        raise Misuse(str(error)) from error
+@dataclass(frozen=True)
+class Objective(Portions):
+    """What an update maximises; each field is an option of train.py."""
+
+    clip_ratio: float = 0.2
+    """epsilon of the clipped objective [paper: 0.2]"""
+    value_clip: float = 0.5
+    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus [paper: 1e-3]"""
+    sampler_is_cap: float = 2.0
+    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
+    loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
+    """what counts alike in the policy's loss, a token or a trajectory [paper: seq-mean]"""
+    ppo_epochs: int = 1
+    """passes over each step's trajectories [paper: 1]"""
+
+    def num_optimizer_steps(self, num_rows: int) -> int:
+        """Optimizer steps that a batch of `num_rows` trajectories gets."""
+        return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
 
 
 @dataclass(frozen=True)
@@ -232,7 +258,7 @@ class Config(RunConfig, Objective):
     widens: ClassVar[bool] = True
 
     # The algorithm
-    algorithm: Algorithm = "grpo"
+    algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """advantage estimator and what goes with it [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
     """how the horizon changes during training [paper: both]"""
@@ -266,8 +292,9 @@ class Config(RunConfig, Objective):
 
     @property
     def unwatched(self) -> frozenset[str]:  # type: ignore[override]
-        compares = ESTIMATORS[self.algorithm].needs_group  # to others equal groups are no silence
-        return frozenset() if compares else frozenset({"train/groups_zero_variance"})
+        # Equal returns in a group are a warning only where rewards are compared within it.
+        watched = self.algorithm in GROUPED
+        return frozenset() if watched else frozenset({"train/groups_zero_variance"})
 
     @property
     def plays(self) -> bool:
@@ -283,7 +310,7 @@ class Config(RunConfig, Objective):
 
     @property
     def needs_critic(self) -> bool:
-        return ESTIMATORS[self.algorithm].needs_critic
+        return self.algorithm in WITH_CRITIC
 
 
 PAPER: dict[str, Any] = {

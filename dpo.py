@@ -35,16 +35,8 @@ Read first: preferences.py, pairs.py. Read next: agentevol.py.
 
 from __future__ import annotations
 
-import sys
-
-from runtime.cli import begin
-from runtime.methods import DpoConfig, check_method, conversations_of, counted, is_kept
-
-SUMMARY = (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # before the imports below take their seconds
-    begin(DpoConfig, SUMMARY, check_method)
-
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +45,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batching import Batch
-from config import Misuse
+from config import Misuse, Objective
 from conversations import return_of
-from losses import Objective
 from pairs import (
     Pair,
     PairSettings,
@@ -75,8 +66,11 @@ from run.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, TrainingError, at_work
+from runtime.methods import DpoConfig, check_method, conversations_of, counted, is_kept
 from scale import distributed
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 
 def train(config: DpoConfig) -> Run:

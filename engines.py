@@ -34,12 +34,10 @@ from typing import Protocol
 
 import torch
 
+from run.errors import EngineError
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 Ids = Sequence[int]  # of tokens
-
-
-class EngineError(RuntimeError):
-    """The sampler failed; the training step cannot go on."""
 
 
 @dataclass(frozen=True)

@@ -57,28 +57,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from reporting.evalconfig import ALL, EvalConfig, asked, evaluation_options, model_of
-from runtime.cli import complain, refuse_misuse
-from runtime.malloc import begin_with_tcmalloc
-
-PROG = "evaluate.py"
-if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(PROG, lambda: evaluation_options(None, PROG))
-    begin_with_tcmalloc()
-
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
-from reporting.evalconfig import trained_on
+from reporting.evalconfig import ALL, EvalConfig, asked, evaluation_options, model_of, trained_on
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
+from run.errors import complain
 from run.files import build_folder, make_folder, write_json, write_text
 from run.media import put_pictures_beside
 from run.progress import phase, playing
 from run.rundir import TOKENIZER
 from runtime.prompts import prompt_of
 from trajectory import Trajectory
+
+PROG = "evaluate.py"
 
 
 def requests_for(

@@ -40,54 +40,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.lazytorch import no_grad, torch
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Portions:
-    """In which portions an update goes through its trajectories; each field is an option."""
-
-    temperature: float = 1.0
-    """of the sampler, in training and evaluation [paper: 1.0]"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this global norm [paper: 1.0]"""
-    mini_batch_size: int = 64
-    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
-    max_tokens_per_micro_batch: int = 2048
-    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
-    share_prefix: bool = True
-    """compute what the samples of a task have in common once, where that is faster"""
-
-
-@dataclass(frozen=True)
-class Objective(Portions):
-    """What an update maximises; each field is an option of train.py."""
-
-    clip_ratio: float = 0.2
-    """epsilon of the clipped objective [paper: 0.2]"""
-    value_clip: float = 0.5
-    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
-    kl_loss_coef: float = 0.0
-    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus [paper: 1e-3]"""
-    sampler_is_cap: float = 2.0
-    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
-    loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """what counts alike in the policy's loss, a token or a trajectory [paper: seq-mean]"""
-    ppo_epochs: int = 1
-    """passes over each step's trajectories [paper: 1]"""
-
-    def num_optimizer_steps(self, num_rows: int) -> int:
-        """Optimizer steps that a batch of `num_rows` trajectories gets."""
-        return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
+    from config import Objective
 
 
 class PolicyLoss(NamedTuple):
@@ -260,7 +219,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
 
 
-@no_grad
+@torch.no_grad()
 def sampler_is_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, cap: float
 ) -> Tensor:
@@ -328,7 +287,7 @@ def kl_estimate(
     raise ValueError(f"KL estimator is {estimator!r}; it must be one of k1, k2, k3")
 
 
-@no_grad
+@torch.no_grad()
 def kl_penalized_rewards(
     token_rewards: Tensor,
     log_probs: Tensor,

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.cli import complain
+from run.errors import complain
 from viewer.sources import NoSource, Source, open_source
 
 if TYPE_CHECKING:

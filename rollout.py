@@ -45,6 +45,7 @@ from envclient import (
     TooManySessions,
 )
 from envs import Task, tasks_by_world
+from run.errors import TooManyEnvFailures
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
 # Resets before an episode is given up; one that fails in the middle of a step starts over once.
@@ -80,10 +81,6 @@ class RolloutLog:
     def end(self, handler: RolloutHandler) -> None:
         self.ended.append(handler)
         self.on_end(handler)
-
-
-class TooManyEnvFailures(RuntimeError):
-    """More trajectories were lost to the environment servers than a run may ignore."""
 
 
 def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) -> int:

@@ -24,19 +24,11 @@ conversations.py. Read next: dpo.py, agentevol.py.
 
 from __future__ import annotations
 
-import sys
-
-from runtime.cli import begin
-from runtime.methods import SftConfig, check_method
-
-SUMMARY = (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # before the imports below take their seconds
-    begin(SftConfig, SUMMARY, check_method)
-
 import hashlib
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +42,11 @@ from run.clock import Clock, advice
 from run.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
 from run.rundir import Run
 from run.session import Session, at_work, is_due
+from runtime.methods import SftConfig, check_method
 from scale import distributed
 from update import imitate, score_policy
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 DATA = "data.json"  # of a run: which conversations it learns from
 

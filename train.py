@@ -40,18 +40,10 @@ Read first: trajectory, advantages, losses. Read next: schedulers, rollout, upda
 
 from __future__ import annotations
 
-import sys
-
-from config import Config, Misuse
-from runtime.cli import begin
-
-SUMMARY = (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # before the imports below take their seconds
-    begin(Config, SUMMARY)
-
 import contextlib
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -61,11 +53,11 @@ import torch
 
 from advantages import ESTIMATORS, estimate, whiten_each
 from batching import Batch, make_batch
+from config import Config, Misuse, Objective
 from envs import Task, env_name, tasks_by_world
 from losses import (
     AdaptiveKLController,
     FixedKLController,
-    Objective,
     kl_estimate,
     kl_penalized_rewards,
     masked_mean,
@@ -93,6 +85,8 @@ from update import (
     update_critic,
     update_policy,
 )
+
+SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 
 def train(config: Config) -> Run:

@@ -49,8 +49,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batching import Batch, even_weights, micro_batches, padding_share
+from config import Objective
 from losses import (
-    Objective,
     Scored,
     imitation_loss,
     masked_mean,

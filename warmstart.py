@@ -33,30 +33,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.cli import complain, refuse_misuse
-from runtime.malloc import begin_with_tcmalloc
-from runtime.startconfig import SftSettings, StartConfig, data_of, settings_of, start_options
-
-PROG, SUMMARY = "warmstart.py", (__doc__ or "").split("\n\n")[0]
-if __name__ == "__main__":  # before the imports below take their seconds
-    refuse_misuse(PROG, lambda: start_options(None, PROG, SUMMARY))
-    begin_with_tcmalloc()
-
 import torch
 from safetensors import SafetensorError
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Misuse, RunConfig, refusing
+from config import SMALL_MODELS, Misuse, Objective, RunConfig, refusing
 from conversations import Conversation, from_agenttraj, was_encoded_again
 from demonstrations import PLAIN, Manner, demonstrations, shown_in_each
 from envclient import EnvError
 from envs import env_name, load_tasks
-from losses import Objective
 from models import load_policy, load_tokenizer, stop_ids_of
+from run.errors import complain
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
 from runtime import starts
+from runtime.startconfig import SftSettings, StartConfig, data_of, settings_of, start_options
 from scale import distributed, precision
 from scale.default_models import resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
@@ -64,6 +56,8 @@ from scale.memory import keep_for_backward, what_to_keep
 from scale.sync import export_policy
 from update import Learner, suited
 from update import imitate as imitate_batch
+
+PROG, SUMMARY = "warmstart.py", (__doc__ or "").split("\n\n")[0]
 
 
 def imitate(

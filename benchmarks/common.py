@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from batching import Batch  # noqa: E402
-from config import Config  # noqa: E402
+from config import Config, Objective  # noqa: E402
 from models import load_policy  # noqa: E402
 from run.files import write_json  # noqa: E402
 from run.processes import NotReady, child  # noqa: E402
 from run.rundir import circumstances  # noqa: E402
 from scale import distributed, precision  # noqa: E402
-from update import Learner, Objective, update_policy  # noqa: E402
+from update import Learner, update_policy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")

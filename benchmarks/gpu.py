@@ -44,6 +44,7 @@ import torch  # noqa: E402
 
 from batching import Batch  # noqa: E402
 from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
+from config import Objective  # noqa: E402
 from models import PolicyModel  # noqa: E402
 from recipes.memory import (  # noqa: E402
     LORA_RANK,
@@ -66,7 +67,7 @@ from scale.memory import (  # noqa: E402
     state_bytes,
     transient_bytes,
 )
-from update import Learner, Objective  # noqa: E402
+from update import Learner  # noqa: E402
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}
 CONTEXT = 10752  # tokens, as published

@@ -47,8 +47,7 @@ import torch  # noqa: E402
 import update  # noqa: E402
 from batching import Batch, padding_share  # noqa: E402
 from benchmarks import common, groups  # noqa: E402
-from config import Config  # noqa: E402
-from losses import Objective  # noqa: E402
+from config import Config, Objective  # noqa: E402
 from models import load_tokenizer, num_parameters  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 from scale.prefix import opening_length, pack  # noqa: E402

@@ -33,8 +33,8 @@ import torch  # noqa: E402
 from advantages import grpo  # noqa: E402
 from batching import Batch, padding_share  # noqa: E402
 from benchmarks import common, groups  # noqa: E402
-from config import Config  # noqa: E402
-from losses import Objective, policy_loss, sampler_is_weights  # noqa: E402
+from config import Config, Objective  # noqa: E402
+from losses import policy_loss, sampler_is_weights  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 from scale.prefix import pack  # noqa: E402

@@ -42,6 +42,7 @@ from urllib.parse import urlencode
 
 from envs.exchange import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
 from envs.seal import SEAL_HEADER, TURN_HEADER, problem, seal
+from run.errors import RunFailed
 
 BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
 # NOTE: uvicorn closes a connection after 5 idle seconds, and a policy may think for longer. A /step
@@ -52,7 +53,7 @@ CLOSE_TIMEOUT_S = 2.0
 BODY_CHARS = 500  # of an answer, in error messages
 
 
-class EnvError(Exception):
+class EnvError(RunFailed):
     """The environment could not do what was asked. `url`, `status` (None: no answer), `body`."""
 
     def __init__(self, what: str, url: str, status: int | None = None, body: str = "") -> None:

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
 from recipes.common import markdown, read_lines, write_json  # noqa: E402
-from runtime.cli import complain  # noqa: E402
+from run.errors import complain  # noqa: E402
 from trajectory import LOST  # noqa: E402
 
 

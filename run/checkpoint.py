@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from run import unpickle
+from run.errors import CheckpointError
 from run.files import aside, finish_folder, new_folder, remove_folder, sweep
 from scale import distributed
 
@@ -55,10 +56,6 @@ Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
 # With LoRA the base never changes: only what is trained is kept.
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message says what to do."""
 
 
 class Unreadable(CheckpointError):

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from run.errors import OutOfMemory
+
 # The phases whose memory is kept -> under which name.
 MEMORY_OF = {
     f"time/{phase}_s": f"memory/{phase}_bytes"
@@ -38,10 +40,6 @@ SMALLER = {
 
 # Of a sampler that sleeps on this card: torch still counts them as allocated, the card does not.
 asleep_bytes = 0
-
-
-class OutOfMemory(RuntimeError):
-    """A phase of the step does not fit; the message names the options that make it smaller."""
 
 
 class Clock:

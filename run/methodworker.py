@@ -26,10 +26,9 @@ import torch
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, refusing
+from config import Misuse, Objective, Portions, refusing
 from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
 from demonstrations import shown_in_each
-from losses import Objective, Portions
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw

@@ -31,7 +31,8 @@ from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog, TooManyEnvFailures
 from run import checkpoint, rundir
 from run import progress as phases
-from run.clock import Clock, OutOfMemory
+from run.clock import Clock
+from run.errors import OutOfMemory, TrainingError
 from run.files import marks_of
 from run.interrupt import StopRequests
 from run.steplines import Progress
@@ -46,10 +47,6 @@ from scale.sync import SyncError
 PLAYING_FAILED = (EngineError, OutOfMemory, distributed.RankError, TooManyEnvFailures, SyncError)
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; one line says why."""
 
 
 @contextlib.contextmanager

@@ -26,10 +26,11 @@ from reporting.logs import read_log
 from rollout import TooManyEnvFailures
 from run import checkpoint
 from run.clock import OutOfMemory
+from run.errors import complain
 from run.rundir import Run, python
 from run.session import TrainingError
 from runtime.checks import check, check_here
-from runtime.cli import complain, say_remarks, training_options
+from runtime.cli import say_remarks, training_options
 from runtime.prompts import with_prompt
 from runtime.saved import as_kept, check_unchanged, saved_config
 from scale import distributed

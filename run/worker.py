@@ -56,7 +56,6 @@ from run import checkpoint, clock, rundir
 from run.interrupt import StopRequests
 from run.plan import plan
 from run.progress import phase, playing
-from runtime import malloc
 from runtime.mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from runtime.prompts import prompt_of
 from sampling.fleet import FleetEngine
@@ -109,8 +108,6 @@ class Worker:
             "timing the processor", lambda: precision.choose(config.precision, config.deterministic)
         )
         distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
-        if not torch.cuda.is_available() and (better := malloc.advice()):
-            distributed.say(f"note: {better}")
         self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
         alone = ranks == 1  # others would wait for a rank that was interrupted

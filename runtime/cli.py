@@ -27,9 +27,9 @@ from config import (
     refusing,
     with_preset,
 )
+from run.errors import complain
 from runtime import usage
 from runtime.checks import check, check_given, check_here, remarks
-from runtime.malloc import begin_with_tcmalloc
 from runtime.prompts import with_prompt
 from runtime.saved import as_kept, check_goes_on, check_unchanged, options_from, saved_config
 
@@ -73,11 +73,6 @@ def parse_command_line(
         problem = usage.problem(config_class, words) or said or "unusable arguments"
         complain(prog, f"{problem}; see --help")
         raise SystemExit(2) from None
-
-
-def complain(prog: str, problem: object) -> None:
-    """One line on stderr, whatever the problem's own text looks like."""
-    print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
 
 
 def training_options(
@@ -160,24 +155,3 @@ def starting_from(
     env, model = asked.get("env", Config.env), asked.get("model")
     with refusing():
         return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
-
-
-def begin(
-    kind: type[Options], summary: str, check_own: Callable[[Options], None] = lambda config: None
-) -> None:
-    """What a program that trains does before its imports take their seconds: misuse ends it, and
-    where the system has a better malloc it begins anew with that."""
-    prog = kind.program
-    refuse_misuse(prog, lambda: training_options(None, prog, summary, kind, check_own))
-    begin_with_tcmalloc()
-
-
-def refuse_misuse(prog: str, read: Callable[[], object]) -> None:
-    """End this process with code 2 and one line if `read`, which reads its command line, raises
-    ValueError; of the processes that a launcher started, the first one speaks."""
-    try:
-        read()
-    except ValueError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            complain(prog, error)
-        raise SystemExit(2) from None

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from run.files import build_folder, cache_dir
-from runtime.lazytorch import torch
 
 # What their config.json says of their size, known before they are built.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -106,6 +105,7 @@ def build_smollm2(folder: Path) -> None:
     The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
     quantization is the rounding error; the saved model is an ordinary bfloat16 one.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Found, not imported: importing it wants llama.cpp.
@@ -138,6 +138,7 @@ def build_tiny(folder: Path) -> None:
 
 def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
     """A small Qwen2 of random weights, from a fixed seed, and a BPE tokenizer of these texts."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

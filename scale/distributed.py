@@ -47,16 +47,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
 from torch.distributed.tensor import DTensor
 
+from run.errors import RankError
 from scale.memory import keep_for_backward
 
 T = TypeVar("T")
 
 # The longest that ranks may wait for each other: one may roll out, or warm up a model, alone.
 TIMEOUT = datetime.timedelta(hours=3)
-
-
-class RankError(RuntimeError):
-    """Something failed on one rank; every rank raises this, naming it."""
 
 
 def join() -> None:

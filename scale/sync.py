@@ -32,14 +32,11 @@ import torch
 
 from engines import Engine, Generation, SamplingSettings
 from models import save_policy
+from run.errors import SyncError
 from scale import distributed
 from scale.lora import merged_weights
 
 NUM_PROBED = 8  # tokens sampled behind each opening
-
-
-class SyncError(RuntimeError):
-    """The sampler holds other weights than the trainer."""
 
 
 def whole_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from benchmarks import (
     update,
     weight_sync,
 )
-from losses import Objective
+from config import Objective
 from scale.prefix import opening_length
 
 ROOT = Path(__file__).resolve().parent.parent

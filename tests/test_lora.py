@@ -12,6 +12,7 @@ from test_prefix import make
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from config import Objective
 from engines import TransformersEngine
 from models import load_policy
 from scale.default_models import resolve_model
@@ -24,7 +25,7 @@ from scale.lora import (
     merged_weights,
     save_adapter,
 )
-from update import Objective, forward_policy
+from update import forward_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK = 3

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
+from config import Objective
 from losses import (
     AdaptiveKLController,
     FixedKLController,
-    Objective,
     Scored,
     entropy_from_logits,
     kl_estimate,

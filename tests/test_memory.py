@@ -8,8 +8,7 @@ import torch
 
 import models
 from benchmarks.gpu import random_batch, random_policy
-from config import Config, Misuse, with_preset
-from losses import Objective
+from config import Config, Misuse, Objective, with_preset
 from runtime.find_model import model_config
 from runtime.methods import DpoConfig, SftConfig
 from scale import memory

@@ -25,11 +25,10 @@ import dpo
 import sft
 import update
 from chat import ChatTemplate
-from config import Misuse, complete, with_preset
+from config import Misuse, Objective, complete, with_preset
 from conversations import as_agenttraj, from_agenttraj
 from engines import EngineError
 from evaluate import main as evaluate_main
-from losses import Objective
 from models import load_tokenizer
 from pairs import Pair
 from preferences import preference_loss

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from batching import Batch
+from config import Objective
 from models import load_policy, tree_attention
 from scale.default_models import resolve_model
 from scale.prefix import group_cuts, opening_length, pack
-from update import Objective, cut, forward_policy
+from update import cut, forward_policy
 
 
 def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:

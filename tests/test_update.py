@@ -10,10 +10,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import update
 from batching import Batch
+from config import Objective
 from losses import kl_estimate, masked_mean
 from models import CriticModel, PolicyModel
 from train import in_as_many_steps
-from update import Learner, Objective, cut, score_critic, score_policy
+from update import Learner, cut, score_critic, score_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
 POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # of which the policy sampled the last ones

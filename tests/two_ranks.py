@@ -20,6 +20,7 @@ import dpo
 import update
 from advantages import gae, grpo
 from batching import Batch
+from config import Objective
 from models import CriticModel, PolicyModel
 from runtime.methods import DpoConfig
 from scale import distributed
@@ -27,7 +28,6 @@ from scale.lora import add_lora
 from scale.memory import keep_for_backward
 from update import (
     Learner,
-    Objective,
     score_critic,
     score_policy,
     update_critic,

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from envs.exchange import encodable
 from envs.searchqa.corpus import Corpus
 from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, locked, needed
 from envs.searchqa.remote import contents
 from run.files import aside, cache_dir, make_folder
-from runtime.lazytorch import no_grad, torch
 
 MAX_TOKENS = 256  # of a text, as Search-R1; the rest is cut
 BATCH = 16  # texts encoded at once; of more, a CPU spends as much on padding as it gains
@@ -105,7 +105,7 @@ class Encoder:
         """Vectors of passages, (len(texts), width) in float32."""
         return self._encode([f"passage: {text}" if self.is_e5 else text for text in texts])
 
-    @no_grad
+    @torch.no_grad()
     def _encode(self, texts: list[str]) -> np.ndarray:
         vectors = np.empty((len(texts), self.width), np.float32)
         by_length = sorted(range(len(texts)), key=lambda place: len(texts[place]))
