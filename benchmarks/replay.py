@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
 
 from benchmarks import common  # noqa: E402
 
@@ -191,14 +191,13 @@ def export(folder: Path) -> dict[str, float]:
 def states(env: str) -> dict[str, float]:
     """Seconds of a step and of a state over HTTP, and the state's bytes as JSON; medians."""
     from rollout import state_of
-    from viewer.lines import Lines, turns_of
-    from viewer.play import Worlds
-    from viewer.trajectories import task_of
+    from viewer.play import Environments
+    from viewer.trajectories import Lines, task_of, turns_of
 
     found: dict[str, list[float]] = {"step_s": [], "state_s": [], "state_bytes": []}
-    worlds = Worlds()
-    with contextlib.closing(worlds), contextlib.closing(worlds.client(env)) as client:
-        lines = Lines.open(ROOT / "tests" / "data" / "played" / f"{env}.jsonl")
+    environments = Environments()
+    with contextlib.closing(environments), contextlib.closing(environments.client(env)) as client:
+        lines = Lines(ROOT / "tests" / "data" / "played" / f"{env}.jsonl")
         for number in range(len(lines)):
             line = lines.read(number)
             task = task_of(line, env)

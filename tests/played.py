@@ -17,18 +17,18 @@ from envs import load_tasks
 from rollout import take_result
 from run.files import write_text
 from trajectory import Trajectory, Turn
-from viewer.play import Worlds
+from viewer.play import Environments
 
 FOLDER = Path(__file__).parent / "data" / "played"
 WORLDS = ("textcraft", "babyai", "sciworld")
 COUNT, TURNS = 50, 6
 
 
-def record(worlds: Worlds, env: str, number: int) -> Trajectory:
+def record(environments: Environments, env: str, number: int) -> Trajectory:
     rng = random.Random(f"{env} {number}")
     task = rng.choice(load_tasks(env, "train"))
     t = Trajectory(f"played-{number:02d}", 0, env, task.task_id, task.subtask, number, 0, TURNS)
-    with contextlib.closing(worlds.client(env)) as client:
+    with contextlib.closing(environments.client(env)) as client:
         observation = client.reset(task.task_index, seed=0)
         t.messages = [*client.prompt]
         while True:
@@ -57,13 +57,13 @@ def say(client, rng: random.Random) -> str:
 
 
 def main() -> int:
-    worlds = Worlds()
+    environments = Environments()
     try:
         for env in WORLDS:
-            lines = [record(worlds, env, number).to_json() for number in range(COUNT)]
+            lines = [record(environments, env, number).to_json() for number in range(COUNT)]
             write_text(FOLDER / f"{env}.jsonl", "".join(lines))
     finally:
-        worlds.close()
+        environments.close()
     return 0
 
 

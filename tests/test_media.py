@@ -4,6 +4,7 @@ import base64
 import json
 
 import pytest
+from fastapi.testclient import TestClient
 from made_run import START, play
 
 from chat import ChatTemplate
@@ -13,9 +14,8 @@ from run.media import put_pictures_beside
 from run.rundir import Run
 from trajectory import Trajectory, Turn
 from viewer.export import export
-from viewer.server import with_media
-from viewer.sources import open_source
-from viewer.tokens import find_decoder
+from viewer.server import create_app
+from viewer.sources import RunSource, open_source
 
 PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n a picture").decode()
 ADDRESS = f"data:image/png;base64,{PICTURE}"
@@ -38,7 +38,6 @@ def test_a_picture_is_one_file_however_many_turns_show_it(tmp_path):
     assert (tmp_path / name).read_bytes() == base64.b64decode(PICTURE)
     files = sorted(path.suffix for path in (tmp_path / "media").iterdir())
     assert files == [".jpeg", ".png"]
-    assert with_media(t.first_state, "media/0/f")["screenshot"].startswith("media/0/f/")
 
 
 @pytest.mark.parametrize(
@@ -58,13 +57,18 @@ def test_a_runs_trajectories_are_written_with_their_pictures_beside(tmp_path):
     run.close()
 
 
-def test_an_export_carries_the_pictures_itself(tmp_path):
+def test_an_export_carries_the_pictures_and_the_server_has_them(tmp_path):
     (tmp_path / "run").mkdir()
     run = Run(tmp_path / "run", is_new=True)
     run.write_trajectories("step_000001", [trajectory_with({"screenshot": ADDRESS}, None)])
     run.close()
-    export([open_source(0, tmp_path / "run")], tmp_path / "page.html", None, 200)
+    source = open_source(0, tmp_path / "run")
+    export([source], tmp_path / "page.html", None, 200)
     assert ADDRESS in (tmp_path / "page.html").read_text()
+    client = TestClient(create_app([source]), base_url="http://localhost")
+    shown = client.get("/api/trajectory/0/step_000001/0").json()
+    picture = client.get(f"/{shown['first_state']['screenshot']}")
+    assert picture.content == base64.b64decode(PICTURE)
 
 
 def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):
@@ -75,9 +79,7 @@ def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):
     run.close()
     task = load_tasks("textcraft", "test")[0]
     t = play(ChatTemplate(tokenizer), task, step=1, group=0, sample=0, turns=3)
-    decoder = find_decoder([tmp_path / "nowhere", tmp_path / "tokenizer"])
-    texts = decoder.texts(t.input_ids)
+    texts = RunSource(0, tmp_path).text_of(t.input_ids)
     assert "".join(texts) == tokenizer.decode(t.input_ids)
     start, end = t.turns[0].action_span
     assert "".join(texts[start:end]).startswith(t.turns[0].action_text)
-    assert find_decoder([tmp_path]) is None

@@ -1,6 +1,6 @@
 """The page of replay.py in a real browser: what it shows, that keys work, that nothing runs.
 
-Chromium is found by viewer/chromium.py; without one these tests are skipped, with CI=true they
+Without a Chromium these tests are skipped, with CI=true they
 fail.
 """
 
@@ -13,14 +13,14 @@ import time
 import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
+from chromium import NoChromium, browser
 from made_run import HOSTILE, add_step, hostile_line, make_run
 from played import FOLDER
 
 from trajectory import from_line
-from viewer.chromium import NoChromium, browser
-from viewer.export import bundle, export
-from viewer.play import Play, Worlds
-from viewer.server import create_app, page_files
+from viewer.export import export
+from viewer.play import Environments, Play
+from viewer.server import create_app
 from viewer.sources import open_source
 
 
@@ -41,12 +41,12 @@ def made(tmp_path_factory):
 class Served:
     """replay.py's server in this process, on a free port."""
 
-    def __init__(self, sources, worlds=None, play=None):
+    def __init__(self, sources, play=None):
         import socket
 
         self.socket = socket.create_server(("127.0.0.1", 0))
         port = self.socket.getsockname()[1]
-        app = create_app([open_source(n, p) for n, p in enumerate(sources)], worlds, play)
+        app = create_app([open_source(n, p) for n, p in enumerate(sources)], play)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
         self.thread.start()
@@ -203,10 +203,10 @@ def test_a_page_on_a_run_that_slept_wakes_with_it(serve, tmp_path, tab):
 
 
 @pytest.fixture(scope="module")
-def worlds():
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
+def environments():
+    environments = Environments()
+    yield environments
+    environments.close()
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def worlds():
     ],
 )
 def test_an_episode_is_played_again_and_its_world_drawn(
-    serve, worlds, tmp_path, tab, env, package, drawn
+    serve, environments, tmp_path, tab, env, package, drawn
 ):
     pytest.importorskip(package, reason=f"make setup ENV={env}")
-    url = serve(FOLDER / f"{env}.jsonl", worlds=worlds, play=Play(worlds, tmp_path))
+    url = serve(FOLDER / f"{env}.jsonl", play=Play(environments, tmp_path))
     shown(tab, f"{url}#/0/{env}/0", ".picture")
     tab.get_by_role("button", name="Re-enact").click()
     tab.wait_for_selector(f".picture .canvas {drawn}", timeout=90_000)
@@ -232,8 +232,8 @@ def test_an_episode_is_played_again_and_its_world_drawn(
     assert_accessible(tab)
 
 
-def test_a_goal_is_played_by_the_oracle(serve, worlds, tmp_path, tab):
-    url = serve(FOLDER / "textcraft.jsonl", worlds=worlds, play=Play(worlds, tmp_path))
+def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
+    url = serve(FOLDER / "textcraft.jsonl", play=Play(environments, tmp_path))
     shown(tab, f"{url}#/play/textcraft/3", "input[list]")
     for _ in range(12):
         if tab.locator(".over").count():
@@ -264,32 +264,6 @@ def test_an_export_opens_from_disk_and_asks_for_nothing(made, tmp_path, tab):
     assert all(url.startswith(("file:", "about:", "data:")) for url in tab.asked)
     assert len([url for url in tab.asked if url.startswith("file:")]) == 4  # the page itself
     assert tab.get_by_role("button", name="Re-enact").count() == 0
-
-
-def test_an_export_holds_the_newest_groups_whole_and_refuses_to_grow_without_end(made, tmp_path):
-    from viewer.sources import NoSource
-
-    out = tmp_path / "page.html"
-    export([open_source(0, made)], out, 4, 200)
-    data = out.read_text().partition('id="replay-data">')[2].partition("</script>")[0]
-    answers = json.loads(data)
-    lines = sorted(path for path in answers if path.startswith("trajectory/"))
-    assert lines == [f"trajectory/0/step_000004/{n}" for n in range(6)]  # two groups of three
-    (file,) = answers["sources"]["sources"][0]["files"]
-    assert (file["name"], file["count"]) == ("step_000004", 6)
-    assert answers["trajectory/0/step_000004/5"]["next"] is None
-    out.unlink()
-    with pytest.raises(NoSource, match="give --limit N"):
-        export([open_source(0, made)], out, None, 0)
-    assert not out.exists()
-
-
-def test_every_module_of_the_page_is_in_the_bundle_and_none_escapes():
-    script = bundle("app.js")
-    for name in page_files():
-        if name.endswith(".js"):
-            assert f'MODULES["{name}"] = ' in script, name
-    script.encode("ascii")
 
 
 # ------------------------------------------------------------------------------------ hostile text

@@ -1,18 +1,18 @@
-"""The page and its data over HTTP, for the browser of this machine alone.
+"""The page and its data over HTTP, for browsers on this machine.
 
     GET  /                            the page; /page/NAME its files
-    GET  /api/sources  /api/version   what there is, and a number that grows when there is more
+    GET  /api/sources  /api/version   the sources, and a number that grows when there is more to see
     GET  /api/overview/S              curves, evaluations, alarms of source S
-    GET  /api/list/S/FILE  groups  wrong       trajectories by their heads; what fails
-    GET  /api/trajectory/S/FILE/LINE  one, whole
-    GET  /api/search/S?text=          lines of JSON as they are found, with progress between
+    GET  /api/{list,groups,wrong}/S/FILE       trajectories by their heads; what fails
+    GET  /api/trajectory/S/FILE/LINE  one trajectory
+    GET  /api/search/S?text=          lines of JSON: hits and progress
     GET  /media/S/FILE/NAME           pictures that states refer to
-    POST /api/reenact  /api/play/...  worlds that are played (play.py)
+    POST /api/reenact  /api/play/...  live environments (play.py)
 
-What a model, a world or a web site wrote is shown as text, and nothing that a page sends is a path:
-S is a number, FILE a name that the source lists. Another web page can neither read nor play: the
-request's Host must be this server's, a POST must come from its own page and hold the token that
-only this page was given, and the Content-Security-Policy lets the page load and ask nothing else.
+Text that a model, an environment or a web site wrote is only ever shown as text, and no path comes
+from the page: S is a number and FILE a name that the source lists. Other web pages can neither read
+nor play: the Host must be this machine, a POST must come from this page and carry the token that
+only this page was given, and the Content-Security-Policy lets the page load nothing else.
 
 Read next: page/app.js.
 """
@@ -33,15 +33,12 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.exceptions import HTTPException
 
-from envs.limits import name_in
 from run.media import FOLDER, PATH, texts_changed
-from viewer.overview import differing, overview
-from viewer.play import Play, PlayError, Worlds, reenact
-from viewer.sources import RunSource, Source, mtime, size_of
-from viewer.trajectories import Filter, groups_of, list_rows, one
-from viewer.wrong import may_hold, search, what_goes_wrong
+from viewer.overview import differing, overview, what_goes_wrong
+from viewer.play import Play, PlayError, reenact
+from viewer.sources import Source, size_of
+from viewer.trajectories import Filter, groups_of, list_rows, search, trajectory_view
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -57,29 +54,36 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-MOST_HITS = 500  # of a search
-PROGRESS_S = 0.2  # between two words of a search about how far it is
-MOST_LIMIT = 1_000  # rows of a list at a time
-LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+STATUS = {  # of an answer, by what was raised; the first class that fits
+    PlayError: 409,
+    KeyError: 404,
+    IndexError: 404,
+    LookupError: 409,
+    OSError: 409,
+    ValueError: 400,
+}
+MAX_HITS = 500  # of a search
+PROGRESS_S = 0.2  # between two progress lines of a search
+MAX_ROWS = 1_000  # of a list at a time
+LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def as_json(content: Any) -> str:
-    """In ASCII, so that half a surrogate in what a model wrote is no error; a number that is not
-    finite, which a file may hold (1e999) and a browser does not read, becomes null."""
-    told = partial(json.dumps, ensure_ascii=True, separators=(",", ":"), default=str)
+    """ASCII, since a model may have written half a surrogate pair. Infinity, which a file may hold
+    as 1e999 and browsers do not read, becomes null."""
+    dumps = partial(json.dumps, ensure_ascii=True, separators=(",", ":"), default=str)
     try:
-        return told(content, allow_nan=False)
+        return dumps(content, allow_nan=False)
     except ValueError:
-        return told(finite(json.loads(told(content))))
+        return dumps(without_infinity(json.loads(dumps(content))))
 
 
-def finite(content: Any) -> Any:
-    """The same JSON value without infinities and NaN."""
+def without_infinity(content: Any) -> Any:
     if isinstance(content, dict):
-        return {name: finite(value) for name, value in content.items()}
+        return {name: without_infinity(value) for name, value in content.items()}
     if isinstance(content, list):
-        return [finite(value) for value in content]
-    return content if not isinstance(content, float) or math.isfinite(content) else None
+        return [without_infinity(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def answer(content: Any, status: int = 200) -> Response:
@@ -87,7 +91,7 @@ def answer(content: Any, status: int = 200) -> Response:
 
 
 class Library:
-    """The sources, and a version of all that can be seen."""
+    """The sources, and a version number of all that can be seen."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
@@ -101,7 +105,7 @@ class Library:
 
     def __getitem__(self, number: int) -> Source:
         if not 0 <= number < len(self.sources):
-            raise HTTPException(404, f"there is no source {number}")
+            raise IndexError(f"source {number}")
         return self.sources[number]
 
     def describe(self, can_play: bool) -> dict[str, Any]:
@@ -115,103 +119,71 @@ class Library:
 
 
 def describe(source: Source) -> dict[str, Any]:
-    status = ""
-    if isinstance(source, RunSource):
-        steps = source.config().get("steps")
-        status = f"{source.last_step()} of {steps} steps" if steps else ""
-        if source.is_live():
-            age = time.time() - mtime(source.path / "metrics.jsonl")
-            status += f", written {age:.0f} s ago"
     return {
         "id": source.number,
         "name": source.name,
         "kind": source.kind,
         "env": source.env,
         "files": source.listing(),
-        "status": status,
+        "status": source.status(),
     }
 
 
-def create_app(
-    sources: list[Source], worlds: Worlds | None = None, play: Play | None = None
-) -> FastAPI:
-    """The app, which answers to names of this machine alone.
-
-    Without `play` and `worlds` nothing is played.
-    """
+def create_app(sources: list[Source], play: Play | None = None) -> FastAPI:
+    """The app; without `play` nothing can be played."""
     app = FastAPI(title="replay", docs_url=None, redoc_url=None, openapi_url=None)
     library, token = Library(sources), secrets.token_urlsafe(24)
     app.state.token = token
-    app.middleware("http")(guard(token))
-    add_errors(app)
+    app.middleware("http")(partial(guard, token))
+    for kind, status in STATUS.items():
+        app.add_exception_handler(kind, partial(report, status))
     add_page(app, token)
-    add_reading(app, library, can_play=play is not None)
-    if play is not None and worlds is not None:
-        add_playing(app, library, worlds, play)
+    add_data(app, library, can_play=play is not None)
+    if play is not None:
+        add_play(app, library, play)
     return app
 
 
-Next = Callable[[Request], Awaitable[Response]]
+async def guard(
+    token: str, request: Request, proceed: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    """Answer this server's own page only; every answer carries the policy."""
+    problem = refusal(token, request)
+    response = answer({"error": problem}, 403) if problem else await proceed(request)
+    response.headers.update(HEADERS)
+    return response
 
 
-def guard(token: str) -> Callable[[Request, Next], Awaitable[Response]]:
-    """Only this server's page is answered; every answer says what the page may do."""
-
-    async def check(request: Request, proceed: Next) -> Response:
-        refused = why_refused(request, token)
-        response = answer({"error": refused, "hint": ""}, 403) if refused else None
-        response = response or await proceed(request)
-        response.headers.update(HEADERS)
-        return response
-
-    return check
-
-
-def why_refused(request: Request, token: str) -> str:
+def refusal(token: str, request: Request) -> str:
+    """Why a request is refused; "" if it is not."""
     host = request.headers.get("host", "")
-    # Not the port: behind an SSH tunnel it is another one.
-    if name_in(host) not in LOCAL_NAMES:
-        return "this server answers to its own address alone"
+    # The port is not compared: behind an SSH tunnel it is another one.
+    if host.partition(":")[0].lower() not in LOCAL_NAMES:
+        return "this server answers only under its own address"
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != host:
-        return "another web page asks"
-    if request.method in ("GET", "HEAD"):
-        return ""
+        return "the request comes from another web page"
     given = request.headers.get("x-replay-token", "")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    if request.method not in ("GET", "HEAD") and not hmac.compare_digest(
+        given.encode(), token.encode()
+    ):
         return "the page's token is missing; reload the page"
     return ""
 
 
-def add_errors(app: FastAPI) -> None:
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return answer({"error": str(error.detail), "hint": ""}, error.status_code)
+async def report(status: int, _: Request, error: Exception) -> Response:
+    if status == 404:
+        return answer({"error": f"not found: {error.args[0] if error.args else ''}"}, status)
+    return answer({"error": str(error), "hint": ""}, status)
 
-    @app.exception_handler(PlayError)
-    async def play_error(_: Request, error: PlayError) -> Response:
-        return answer({"error": str(error), "hint": ""}, 409)
 
-    @app.exception_handler(KeyError)
-    @app.exception_handler(IndexError)
-    async def unknown(_: Request, error: Exception) -> Response:
-        what = f"there is no {error.args[0] if error.args else 'such thing'!r} here"
-        return answer({"error": what, "hint": "go back to the overview"}, 404)
-
-    @app.exception_handler(LookupError)
-    @app.exception_handler(OSError)
-    async def changed(_: Request, error: Exception) -> Response:
-        return answer({"error": str(error), "hint": "reload the page"}, 409)
-
-    @app.exception_handler(ValueError)
-    async def misuse(_: Request, error: ValueError) -> Response:
-        return answer({"error": str(error), "hint": ""}, 400)
+# -------------------------------------------------------------------------------- page and data
 
 
 def page_files() -> dict[str, Path]:
-    """What is served of the page, by name."""
-    found = (path for path in sorted(PAGE.rglob("*")) if path.suffix in TYPES)
-    return {path.relative_to(PAGE).as_posix(): path for path in found}
+    """The files of the page, by name."""
+    paths = (path for path in sorted(PAGE.rglob("*")) if path.suffix in TYPES)
+    return {path.relative_to(PAGE).as_posix(): path for path in paths}
 
 
 def add_page(app: FastAPI, token: str) -> None:
@@ -229,7 +201,7 @@ def add_page(app: FastAPI, token: str) -> None:
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
 
-def add_reading(app: FastAPI, library: Library, can_play: bool) -> None:
+def add_data(app: FastAPI, library: Library, can_play: bool) -> None:
     @app.get("/api/sources")
     def sources() -> Response:
         return answer(library.describe(can_play))
@@ -244,13 +216,11 @@ def add_reading(app: FastAPI, library: Library, can_play: bool) -> None:
 
     @app.get("/api/list/{number}/{name}")
     def rows(number: int, name: str, request: Request) -> Response:
-        q = dict(request.query_params)
-        offset, limit = whole(q.get("offset"), 0), whole(q.get("limit"), 200)
-        lines = library[number].lines(name)
-        found = list_rows(
-            lines, filter_of(q), q.get("sort") or "line", offset, min(limit, MOST_LIMIT)
-        )
-        return answer(found)
+        query = {name: value for name, value in request.query_params.items() if value}
+        offset, limit = int(query.get("offset", 0)), int(query.get("limit", 200))
+        limit = min(limit, MAX_ROWS)
+        chosen, sort = filter_of(query), query.get("sort", "line")
+        return answer(list_rows(library[number].lines(name), chosen, sort, offset, limit))
 
     @app.get("/api/groups/{number}/{name}")
     def groups(number: int, name: str) -> Response:
@@ -262,125 +232,84 @@ def add_reading(app: FastAPI, library: Library, can_play: bool) -> None:
 
     @app.get("/api/trajectory/{number}/{name}/{line}")
     def trajectory(number: int, name: str, line: int) -> Response:
-        return answer(with_media(one(library[number], name, line), f"media/{number}/{name}"))
+        def address(text: str) -> str:
+            """Of a state's picture, from the page's point of view."""
+            picture = PATH.fullmatch(text)
+            return f"media/{number}/{name}/{picture[1]}" if picture else text
+
+        return answer(texts_changed(trajectory_view(library[number], name, line), address))
 
     @app.get("/api/search/{number}")
-    def found(number: int, text: str = "") -> Response:
-        return StreamingResponse(searched(library[number], text), media_type="application/x-ndjson")
+    def hits(number: int, text: str = "") -> Response:
+        lines = (as_json(line).encode() + b"\n" for line in search_source(library[number], text))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.get("/media/{number}/{name}/{picture}")
     def media(number: int, name: str, picture: str) -> Response:
         if not PATH.fullmatch(f"{FOLDER}/{picture}"):
-            raise HTTPException(404, "no such picture")
-        path = {file.name: file.path for file in library[number].files()}[name]
-        content = (path.parent / FOLDER / picture).read_bytes()
+            raise KeyError(picture)
+        content = (library[number].path_of(name).parent / FOLDER / picture).read_bytes()
         return Response(content, media_type=f"image/{picture.rpartition('.')[2]}")
 
 
-def with_media(content: Any, base: str) -> Any:
-    """States' paths of pictures, from where the page asks for them."""
-
-    def moved(text: str) -> str:
-        found = PATH.fullmatch(text)
-        return f"{base}/{found[1]}" if found else text
-
-    return texts_changed(content, moved)
-
-
-def whole(text: str | None, default: int) -> int:
-    """A number that is not negative; ValueError."""
-    if not text:
-        return default
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is no whole number")
-    return int(text[:12])
-
-
 def filter_of(query: dict[str, str]) -> Filter:
-    """The filter that a query asks for; what it does not know is left out.
-
-    Raises: ValueError: a limit is no number.
-    """
-    given: dict[str, Any] = {f.name: query[f.name] for f in fields(Filter) if query.get(f.name)}
-    for name in ("min_return", "max_return", "min_turns", "max_turns"):
-        if name in given:
+    """Raises: ValueError if a limit is not a number."""
+    given: dict[str, Any] = {f.name: query[f.name] for f in fields(Filter) if f.name in query}
+    for name in given:
+        if name.startswith(("min_", "max_")):
             given[name] = float(given[name])
-    if "parse_errors" in given:
-        given["parse_errors"] = given["parse_errors"] not in ("0", "false")
     return Filter(**given)
 
 
-def searched(source: Source, text: str) -> Iterator[bytes]:
-    """A search over all files of a source, newest first, told while it goes on."""
-    files = list(reversed(source.files()))
-    total, before, hits, told = sum(size_of(f.path) for f in files), 0, 0, 0.0
-    for file in files if text.strip() else []:
-        for done, hit in search(source.lines(file.name), text) if may_hold(file.path, text) else ():
+def search_source(source: Source, text: str) -> Iterator[dict[str, Any]]:
+    """Hits in all files of a source, newest first, with progress between them."""
+    files = list(reversed(source.files())) if text.strip() else []
+    total = sum(size_of(file.path) for file in files)
+    before, hits, told = 0, 0, 0.0
+    for file in files:
+        for done, hit in search(source.lines(file.name), text):
             if hit:
                 hits += 1
-                yield line_of({"hit": {"file": file.name, **hit}})
+                yield {"hit": {"file": file.name, **hit}}
+            if hits == MAX_HITS:
+                yield {"done": True, "hits": hits, "cut": True}
+                return
             if time.monotonic() - told > PROGRESS_S:
                 told = time.monotonic()
-                yield line_of({"progress": [before + done, total]})
-            if hits == MOST_HITS:
-                yield line_of({"done": True, "hits": hits, "cut": True})
-                return
+                yield {"progress": [before + done, total]}
         before += size_of(file.path)
-        if time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
-            yield line_of({"progress": [before, total]})
-    yield line_of({"done": True, "hits": hits, "cut": False})
+    yield {"done": True, "hits": hits, "cut": False}
 
 
-def line_of(content: dict[str, Any]) -> bytes:
-    return (as_json(content) + "\n").encode()
+# ------------------------------------------------------------------------------------------- play
 
 
-def add_playing(app: FastAPI, library: Library, worlds: Worlds, play: Play) -> None:
+def add_play(app: FastAPI, library: Library, play: Play) -> None:
+    # FastAPI runs these in threads, so the page is served while an environment takes its time.
     @app.post("/api/reenact")
-    async def again(request: Request) -> Response:
-        body = await body_of(request)
-        source = library[number_in(body, "source")]
-        lines = source.lines(str(body.get("file")))
-        line = lines.read(number_in(body, "line"))
-        return answer(await threaded(reenact, worlds, line, source.env))
+    def reenact_line(body: dict[str, Any]) -> Response:
+        source = library[whole_number(body, "source")]
+        line = source.lines(str(body.get("file"))).read(whole_number(body, "line"))
+        return answer(reenact(play.environments, line, source.env))
 
     @app.post("/api/play/{what}")
-    async def played(what: str, request: Request) -> Response:
-        body = await body_of(request)
+    def act(what: str, body: dict[str, Any]) -> Response:
         session = str(body.get("session"))
-        acts: dict[str, Callable[[], Any]] = {
-            "worlds": play.list_worlds,
-            "new": lambda: play.new(str(body.get("env")), number_in(body, "task_index")),
+        actions: dict[str, Callable[[], Any]] = {
+            "worlds": play.list_environments,
+            "new": lambda: play.new(str(body.get("env")), whole_number(body, "task_index")),
             "show": lambda: play.show(session),
             "step": lambda: play.step(session, str(body.get("action", ""))),
             "oracle": lambda: play.oracle(session),
-            "model": lambda: play.let_model_move(session),
+            "model": lambda: play.let_model_act(session),
             "save": lambda: play.save(session),
             "close": lambda: play.close(session),
         }
-        return answer(await threaded(acts[what]))
+        return answer(actions[what]())
 
 
-async def threaded(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Worlds take their time; the page is served meanwhile."""
-    import anyio.to_thread
-
-    return await anyio.to_thread.run_sync(lambda: call(*arguments))
-
-
-async def body_of(request: Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise HTTPException(400, "the body is no JSON object")
-    return body
-
-
-def number_in(body: dict[str, Any], name: str) -> int:
+def whole_number(body: dict[str, Any], name: str) -> int:
     value = body.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise HTTPException(400, f"{name} must be a whole number from 0 on")
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number from 0 on")
     return value

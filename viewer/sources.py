@@ -1,38 +1,38 @@
-"""What a command line names becomes a source: a run, an evaluation, or a file of trajectories.
+"""What replay.py is given becomes a source: a run, an evaluation, or a file of trajectories.
 
     a run          config.json, metrics.jsonl, trajectories/step_*.jsonl and eval_*.jsonl
-    an evaluation  eval.json and trajectories.jsonl; or a folder of each environment with both
-    a file         trajectories a line, or AgentTraj conversations as .json or .jsonl
+    an evaluation  eval.json and trajectories.jsonl, or a folder per environment with both
+    a file         a trajectory a line, or AgentTraj conversations as .json or .jsonl
 
-All of it is only read. Files have names ("step_000003"), and only names that a source has listed
-lead to a path: nothing that a page sends is ever a path.
+Sources are only read. A page names files as a source lists them ("step_000003"); nothing that a
+page sends is used as a path.
 
 Read next: overview.py, trajectories.py, server.py.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from viewer.lines import Lines, parse, row_of
-from viewer.tokens import Decoder, find_decoder
+from viewer.trajectories import Lines, open_lines, parse
 
-MOST_ROWS = 200_000  # whose heads are held at a time, over all files
-READ_AT_ONCE = 20_000_000  # bytes of a source's files that a list of them may read
+MAX_ROWS = 200_000  # heads held in memory, over all files
+READ_AT_ONCE = 20_000_000  # bytes of files that are indexed just to list how many lines they have
 ALIVE_S = 600.0  # a run that has written nothing for longer is not live
 
 FileKind = Literal["train", "eval", "other"]
 
 
 class NoSource(ValueError):
-    """What was named holds nothing to look at; the message says what would."""
+    """There is nothing to look at; the message says what was expected."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrajectoryFile:
 
 
 class Source:
-    """One thing that the command line named."""
+    """One path of the command line; by itself, a file of trajectories."""
 
     kind: Literal["run", "evaluation", "file"] = "file"
 
@@ -55,16 +55,15 @@ class Source:
         self.name = path.resolve().name
         self._open: OrderedDict[str, Lines] = OrderedDict()
         self._lock = threading.Lock()
-        self._decoder: Decoder | None = None
-
-    # What it is made of
+        self._tokenizer: Any = None
+        self._texts: dict[int, str] = {}
 
     def files(self) -> list[TrajectoryFile]:
-        """All there are now, in the order of steps."""
+        """All files that are there now, in the order of steps."""
         return [TrajectoryFile(self.path.stem, self.path, "other", None)]
 
     def config(self) -> dict[str, Any]:
-        """The options that it was made with, as far as they are known."""
+        """The options of the run or evaluation, as far as they are known."""
         return {}
 
     @property
@@ -75,54 +74,61 @@ class Source:
     def is_live(self) -> bool:
         return False
 
-    def state(self) -> str:
-        """What its version is made of: changes whenever there is something new to see."""
-        newest = self.files()[-1:]
-        return "|".join([f"{len(self.files())}", *(stamp(file.path) for file in newest)])
+    def status(self) -> str:
+        """How far a run is; "" for what is not a run."""
+        return ""
 
-    # Reading
+    def state(self) -> str:
+        """Changes whenever there is something new to see."""
+        files = self.files()
+        return "|".join([str(len(files)), *(stamp(file.path) for file in files[-1:])])
+
+    def path_of(self, name: str) -> Path:
+        """Raises: KeyError if the source does not list such a file."""
+        return {file.name: file.path for file in self.files()}[name]
 
     def lines(self, name: str) -> Lines:
-        """The index of a file, up to date.
-
-        Raises: KeyError: no such file here.
-        """
-        return self._index(name, {file.name: file.path for file in self.files()}[name])
-
-    def _index(self, name: str, path: Path) -> Lines:
+        """The index of a file, up to date. Raises: KeyError if there is no such file."""
+        path = self.path_of(name)
         with self._lock:
             lines = self._open.pop(name, None)
-            if lines is None or lines.path != path:
+            if lines is None:
                 lines = open_lines(path)
             else:
                 lines.refresh()
             self._open[name] = lines
-            while sum(map(len, self._open.values())) > MOST_ROWS and len(self._open) > 1:
+            while sum(map(len, self._open.values())) > MAX_ROWS and len(self._open) > 1:
                 self._open.popitem(last=False)
             return lines
 
     def listing(self) -> list[dict[str, Any]]:
-        """Its files as pages list them. How many trajectories one has is told where it has been
-        read, or where all of them together are read in no time."""
+        """Its files as pages list them. The number of trajectories is given for files that have
+        been indexed, and for all files of a small source."""
         files = self.files()
         is_small = sum(size_of(file.path) for file in files) < READ_AT_ONCE
-        shown = []
+        listed = []
         for file in files:
-            lines = self._index(file.name, file.path) if is_small else self._open.get(file.name)
-            about = {"name": file.name, "kind": file.kind, "step": file.step}
-            about["count"] = None if lines is None else len(lines)
-            about["broken"] = 0 if lines is None else lines.broken
-            shown.append(about)
-        return shown
-
-    def text_of(self, ids: list[int]) -> list[str] | None:
-        """Each token's text; None without the tokenizer."""
-        if self._decoder is None:
-            self._decoder = find_decoder(self.tokenizer_folders())
-        return None if self._decoder is None else self._decoder.texts(ids)
+            lines = self.lines(file.name) if is_small else self._open.get(file.name)
+            count, broken = (None, 0) if lines is None else (len(lines), lines.broken)
+            listed.append(
+                {"name": file.name, "kind": file.kind, "step": file.step}
+                | {"count": count, "broken": broken}
+            )
+        return listed
 
     def tokenizer_folders(self) -> list[Path]:
         return [self.path.parent / "tokenizer"]
+
+    def text_of(self, ids: list[int]) -> list[str] | None:
+        """The text of each token by itself (part of a character: U+FFFD); None without a
+        tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_folders())
+        if self._tokenizer is None:
+            return None
+        for i in set(ids) - self._texts.keys():
+            self._texts[i] = self._tokenizer.decode([i], skip_special_tokens=False)
+        return [self._texts[i] for i in ids]
 
 
 class RunSource(Source):
@@ -131,29 +137,36 @@ class RunSource(Source):
     kind = "run"
 
     def files(self) -> list[TrajectoryFile]:
-        found = []
+        files = []
         for path in sorted((self.path / "trajectories").glob("*.jsonl")):
             match = re.fullmatch(r"(step|eval)_(\d+)", path.stem)
             kind: FileKind = "other" if not match else "train" if match[1] == "step" else "eval"
-            found.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
-        return sorted(found, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
+            files.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
+        return sorted(files, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
 
     def config(self) -> dict[str, Any]:
-        about = read_json(self.path / "config.json")
-        known = about.get("config")
-        return {"algorithm": about.get("method")} | known if isinstance(known, dict) else {}
+        saved = read_json(self.path / "config.json")
+        options = saved.get("config")
+        return {"algorithm": saved.get("method")} | options if isinstance(options, dict) else {}
 
     def is_live(self) -> bool:
-        """Whether it is likely to go on: it wrote a moment ago and is not at its end."""
-        written = max((mtime(path) for path in (self.path, *self._logs())), default=0.0)
+        """Whether it wrote something lately and has steps left."""
+        written = max(map(mtime, (self.path, *self._logs())))
         steps = self.config().get("steps")
-        done = self.last_step()
-        return time.time() - written < ALIVE_S and not (isinstance(steps, int) and done >= steps)
+        is_done = isinstance(steps, int) and self.last_step() >= steps
+        return time.time() - written < ALIVE_S and not is_done
+
+    def status(self) -> str:
+        steps = self.config().get("steps")
+        status = f"{self.last_step()} of {steps} steps" if steps else ""
+        if self.is_live():
+            status += f", written {time.time() - mtime(self._logs()[0]):.0f} s ago"
+        return status
 
     def last_step(self) -> int:
-        """Of its files of trajectories, or, as not every method plays at each step, of its log."""
-        played = max((f.step or 0 for f in self.files() if f.kind == "train"), default=0)
-        return max([played, *(row["step"] for row in last_rows(self.path / "metrics.jsonl"))])
+        """By its log, or by its trajectories: some methods do not play in every step."""
+        played = [file.step or 0 for file in self.files() if file.kind == "train"]
+        return max([0, *played, *(row["step"] for row in read_log(self._logs()[0], tail=16_384))])
 
     def state(self) -> str:
         return "|".join([super().state(), *map(stamp, self._logs()), stamp(self.path / "eval")])
@@ -162,13 +175,13 @@ class RunSource(Source):
         return self.path / "metrics.jsonl", self.path / "timings.jsonl"
 
     def tokenizer_folders(self) -> list[Path]:
-        newest = sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
+        checkpoints = sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
         model = self.config().get("model")
-        return [self.path / "tokenizer", *newest, *([Path(model)] if model else [])]
+        return [self.path / "tokenizer", *checkpoints, *([Path(model)] if model else [])]
 
 
 class EvaluationSource(Source):
-    """What evaluate.py has written: of one environment, or a folder of each."""
+    """Results of evaluate.py: of one environment, or a folder for each."""
 
     kind = "evaluation"
 
@@ -190,84 +203,63 @@ class EvaluationSource(Source):
         return [self.path / "tokenizer", *([Path(str(model))] if model else [])]
 
 
-class Conversations(Lines):
-    """AgentTraj as one JSON list: it is read whole, and each record is a line."""
-
-    def refresh(self) -> None:
-        identity = (self.path.stat().st_ino, stamp(self.path))
-        if identity == self.identity:
-            return
-        self._forget()
-        try:
-            records = json.loads(self.path.read_bytes(), parse_constant=lambda _: None)
-        except (ValueError, RecursionError) as error:
-            raise NoSource(f"{self.path} is not JSON: {error}") from None
-        self._records: list[dict[str, Any]] = []
-        for record in records if isinstance(records, list) else [records]:
-            row = row_of(record) if isinstance(record, dict) else None
-            if row is None:
-                self.broken += 1
-                continue
-            self._records.append(record)
-            self.offsets.append(0)
-            for name, column in self.columns.items():
-                column.append(row.get(name))
-        self.identity, self.indexed = identity, self.path.stat().st_size
-
-    def read(self, number: int) -> dict[str, Any]:
-        return self._records[number]
-
-    def whole_lines(self) -> Any:
-        for number, record in enumerate(self._records):
-            done = self.indexed * (number + 1) // len(self._records)
-            yield number, done, json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def open_lines(path: Path) -> Lines:
-    return Conversations.open(path) if path.suffix == ".json" else Lines.open(path)
-
-
 def open_source(number: int, path: Path) -> Source:
-    """What lies at `path`.
-
-    Raises: NoSource: nothing that can be looked at; the message says what was expected.
-    """
+    """The source at `path`. Raises: NoSource if there is nothing to look at."""
     if not path.exists():
-        raise NoSource(f"{path}: no such file or directory{_nearest(path)}")
+        raise NoSource(f"{path}: no such file or directory")
     if path.is_file():
         if path.suffix not in (".json", ".jsonl"):
             raise NoSource(f"{path} is neither .jsonl (trajectories) nor .json (AgentTraj)")
         source = Source(number, path)
-        name = source.files()[0].name
-        if not len(source.lines(name)):
-            raise NoSource(f"{path} holds no trajectory ({source.lines(name).broken} broken lines)")
+        try:
+            lines = source.lines(path.stem)
+        except ValueError as error:
+            raise NoSource(str(error)) from None
+        if not lines:
+            raise NoSource(f"{path} holds no trajectory ({lines.broken} broken lines)")
         return source
     if (path / "trajectories").is_dir() or (path / "metrics.jsonl").exists():
         return RunSource(number, path)
     evaluation = EvaluationSource(number, path)
     if evaluation.files():
         return evaluation
-    inside = sorted(p.parent.name for p in path.glob("*/trajectories"))
-    hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else ""
+    runs = sorted(p.parent.name for p in path.glob("*/trajectories"))
+    hint = f"; there are runs in it: {', '.join(runs[:5])}" if runs else ""
     if (path / "config.json").exists():
         hint = "; a run is there, but it has written no trajectory yet"
     raise NoSource(f"{path} holds no run and no evaluation{hint}")
 
 
-def _nearest(path: Path) -> str:
-    import difflib
+def load_tokenizer(folders: Iterable[Path]) -> Any:
+    """From the first folder with a readable tokenizer.json, without a model library; else None."""
+    from tokenizers import Tokenizer
 
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    return f"; there are {', '.join(str(path.parent / name) for name in near)}" if near else ""
+    for path in (folder / "tokenizer.json" for folder in folders):
+        if path.is_file():
+            with contextlib.suppress(Exception):  # the library raises nothing more precise
+                return Tokenizer.from_file(str(path))
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """A JSON object; empty if there is none."""
     try:
         return parse(path.read_bytes()) or {}
     except OSError:
         return {}
+
+
+def read_log(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a log, or of its last `tail` bytes; broken lines, which a crash may leave, are
+    skipped."""
+    try:
+        with path.open("rb") as file:
+            if tail:
+                file.seek(max(0, path.stat().st_size - tail))
+            rows = map(parse, file.read().splitlines())
+            return [row for row in rows if row is not None and isinstance(row.get("step"), int)]
+    except OSError:
+        return []
 
 
 def size_of(path: Path) -> int:
@@ -275,17 +267,6 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def last_rows(path: Path, num_bytes: int = 16_384) -> list[dict[str, Any]]:
-    """The steps at a log's end, read without the rest; none where there is no log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - num_bytes))
-            rows = map(parse, file.read().splitlines())
-            return [row for row in rows if row is not None and isinstance(row.get("step"), int)]
-    except OSError:
-        return []
 
 
 def mtime(path: Path) -> float:
@@ -297,8 +278,4 @@ def mtime(path: Path) -> float:
 
 def stamp(path: Path) -> str:
     """Changes when the file does."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return "-"
-    return f"{stat.st_size}.{stat.st_mtime_ns}"
+    return f"{size_of(path)}.{mtime(path)}"

@@ -1,140 +1,109 @@
-"""The same in a terminal: an overview, a list of trajectories, one trajectory turn by turn.
-
-What a model or a world wrote is printed with its control characters made visible: printed as they
-are, they could move the cursor, rename the window, or have the terminal answer.
-"""
+"""The same in a terminal: an overview, a list of trajectories, one trajectory turn by turn."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-import unicodedata
-from collections.abc import Iterable
 from typing import Any
 
-from viewer.lines import Row
-from viewer.overview import overview
+from viewer.overview import overview, what_goes_wrong
 from viewer.sources import Source
-from viewer.trajectories import Filter, list_rows, one, outcome_of
-from viewer.wrong import what_goes_wrong
+from viewer.trajectories import Filter, list_rows, outcome_of, trajectory_view
 
-MOST_ROWS = 40  # of a list
-SHORT = 100  # characters of an example
+MAX_ROWS = 40  # of a list
+MAX_EXAMPLE = 100  # characters
 
 
-def visible(text: str) -> str:
-    """Control and direction characters as pictures or names; line ends and tabs stay.
+def printable(text: str) -> str:
+    """Control characters made visible: a model's text must not move the cursor, rename the window,
+    or make the terminal answer.
 
-    >>> visible("a\\x1b[31mb\\u202ec\\nd")
-    'a␛[31mb⟨U+202E⟩c\\nd'
+    >>> printable("a\\x1b[31mb\\u202ec\\nd")
+    'a⟨U+001B⟩[31mb⟨U+202E⟩c\\nd'
     """
-    return "".join(c if c in "\n\t" else shown(c) for c in text)
-
-
-def shown(character: str) -> str:
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"⟨U+{code:04X}⟩"
-    return character
+    return "".join(c if c in "\n\t" or c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
 def overview_text(source: Source, name: str | None) -> str:
-    """How the run goes, and what goes wrong in a file of it."""
+    """How the run goes, and what goes wrong in the file `name`."""
     about = overview(source)
-    lines = [
-        f"{source.name}: {about['env'] or 'unknown world'}, {about['model'] or 'model unknown'}"
-    ]
+    lines = [f"{source.name}: {about['env'] or 'unknown'}, {about['model'] or 'model unknown'}"]
     lines += [f"  {sentence}" for sentence in about["headline"]]
     if name is None:
-        return visible("\n".join([*lines, "  no trajectories yet"]))
+        return printable("\n".join([*lines, "  no trajectories yet"]))
     wrong = what_goes_wrong(source.lines(name))
     lines += ["", f"{name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
-    titles = {"stops": "they ended by", "observations": "the world's last words"}
-    titles["repeated"] = "done again right after itself"
-    for key, title in titles.items():
+    for key, title in (
+        ("stops", "stopped by"),
+        ("observations", "last observation"),
+        ("repeated", "repeated action"),
+    ):
         if wrong[key]:
             lines += [f"  {title}:"]
-            lines += [f"    {e['count']:4d}  {brief(e['text'])}" for e in wrong[key]]
-    return visible("\n".join(lines))
-
-
-def brief(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
+            texts = [" ".join(entry["text"].split())[:MAX_EXAMPLE] for entry in wrong[key]]
+            lines += [f"    {e['count']:4d}  {t}" for e, t in zip(wrong[key], texts, strict=True)]
+    return printable("\n".join(lines))
 
 
 def list_text(source: Source, name: str, only_failures: bool) -> str:
     """The trajectories of a file, one a line."""
     chosen = Filter(outcome="failed" if only_failures else "")
-    found = list_rows(source.lines(name), chosen, limit=MOST_ROWS)
-    head = f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}"
-    lines = [f"{name}: {found['matching']} of {found['total']} trajectories", head]
-    lines += [row_text(row) for row in found["rows"]]
-    left = found["matching"] - len(found["rows"])
-    return visible("\n".join([*lines, *([f"... and {left} more"] if left else [])]))
-
-
-def row_text(row: Row) -> str:
-    score = "-" if row["return"] is None else number_text(row["return"], ".2f")
-    cells = (row["trajectory_id"], row["task_id"], row["subtask"] or "-", row["stop_reason"] or "-")
-    widths = (22, 20, 16, 12)
-    words = (f"{cell!s:{width}.{width}}" for cell, width in zip(cells, widths, strict=True))
-    return f"{' '.join(words)} {score:>6} {row['num_turns']:5d}"
+    table = list_rows(source.lines(name), chosen, limit=MAX_ROWS)
+    lines = [
+        f"{name}: {table['matching']} of {table['total']} trajectories",
+        f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}",
+    ]
+    for row in table["rows"]:
+        score = "-" if row["return"] is None else format_number(row["return"], ".2f")
+        names, widths = ("trajectory_id", "task_id", "subtask", "stop_reason"), (22, 20, 16, 12)
+        cells = [f"{row[n] or '-'!s:{w}.{w}}" for n, w in zip(names, widths, strict=True)]
+        lines.append(f"{' '.join(cells)} {score:>6} {row['num_turns']:5d}")
+    if more := table["matching"] - len(table["rows"]):
+        lines.append(f"... and {more} more")
+    return printable("\n".join(lines))
 
 
 def trajectory_text(source: Source, name: str, number: int) -> str:
     """One trajectory, turn by turn."""
-    found = one(source, name, number)
-    row = found["row"]
+    view = trajectory_view(source, name, number)
+    row = view["row"]
     lines = [
         f"{row['trajectory_id']}  {row['task_id']}  {row['subtask'] or ''}  {outcome_of(row)}"
-        f"  return {row['return']}  ended by {row['stop_reason']}"
+        f"  return {row['return']}  stopped by {row['stop_reason']}"
     ]
     if row["error"]:
         lines.append(f"lost: {row['error']}")
-    lines += block("before", found["opening"][-1]["content"] if found["opening"] else "")
-    for number_of, turn in enumerate(found["turns"], start=1):
-        lines += block(f"{number_of} says", turn["action_text"])
-        reward = f" ({number_text(turn['reward'], '+.2f')})" if turn["reward"] else ""
-        lines += block(f"world{reward}", turn["observation_text"] or "")
-    return visible("\n".join(lines))
+    lines += block("observation", view["opening"][-1]["content"] if view["opening"] else "")
+    for turn_number, turn in enumerate(view["turns"], start=1):
+        lines += block(f"action {turn_number}", turn["action_text"])
+        reward = f" ({format_number(turn['reward'], '+.2f')})" if turn["reward"] else ""
+        lines += block(f"observation{reward}", turn["observation_text"] or "")
+    return printable("\n".join(lines))
 
 
-def number_text(value: Any, form: str) -> str:
-    """A number in its form; whatever else stands in its place as it is."""
+def format_number(value: Any, form: str) -> str:
+    """A number in its form; anything else that a file holds in its place, as it is."""
     return format(value, form) if isinstance(value, int | float) else str(value)
 
 
 def block(title: str, text: Any) -> list[str]:
-    width = max(40, min(100, shutil.get_terminal_size().columns) - 14)
-    said = [piece for line in str(text).split("\n") for piece in textwrap.wrap(line, width) or [""]]
-    return [f"{title if i == 0 else '':>12}  {piece}" for i, piece in enumerate(said or [""])]
+    """Wrapped text with a title on the left."""
+    width = max(40, min(100, shutil.get_terminal_size().columns) - 22)
+    pieces = [p for line in str(text).split("\n") for p in textwrap.wrap(line, width) or [""]]
+    return [f"{title if i == 0 else '':>20}  {piece}" for i, piece in enumerate(pieces)]
 
 
 def find(source: Source, trajectory_id: str, within: str | None = None) -> tuple[str, int]:
-    """(file, line) of a trajectory, in the newest file that has it, or in one file: an evaluation
-    gives the same ids as the step that it comes after.
+    """(file, line) of a trajectory, in the newest file that has it, or in the file `within`: an
+    evaluation has the same ids as the step before it.
 
-    Raises: LookupError: there is none; the nearest ids are named.
+    Raises: LookupError if there is none; similar ids are named.
     """
-    import difflib
-
-    known: list[str] = []
+    similar: list[str] = []
     for file in reversed(source.files()):
-        if within not in (None, file.name):
-            continue
-        ids = [str(i) for i in source.lines(file.name).columns["trajectory_id"]]
-        if trajectory_id in ids:
-            return file.name, ids.index(trajectory_id)
-        known += ids
-    near = nearest(trajectory_id, known) or difflib.get_close_matches(trajectory_id, known, n=3)
-    hint = f"; near it: {', '.join(near)}" if near else ""
-    raise LookupError(f"no trajectory is called {trajectory_id}{hint}")
-
-
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Ids that begin as this one does, before their last part."""
-    stem = name.rpartition("-")[0]
-    return sorted({other for other in known if stem and other.startswith(stem)})[:3]
+        if within in (None, file.name):
+            ids = [str(i) for i in source.lines(file.name).columns["trajectory_id"]]
+            if trajectory_id in ids:
+                return file.name, ids.index(trajectory_id)
+            similar += [i for i in ids if i.startswith(trajectory_id.rpartition("-")[0])]
+    raise LookupError(f"no trajectory {trajectory_id}; similar: {', '.join(similar[:3]) or 'none'}")

@@ -1,37 +1,256 @@
-"""Lists of trajectories, filtered and sorted by their heads; the samples of a group; one whole.
+"""A file of trajectories: the index of its lines, lists of them, the samples of a group, one whole.
 
-Read next: server.py, which answers with these; page/trajectory.js, which shows them.
+A run writes less than a kilobyte of facts about a trajectory and many times that of text and
+tokens. `Trajectory.to_line` writes the facts first, so the index only parses the head of each line:
+
+    {"trajectory_id":...,"return":1.0,...,"messages":[...],"turns":[...],"input_ids":[...],...}
+     ^---------------- head ------------^ the rest is read when somebody opens the trajectory
+
+A file that has grown is read on from the end of the index. A file that was replaced or cut back (a
+resumed run does both) is read again. Lines that are not trajectories are counted and skipped.
+
+Read next: overview.py; server.py, which answers with these; page/trajectory.js, which shows them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from conversations import NAMES, ROLES, to_agenttraj
 from envs import ENVS
-from trajectory import LOST
-from viewer.lines import Lines, Row, opening_of, turns_of
-from viewer.sources import Source
+from trajectory import COUNTED, HEAD_END, LOST
 
+if TYPE_CHECKING:
+    from viewer.sources import Source
+
+Row = dict[str, Any]
+COLUMNS = (
+    *("trajectory_id", "step", "env", "task_id", "subtask", "group_id", "success"),
+    *("stop_reason", "used_in_loss", "error", *COUNTED),
+)
 SORTS = (
     *("line", "task_id", "subtask", "return", "stop_reason", "num_turns", "num_tokens"),
     *("parse_errors", "advantage"),
 )
-# How the worlds' prompts have a model speak; what fits neither is action alone.
+TAIL = 1 << 16  # bytes before the end of the index that must be unchanged to read on from there
+NEARBY = 512  # lines in which the samples of one group are looked for
+# The formats in which the environments' prompts ask a model to answer.
 THOUGHT = re.compile(r"\s*(?:Thought:)?\s*(.*?)\s*\n?\s*Action:\s*(.*)", re.DOTALL)
 TAGGED = re.compile(r"\s*(?:<think>)?(.*?)(?:</think>)?\s*<(search|answer)>(.*?)</\2>", re.DOTALL)
 
 
-# ------------------------------------------------------------------------------------- the list
+# ----------------------------------------------------------------------------------------- a line
+
+
+def parse(line: bytes | str) -> dict[str, Any] | None:
+    """A JSON object; None for anything else. NaN and infinity become None."""
+    try:
+        value = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def head_of(line: bytes) -> Row | None:
+    """The columns of a line; None if the line is not a trajectory."""
+    end = line.find(HEAD_END.encode())
+    if end > 0 and line.startswith(b'{"trajectory_id"') and line.rstrip().endswith(b"}"):
+        head = parse(line[:end] + b"}")
+        if head is not None and "num_turns" in head:
+            return {name: head.get(name) for name in COLUMNS}
+    whole = parse(line)
+    return None if whole is None else row_of(whole)
+
+
+def row_of(line: Mapping[str, Any]) -> Row | None:
+    """The columns of a trajectory without a head, or of an AgentTraj conversation."""
+    row = {name: line.get(name) for name in COLUMNS}
+    if isinstance(line.get("conversations"), list):
+        task_id = str(line.get("item_id", ""))
+        actions = [
+            turn
+            for turn in line["conversations"]
+            if isinstance(turn, dict) and turn.get("from") == "gpt" and turn.get("loss") is True
+        ]
+        return row | {"trajectory_id": task_id, "task_id": task_id, "num_turns": len(actions)}
+    turns = line.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    return row | {"num_turns": len(turns)}
+
+
+def turns_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    turns = line.get("turns")
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def opening_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages before the first turn: the prompt, which may hold answers of its own, and the
+    first observation."""
+    messages = [m for m in line.get("messages") or () if isinstance(m, dict)]
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    num_turns = len(turns_of(line))
+    return messages[: answers[-num_turns]] if 0 < num_turns <= len(answers) else messages
+
+
+def split_action(text: str) -> tuple[str | None, str | None]:
+    """(thought, action) of a model's answer.
+
+    >>> split_action("Thought: I need wood.\\nAction: get 1 oak log")
+    ('I need wood.', 'get 1 oak log')
+    >>> split_action("Action: look"), split_action("look")
+    ((None, 'look'), (None, 'look'))
+    >>> split_action("I wonder. <search>who wrote it</search>")
+    ('I wonder.', 'search: who wrote it')
+    """
+    if match := TAGGED.match(text):
+        return match[1].strip() or None, f"{match[2]}: {match[3].strip()}"
+    if match := THOUGHT.match(text):
+        return match[1].strip() or None, match[2].strip()
+    return None, text.strip() or None
+
+
+def task_of(line: Mapping[str, Any], env: str | None) -> tuple[str, int] | None:
+    """Environment and index of a trajectory's task; None if its id does not name one.
+
+    >>> task_of({"env": "textcraft", "task_id": "textcraft_31"}, None)
+    ('textcraft', 31)
+    """
+    env = line.get("env") or env
+    number = re.fullmatch(r".*?_(\d{1,12})", str(line.get("task_id")))
+    return (str(env), int(number[1])) if env and number else None
+
+
+# -------------------------------------------------------------------------------------- the index
+
+
+class Lines:
+    """The index of one .jsonl file; `refresh` brings it up to date.
+
+    Attributes:
+        offsets: where each trajectory's line begins, in bytes.
+        columns: COLUMNS of each trajectory.
+        indexed: bytes read so far; the next line begins there.
+        broken: number of lines that are not trajectories.
+
+    Raises: OSError if the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tail = ""
+        self.forget()
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def row(self, number: int) -> Row:
+        """The head of trajectory `number`, counted from 0."""
+        return {"line": number} | {name: self.columns[name][number] for name in COLUMNS}
+
+    def read(self, number: int) -> dict[str, Any]:
+        """The whole of trajectory `number`. Raises LookupError if the file has changed."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offsets[number])
+            line = parse(file.readline())
+        if line is None:
+            raise LookupError(f"{self.path.name} has changed; look again")
+        return line
+
+    def whole_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """(number, bytes so far, line) of every trajectory."""
+        with open(self.path, "rb") as file:
+            for number, offset in enumerate(self.offsets):
+                file.seek(offset)
+                line = file.readline()
+                yield number, offset + len(line), line
+
+    def refresh(self) -> None:
+        """Index the lines that were added; all lines if the file was replaced or cut back."""
+        with open(self.path, "rb") as file:
+            if self._tail_of(file) != self.tail:
+                self.forget()
+            file.seek(self.indexed)
+            for line in iter(file.readline, b""):
+                if not line.endswith(b"\n") and parse(line) is None:
+                    break  # still being written
+                if line.strip():
+                    self.add(head_of(line))
+                self.indexed += len(line)
+            self.tail = self._tail_of(file)
+
+    def forget(self) -> None:
+        self.offsets: list[int] = []
+        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.indexed = self.broken = 0
+        self.tail = hashlib.sha256(b"").hexdigest()  # of the last TAIL bytes before `indexed`
+
+    def add(self, row: Row | None) -> None:
+        """Add the line that begins at `indexed`."""
+        if row is None:
+            self.broken += 1
+            return
+        self.offsets.append(self.indexed)
+        for name, column in self.columns.items():
+            value = row[name]
+            column.append(sys.intern(value) if isinstance(value, str) else value)
+
+    def _tail_of(self, file: BinaryIO) -> str:
+        """A hash of the last bytes that were indexed: a file that was copied over this one keeps
+        its name and inode, and may begin alike."""
+        file.seek(max(0, self.indexed - TAIL))
+        return hashlib.sha256(file.read(min(self.indexed, TAIL))).hexdigest()
+
+
+class Conversations(Lines):
+    """AgentTraj as one JSON list: read whole; each record counts as a line."""
+
+    def refresh(self) -> None:
+        content = self.path.read_bytes()
+        tail = hashlib.sha256(content).hexdigest()
+        if tail == self.tail:
+            return
+        self.forget()
+        try:
+            records = json.loads(content, parse_constant=lambda _: None)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path} is not JSON: {error}") from None
+        self.records: list[dict[str, Any]] = []
+        for record in records if isinstance(records, list) else [records]:
+            row = row_of(record) if isinstance(record, dict) else None
+            self.add(row)
+            if row is not None:
+                self.records.append(record)
+        self.tail, self.indexed = tail, len(content)
+
+    def read(self, number: int) -> dict[str, Any]:
+        return self.records[number]
+
+    def whole_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        for number, record in enumerate(self.records):
+            done = self.indexed * (number + 1) // len(self.records)
+            yield number, done, json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def open_lines(path: Path) -> Lines:
+    return Conversations(path) if path.suffix == ".json" else Lines(path)
+
+
+# ------------------------------------------------------------------------------------------ lists
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which trajectories of a file; an empty field lets all through."""
+    """Which trajectories of a file; an empty field accepts all."""
 
     subtask: str = ""
     stop_reason: str = ""
@@ -39,18 +258,18 @@ class Filter:
     task: str = ""  # part of the task's id
     min_return: float | None = None
     max_return: float | None = None
-    min_turns: int | None = None
-    max_turns: int | None = None
+    min_turns: float | None = None
+    max_turns: float | None = None
     parse_errors: bool = False
 
-    def lets(self, row: Row) -> bool:
+    def accepts(self, row: Row) -> bool:
         return (
             self.subtask in ("", row["subtask"])
             and self.stop_reason in ("", row["stop_reason"])
             and self.outcome in ("", outcome_of(row))
             and self.task.casefold() in str(row["task_id"]).casefold()
-            and within(self.min_return, row["return"], self.max_return)
-            and within(self.min_turns, row["num_turns"], self.max_turns)
+            and is_within(self.min_return, row["return"], self.max_return)
+            and is_within(self.min_turns, row["num_turns"], self.max_turns)
             and not (self.parse_errors and not row["parse_errors"])
         )
 
@@ -66,8 +285,8 @@ def outcome_of(row: Row) -> str:
     return {True: "solved", False: "failed"}.get(row["success"], "unknown")
 
 
-def within(low: float | None, value: Any, high: float | None) -> bool:
-    """What is unknown lies in no range that was asked for."""
+def is_within(low: float | None, value: Any, high: float | None) -> bool:
+    """Whether a number lies in a range. An unknown value lies in no range that has an end."""
     if low is None and high is None:
         return True
     if not isinstance(value, (int, float)):
@@ -78,15 +297,15 @@ def within(low: float | None, value: Any, high: float | None) -> bool:
 def list_rows(
     lines: Lines, chosen: Filter, sort: str = "line", offset: int = 0, limit: int = 200
 ) -> dict[str, Any]:
-    """A page of the list.
+    """A page of the list, sorted by one of SORTS ("-return": descending).
 
-    Raises: ValueError: no such order.
+    Raises: ValueError if `sort` is not one of them.
     """
     key = sort.removeprefix("-")
     if key not in SORTS:
         raise ValueError(f"cannot sort by {key!r}; choose from {', '.join(SORTS)}")
-    matching = [row for row in map(lines.row, range(len(lines))) if chosen.lets(row)]
-    matching.sort(key=lambda row: order(row[key]), reverse=sort.startswith("-"))
+    matching = [row for row in map(lines.row, range(len(lines))) if chosen.accepts(row)]
+    matching.sort(key=lambda row: sort_key(row[key]), reverse=sort.startswith("-"))
     kinds = {n: sorted({str(v) for v in lines.columns[n] if v}) for n in ("subtask", "stop_reason")}
     return {
         "total": len(lines),
@@ -98,36 +317,77 @@ def list_rows(
     }
 
 
-def order(value: Any) -> tuple[int, float, str]:
-    """Numbers, then words in their natural order (textcraft_9 before textcraft_10), then nothing.
+def sort_key(value: Any) -> tuple[int, float, str]:
+    """Numbers, then text in natural order (textcraft_9 before textcraft_10), then None.
 
-    >>> sorted(["t_10", None, "t_9"], key=order)
+    >>> sorted(["t_10", None, "t_9"], key=sort_key)
     ['t_9', 't_10', None]
     """
     if value is None:
         return (2, 0.0, "")
     if isinstance(value, (int, float)):
         return (0, float(value), "")
-    return (1, 0.0, re.sub(r"\d+", lambda found: found[0].zfill(12), str(value)))
+    return (1, 0.0, re.sub(r"\d+", lambda digits: digits[0].zfill(12), str(value)))
 
 
 def groups_of(lines: Lines) -> list[dict[str, Any]]:
     """The samples of each task side by side, in the order of the file."""
-    found: dict[Any, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for row in map(lines.row, range(len(lines))):
         key = (row["step"], row["group_id"], row["task_id"])
         about = {name: row[name] for name in ("group_id", "task_id", "subtask")}
-        found.setdefault(key, about | {"rows": []})["rows"].append(row)
-    return list(found.values())
+        groups.setdefault(key, about | {"rows": []})["rows"].append(row)
+    return list(groups.values())
 
 
-# ---------------------------------------------------------------------------------- one trajectory
+# ----------------------------------------------------------------------------------------- search
 
 
-def one(source: Source, name: str, number: int) -> dict[str, Any]:
-    """Everything about one trajectory that a page shows.
+def search(lines: Lines, text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(bytes done, hit or None) for each line, ignoring case.
 
-    Raises: KeyError, IndexError: no such file or line.
+    Most lines are skipped at the speed of reading: where JSON can write the text in one way only, a
+    line is parsed only if its bytes hold the text.
+    """
+    wanted = text.casefold()
+    is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
+    for number, done, line in lines.whole_lines():
+        if is_plain and wanted.encode() not in line.lower():
+            yield done, None
+        else:
+            yield done, first_hit(parse(line) or {}, number, wanted)
+
+
+def first_hit(line: Mapping[str, Any], number: int, wanted: str) -> dict[str, Any] | None:
+    """The first place in a trajectory where the text stands; turn 0 is before the first turn."""
+    for turn, texts in enumerate(texts_of(line)):
+        for text in texts:
+            at = text.casefold().find(wanted)
+            if at >= 0:
+                excerpt = text[max(0, at - 60) : at + len(wanted) + 60]
+                name = line.get("trajectory_id") or line.get("item_id")
+                return {"line": number, "trajectory_id": name, "turn": turn, "excerpt": excerpt}
+    return None
+
+
+def texts_of(line: Mapping[str, Any]) -> Iterator[list[str]]:
+    """All text: before the first turn, then turn by turn."""
+    if isinstance(line.get("conversations"), list):
+        yield [str(t.get("value", "")) for t in line["conversations"] if isinstance(t, dict)]
+        return
+    opening = (str(message.get("content", "")) for message in opening_of(line))
+    yield [str(line.get("task_id", "")), *opening]
+    for turn in turns_of(line):
+        yield [str(turn.get("action_text") or ""), str(turn.get("observation_text") or "")]
+
+
+# --------------------------------------------------------------------------------- one trajectory
+
+
+def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
+    """Everything that a page shows of one trajectory.
+
+    Raises: KeyError, IndexError if there is no such file or line.
     """
     lines = source.lines(name)
     row, line = lines.row(number), lines.read(number)
@@ -138,6 +398,7 @@ def one(source: Source, name: str, number: int) -> dict[str, Any]:
     spans = [span_of(turn) for turn in turns]
     group = group_of(lines, number)
     actions = actions_of(line)
+    env, index = task_of(line, source.env) or ("", 0)
     return {
         "row": row,
         **{n: line.get(n) for n in ("step", "seed", "max_rounds", "env", "weight_version")},
@@ -145,20 +406,20 @@ def one(source: Source, name: str, number: int) -> dict[str, Any]:
         "opening": opening_of(line),
         "opening_tokens": tokens.between(0, spans[0][0] if spans and spans[0] else None),
         "turns": [
-            shown_turn(turn, tokens, span, following)
+            turn_view(turn, tokens, span, following)
             for turn, (span, following) in zip(turns, pairwise([*spans, None]), strict=True)
         ],
         "group": [lines.row(other) for other in group],
         "parts_at": {
-            str(other): parts_at(actions, actions_of(lines.read(other)))
+            str(other): first_difference(actions, actions_of(lines.read(other)))
             for other in group
             if other != number
         },
         "agenttraj": agenttraj_of(row, line),
-        "command": command_for(line, source.env),
+        "command": f"python -m envs.{env} --task-index {index}" if env in ENVS else None,
         "previous": number - 1 if number else None,
         "next": number + 1 if number + 1 < len(lines) else None,
-        "can_reenact": bool(turns) and command_for(line, source.env) is not None,
+        "can_reenact": bool(turns) and env in ENVS,
     }
 
 
@@ -166,14 +427,14 @@ def actions_of(line: Mapping[str, Any]) -> list[str]:
     return [str(turn.get("action_text") or "") for turn in turns_of(line)]
 
 
-def shown_turn(
+def turn_view(
     turn: Mapping[str, Any],
     tokens: TokenTable,
     span: tuple[int, int] | None,
     following: tuple[int, int] | None,
 ) -> dict[str, Any]:
     text = str(turn.get("action_text") or "")
-    thought, action = apart(text)
+    thought, action = split_action(text)
     names = ("observation_text", "reward", "parse_error", "generate_s", "env_s", "state")
     return {
         "action_text": text,
@@ -183,23 +444,6 @@ def shown_turn(
         "action_tokens": tokens.between(*span) if span else None,
         "observation_tokens": tokens.between(span[1], following and following[0]) if span else None,
     }
-
-
-def apart(text: str) -> tuple[str | None, str | None]:
-    """(thought, action) of what a model said.
-
-    >>> apart("Thought: I need wood.\\nAction: get 1 oak log")
-    ('I need wood.', 'get 1 oak log')
-    >>> apart("Action: look"), apart("look")
-    ((None, 'look'), (None, 'look'))
-    >>> apart("I wonder. <search>who wrote it</search>")
-    ('I wonder.', 'search: who wrote it')
-    """
-    if found := TAGGED.match(text):
-        return found[1].strip() or None, f"{found[2]}: {found[3].strip()}"
-    if found := THOUGHT.match(text):
-        return found[1].strip() or None, found[2].strip()
-    return None, text.strip() or None
 
 
 def span_of(turn: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -224,7 +468,7 @@ class TokenTable:
         self.text_of = text_of
 
     def between(self, start: int, end: int | None) -> dict[str, Any] | None:
-        """Tokens start..end - 1, or to the last; None of a trajectory without tokens."""
+        """Tokens start..end - 1; None of a trajectory without tokens."""
         if not isinstance(self.ids, list):
             return None
         ids = self.ids[start:end]
@@ -233,25 +477,23 @@ class TokenTable:
 
 
 def group_of(lines: Lines, number: int) -> list[int]:
-    """The lines of the same task and step, this one among them; alone without a group."""
-    columns = lines.columns
-    group, step, task = (columns[n][number] for n in ("group_id", "step", "task_id"))
-    if group is None:
+    """The lines of the same step, group and task, this one among them."""
+    keys = list(
+        zip(*(lines.columns[name] for name in ("group_id", "step", "task_id")), strict=True)
+    )
+    if keys[number][0] is None:
         return [number]
-    near = range(max(0, number - 512), min(len(lines), number + 512))  # groups lie together
-    same = (group, step, task)
-    return [
-        n
-        for n in near
-        if (columns["group_id"][n], columns["step"][n], columns["task_id"][n]) == same
-    ]
+    nearby = range(max(0, number - NEARBY), min(len(lines), number + NEARBY))
+    return [n for n in nearby if keys[n] == keys[number]]
 
 
-def parts_at(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
-    """The first turn, counted from 1, in which two samples act otherwise; 0: in none.
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    """The first turn, counted from 1, in which two samples act differently; 0 if there is none.
 
-    >>> parts_at(["a", "b"], ["a", "c"]), parts_at(["a"], ["a", "b"]), parts_at(["a"], ["a"])
-    (2, 2, 0)
+    >>> first_difference(["a", "b"], ["a", "c"]), first_difference(["a"], ["a", "b"])
+    (2, 2)
+    >>> first_difference(["a"], ["a"])
+    0
     """
     for turn, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         if a != b:
@@ -259,18 +501,15 @@ def parts_at(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     return 0 if len(ours) == len(theirs) else min(len(ours), len(theirs)) + 1
 
 
-# ------------------------------------------------------------------------------------ other formats
-
-
 def from_conversation(record: Mapping[str, Any]) -> dict[str, Any]:
     """An AgentTraj conversation in the form of our lines; it has no rewards and no tokens."""
-    said = [turn for turn in record["conversations"] if isinstance(turn, dict)]
+    values = [turn for turn in record["conversations"] if isinstance(turn, dict)]
     messages = [
         {"role": ROLES.get(str(t.get("from")), "user"), "content": str(t.get("value", ""))}
-        for t in said
+        for t in values
     ]
     turns = []
-    for i, turn in enumerate(said):
+    for i, turn in enumerate(values):
         if turn.get("from") == "gpt" and turn.get("loss"):
             answer = messages[i + 1]["content"] if i + 1 < len(messages) else ""
             turns.append({"action_text": messages[i]["content"], "observation_text": answer})
@@ -284,22 +523,3 @@ def agenttraj_of(row: Row, line: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(m, dict) and m.get("role") in NAMES
     ]
     return to_agenttraj(str(row["task_id"]), messages)
-
-
-def task_of(line: Mapping[str, Any], env: str | None) -> tuple[str, int] | None:
-    """The world and the index of a trajectory's task; None where its id names none.
-
-    >>> task_of({"env": "textcraft", "task_id": "textcraft_31"}, None)
-    ('textcraft', 31)
-    """
-    env = line.get("env") or env
-    number = re.fullmatch(r".*?_(\d{1,12})", str(line.get("task_id")))
-    return (str(env), int(number[1])) if env and number else None
-
-
-def command_for(line: Mapping[str, Any], env: str | None) -> str | None:
-    """What plays this task by hand, for a world of the project."""
-    task = task_of(line, env)
-    if task is None or task[0] not in ENVS:
-        return None
-    return f"python -m envs.{task[0]} --task-index {task[1]}"

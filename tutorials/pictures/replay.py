@@ -1,6 +1,6 @@
 """Screenshots of replay.py on the committed run of tutorial 11, for the README.
 
-python tutorials/pictures/replay.py          needs Chromium (viewer/chromium.py)
+python tutorials/pictures/replay.py          needs Chromium (tests/chromium.py)
 """
 
 import subprocess
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from viewer.chromium import browser  # noqa: E402
+from chromium import browser  # noqa: E402
 
 RUN = "recipes/results/demo"
 VIEWS = {

@@ -1,0 +1,87 @@
+"""replay.py's command line, and what it prints in a terminal."""
+
+import json
+import shutil
+import socket
+
+import pytest
+from made_run import HOSTILE, hostile_line, make_run
+
+import replay
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no such file"),
+        (["empty"], "holds no run"),
+        (["parent"], "there are runs in it: run"),
+        (["empty.jsonl"], "holds no trajectory"),
+        (["bad.json"], "is not JSON"),
+        (["notes.txt"], "neither .jsonl"),
+        (["parent/run", "--text", "--trajectory", "s000003-t0001-k77"], "s000003-t0001-k00"),
+        (["parent/run", "--text", "--file", "step_9"], "has no step_9"),
+        (["--text"], "there is no run in runs/"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(run, tmp_path / "parent" / "run")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "notes.txt").write_text("x")
+    assert replay.main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_port_in_use_and_a_missing_key_are_misuse(run, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert replay.main([str(run), "--port", str(port)]) == 2
+    assert "--port 0 takes a free one" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        replay.main(["--api-base", "http://a", "--api-model", "m", "--api-key-env", "NOSUCH"])
+    assert ended.value.code == 2 and "NOSUCH" in capsys.readouterr().err
+
+
+def test_the_terminal_shows_the_newest_run_its_failures_and_one_of_them(
+    run, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(run, tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert replay.main(["--text", "--failures", "--file", "step_000001"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("mine: textcraft")
+    assert "held-out tasks solved" in shown and "s000001-t0000-k02" in shown
+    assert replay.main(["--text", "--trajectory", "s000001-t0000-k02"]) == 0
+    shown = capsys.readouterr().out
+    assert "action 1  Thought:" in shown and "Goal:" in shown and "return" in shown
+
+
+def test_anything_in_the_place_of_a_number_is_shown_as_it_is(run, tmp_path, capsys):
+    line = json.loads((run / "trajectories/step_000001.jsonl").read_text().split("\n")[0])
+    line |= {"return": "x"}
+    line["turns"][0]["reward"] = "1"
+    (tmp_path / "odd.jsonl").write_text(json.dumps(line) + "\n")
+    assert replay.main([str(tmp_path / "odd.jsonl"), "--text"]) == 0
+    assert " x " in capsys.readouterr().out
+    words = ["--text", "--trajectory", line["trajectory_id"]]
+    assert replay.main([str(tmp_path / "odd.jsonl"), *words]) == 0
+    assert "observation (1)" in capsys.readouterr().out
+
+
+def test_a_models_text_does_not_drive_the_terminal(tmp_path, capsys):
+    path = tmp_path / "hostile.jsonl"
+    path.write_text("".join(hostile_line(n, text) for n, text in enumerate(HOSTILE)))
+    assert replay.main([str(path), "--text"]) == 0
+    for number in range(len(HOSTILE)):
+        assert replay.main([str(path), "--text", "--trajectory", f"h{number}"]) == 0
+    shown = capsys.readouterr().out
+    assert all(c == "\n" or c.isprintable() for c in shown)
