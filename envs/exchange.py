@@ -12,7 +12,7 @@ perhaps. What it sends is bounded before it is used, in one place for all three:
 An address has the same enemies on our side: what holds a password ends up in logs, in config.json
 and in messages, so `checked_url` lets none in.
 
-Read next: `envs/http.py`, `sampling/servers.py` and `sampling/chatapi.py`, which ask.
+Read next: `envs/http.py` and `sampling/chatapi.py`, which ask.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ from run.plan import plan
 from run.progress import phase, playing
 from runtime.mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
 from runtime.prompts import prompt_of
-from sampling.fleet import FleetEngine
-from sampling.servers import Served, start_servers
+from sampling.fleet import FleetEngine, Served, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync
 from scale.lora import add_lora, save_adapter

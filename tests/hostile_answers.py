@@ -145,13 +145,6 @@ def environment(url: str, timeout_s: float) -> Callable[[], object]:
     return connect("textcraft", url, timeout_s=timeout_s).open
 
 
-def sampler(url: str, timeout_s: float) -> Callable[[], object]:
-    from sampling.servers import Served, Server
-
-    body = {"prompt": [5, 6], "max_tokens": 4}
-    return partial(Server(url, Served("my/model", 512), 0, timeout_s).sample, "r", body)
-
-
 def chat(url: str, timeout_s: float) -> Callable[[], object]:
     from sampling.chatapi import ChatApi
 
@@ -159,7 +152,7 @@ def chat(url: str, timeout_s: float) -> Callable[[], object]:
     return partial(api.complete, [{"role": "user", "content": "hello"}], 16, 1.0, seed=3)
 
 
-CLIENTS = {"environment": environment, "sampler": sampler, "chat": chat}
+CLIENTS = {"environment": environment, "chat": chat}
 
 
 def peak_bytes() -> int:
@@ -171,13 +164,12 @@ def outcome(ask: Callable[[], object]) -> dict[str, object]:
     """Seconds, and what came of it: the name of an error class of ours."""
     from engines import EngineError
     from envclient import EnvError
-    from sampling.servers import ServerFailed
 
     began = time.perf_counter()
     try:
         ask()
         came = "an answer"
-    except (EnvError, EngineError, ServerFailed) as error:
+    except (EnvError, EngineError) as error:
         came = f"{type(error).__name__}: {error}"[:300]
     return {"s": time.perf_counter() - began, "outcome": came}
 

@@ -1,0 +1,1 @@
+"""Tests that take long: real samplers, learning curves, killed runs."""
