@@ -54,6 +54,7 @@ from typing import Any
 
 from config import Misuse, refusing
 from conversations import ROUNDING, Conversation, unit_return_of
+from reporting.sentinels import Sentinels
 from rollout import portion
 from run import shell
 from run.clock import Clock
@@ -99,7 +100,7 @@ def train(config: EvolConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
             if place == 0 or not evolving:
-                with session.before_learning(), clock("time/rollout_s"):
+                with session.saving_on_failure(), clock("time/rollout_s"):
                     evolving, found = evolve(session, kept, step, given)
                     w.rest()  # while the weights are still those of a step
                 if place == 0:
@@ -107,13 +108,13 @@ def train(config: EvolConfig) -> Run:
                     if iteration:  # the first begins with the start as it is
                         begin_again(w, config)
                         if config.learn_from == "base":
-                            session.progress.begin_anew()
+                            session.sentinels = Sentinels()
 
             # --------------------------------------------------------------------------- 2 imitate
             key = f"evolve/{config.seed}/{iteration}"
             rows, epochs = portion(place + 1, len(evolving), config.mini_batch_size, key)
             batch = w.batch_of([evolving[row] for row in rows])
-            with session.before_learning():
+            with session.saving_on_failure():
                 w.rest()
             w.set_learning_rates(place + 1)
             with clock("time/update_s"):

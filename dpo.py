@@ -95,7 +95,7 @@ def train(config: DpoConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
             if known != iteration:
-                with session.before_learning(), clock("time/rollout_s"):
+                with session.saving_on_failure(), clock("time/rollout_s"):
                     judged, found = pairs_for(session, kept, step, given)
                 metrics |= found if place == 0 else {}
                 known = iteration
@@ -106,7 +106,7 @@ def train(config: DpoConfig) -> Run:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
             else:
                 batch, epochs = step_of(w, judged, place + 1, iteration)
-                with session.before_learning():
+                with session.saving_on_failure():
                     w.rest()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):

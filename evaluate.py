@@ -66,9 +66,8 @@ from reporting.scoring import compare, format_table, plot_curves, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from run.errors import complain
 from run.files import build_folder, make_folder, write_json, write_text
-from run.media import put_pictures_beside
 from run.progress import phase, playing
-from run.rundir import TOKENIZER
+from run.rundir import TOKENIZER, put_pictures_beside
 from runtime.prompts import prompt_of
 from trajectory import Trajectory
 

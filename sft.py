@@ -86,7 +86,7 @@ def train(config: SftConfig) -> Run:
             batch = w.batch_of([shown[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
-            with session.before_learning():
+            with session.saving_on_failure():
                 w.rest()
             w.set_learning_rates(step)
             with clock("time/update_s"):
@@ -97,7 +97,7 @@ def train(config: SftConfig) -> Run:
             # ---------------------------------------------------------------- 3 measure, log, save
             if hidden and is_due(step, config.eval_every or epoch, config.steps):
                 in_time = advice("time/log_probs_s", vars(config))  # where memory is short
-                with session.after_learning(), in_time:
+                with session.saving_on_failure(learned=True), in_time:
                     metrics["eval/loss"] = loss_on(w, hidden)
                     note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_measured(session, step, batch, clock)
@@ -154,7 +154,7 @@ def loss_on(worker: MethodWorker, records: Sequence[Conversation]) -> float:
 def note_loss(session: Session[MethodWorker], step: int, loss: float) -> None:
     """Where nothing is played the lowest held-out loss says which checkpoint is the best."""
     if not session.config.plays:
-        session.progress.note_evaluation(step, -loss)
+        session.note_evaluation(step, -loss)
 
 
 def digest_of(records: Sequence[Conversation]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def train(config: Config) -> Run:
 
             # --------------------------------------------------------------------------- 2 roll out
             requests = requests_of(step, w.tasks, config, horizons)
-            with session.before_learning(), clock("time/rollout_s"):
+            with session.saving_on_failure(), clock("time/rollout_s"):
                 trajectories, log = w.roll_out(requests)
             if config.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=config.seed + step)
@@ -120,7 +120,7 @@ def train(config: Config) -> Run:
                 # ---------------------------------------------------------------------- 3 log-probs
                 batch = make_batch(usable, w.pad_id)
                 objective, each = in_as_many_steps(config, len(usable), num_compared)
-                with session.before_learning(), clock("time/log_probs_s"):
+                with session.saving_on_failure(), clock("time/log_probs_s"):
                     w.score(batch, objective)
 
                 # --------------------------------------------------------------------- 4 advantages
@@ -139,7 +139,7 @@ def train(config: Config) -> Run:
                     metrics |= w.update(step, batch, objective, each * signal["data/signal_share"])
 
                 # --------------------------------------------------------------------------- 6 sync
-                with session.after_learning(), clock("time/sync_s"):
+                with session.saving_on_failure(learned=True), clock("time/sync_s"):
                     difference, clock.values["sync/bytes"] = w.sync(step, usable)
                     metrics["sync/log_prob_diff_mean"] = difference
 

@@ -31,7 +31,7 @@ uninterrupted one.
     >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
     'stop'
 
-Read next: run/steplines.py (who asks, and what a run does then).
+Read next: run/session.py, which asks them.
 """
 
 import copy

@@ -1,5 +1,4 @@
-"""Checkpoints: written aside and renamed, loaded by anyone, resumed exactly, by any number of
-processes.
+"""Checkpoints: complete or absent, loadable by anyone, resumed exactly by any number of processes.
 
     checkpoints/step_000020/    Hugging Face files: vLLM and transformers load it as it is
         trainer_state/          what only the trainer needs
@@ -10,21 +9,19 @@ processes.
             critic/             the same of PPO's critic
     checkpoints/best            link to the best by held-out evaluation, never deleted
 
-Every rank writes the parameters it holds (torch.distributed.checkpoint): no process ever needs
-room for the whole optimizer. Pieces are addressed by parameter name and offset, so that another
-number of processes, one included, reads what it needs from whichever files hold it.
-
-A checkpoint is complete or absent (`run/files.py`): a crash or a full disk in the middle leaves
-the one before it untouched, also one of the same step. Data order, horizon, environment and
-sampling seeds are pure functions of the step, on every rank, so the step restores them; there is no
-cursor and no generator that could be restored wrong.
+Every rank writes the parameters it holds, so no process needs room for the whole optimizer; pieces
+are addressed by name and offset, so another number of processes can read them. A crash or a full
+disk in the middle leaves the checkpoint before it untouched (`run/files.py`). Data order, horizon
+and seeds are pure functions of the step: there is no cursor and no generator to restore.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -33,17 +30,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
 
-from run import unpickle
 from run.errors import CheckpointError
 from run.files import aside, finish_folder, new_folder, remove_folder, sweep
 from scale import distributed
@@ -62,14 +61,22 @@ class Unreadable(CheckpointError):
     """Files of a checkpoint are missing or broken; the one before it may do."""
 
 
-def steps_saved(run_dir: Path) -> list[int]:
-    """Steps that have a complete checkpoint, ascending."""
-    folders = {step: folder_of(run_dir, step) for step in _steps_named(run_dir)}
-    return [s for s, folder in folders.items() if (folder / STATE).exists()]
-
-
 def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def steps_saved(run_dir: Path) -> list[int]:
+    """Steps that have a complete checkpoint, ascending."""
+    return [s for s in _steps_named(run_dir) if (folder_of(run_dir, s) / STATE).exists()]
+
+
+def _steps_named(run_dir: Path) -> list[int]:
+    """Steps that have a folder, complete or not, ascending."""
+    names = [p.name for p in (run_dir / "checkpoints").glob("step_*")]
+    return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+
+# ------------------------------------------------------------------------------------------ writing
 
 
 def save(
@@ -91,22 +98,21 @@ def save(
     folder = folder_of(run_dir, step)
     tmp: Path | None = None
     try:
-        tmp = distributed.first("saving", lambda: _folder_aside(folder))
+        tmp = distributed.first("saving", lambda: _begin(folder))
         export(tmp)
         for name, part in parts.items():
             _write(tmp / "trainer_state" / name, part)
         document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
-        distributed.first("saving", lambda: _complete(tmp, folder, document))
-    # Four names of a full disk, the last is no Exception; ValueError: what transformers does not
-    # want to save.
+        distributed.first("saving", lambda: _finish(tmp, folder, document))
+    # A full disk has four names, and CheckpointException is not an Exception; ValueError:
+    # transformers refuses to save a model.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         written = tmp.rglob("*") if tmp else ()
         size = sum(p.stat().st_size for p in written if p.is_file()) / 1e9
         free = shutil.disk_usage(run_dir).free / 1e9
         raise CheckpointError(
             f"checkpoint of step {step} could not be written to {folder.parent}: "
-            f"{_first_line(error)} "
-            f"({size:.2f} GB written, {free:.2f} GB free). "
+            f"{_first_line(error)} ({size:.2f} GB written, {free:.2f} GB free). "
             "Earlier checkpoints are intact; make room, then --resume"
         ) from error
     finally:
@@ -115,7 +121,7 @@ def save(
     return folder
 
 
-def _folder_aside(folder: Path) -> Path:
+def _begin(folder: Path) -> Path:
     sweep(folder.parents[1])
     tmp = new_folder(folder)
     (tmp / "trainer_state").mkdir()
@@ -123,170 +129,26 @@ def _folder_aside(folder: Path) -> Path:
 
 
 def _write(folder: Path, part: tuple[Any, Any]) -> None:
-    fresh = not part[1].state
-    model, optimizer = get_state_dict(*part, options=_TRAINED)
-    if fresh:
-        # NOTE: of an optimizer that has done nothing torch takes a step, without gradients, to have
-        # a state to save; that must not count as one, or a save before the first update changes it.
-        for state in part[1].state.values():
-            if "step" in state:
-                state["step"].zero_()
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    model, optimizer = part
+    # For an optimizer that has taken no step torch would take one, so that there is a state to
+    # save, with gradients as large as the weights.
+    optimizers = (optimizer,) if optimizer.state else ()
+    model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
     with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
         dcp.save(
-            {"model": model, "optimizer": optimizer},
-            storage_writer=writer,
+            {"model": model_state, "optimizer": optimizer_state},
+            storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
             no_dist=distributed.world_size() == 1,
         )
 
 
-def _complete(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
-    """The last file, which makes it a checkpoint, and its name."""
+def _finish(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
+    """Write the last file, which makes it a checkpoint, and give the folder its name."""
     trainer = tmp / "trainer_state"
     files = [p for p in trainer.rglob("*") if p.is_file()]
     sizes = {str(p.relative_to(trainer)): p.stat().st_size for p in files}
     (trainer / "state.json").write_text(json.dumps(document | {"files": sizes}, indent=1))
-    finish_folder(tmp, folder)  # the same step may be saved again after a resume
-
-
-def load_newest(
-    run_dir: Path, expected: Mapping[str, Any], parts: Parts
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint that can be read: (step, state), or None if there is none at all.
-
-    A newer one that cannot be read is named in a line and renamed to unreadable_step_000020, so
-    that it does not count as one of the newest to keep. Collective.
-    Raises:
-        CheckpointError: none can be read; or the newest that can is not of this kind of run.
-    """
-    broken: dict[int, str] = {}
-    for step in reversed(_steps_named(run_dir)):
-        try:
-            state = _on_first_rank(partial(read_state, run_dir, step, expected))
-            load(run_dir, step, parts)
-        except Unreadable as error:
-            broken[step] = str(error)
-            continue
-        for newer, problem in broken.items():
-            put_away = distributed.first("resuming", partial(_put_away, run_dir, newer))
-            distributed.say(f"{problem}; it is now {put_away.name}, and step {step} is resumed")
-        return step, state
-    if broken:
-        first = next(iter(broken.values()))
-        raise CheckpointError(
-            f"{first}; no checkpoint of {run_dir} can be read: put a copy back, or start a new run"
-        )
-    return None
-
-
-def _steps_named(run_dir: Path) -> list[int]:
-    """Steps of which there is a folder, complete or not, ascending."""
-    names = [p.name for p in (run_dir / "checkpoints").glob("step_*")]
-    return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
-
-
-def _on_first_rank(read: Callable[[], T]) -> T:
-    """The result of rank 0 on every rank, and its `Unreadable` too: all must go on from the same
-    checkpoint. Collective."""
-
-    def verdict() -> tuple[T | None, str | None]:
-        try:
-            return read(), None
-        except Unreadable as error:
-            return None, str(error)
-
-    result, problem = distributed.first("resuming", verdict)
-    if problem is not None:
-        raise Unreadable(problem)
-    return result  # type: ignore[return-value]
-
-
-def _put_away(run_dir: Path, step: int) -> Path:
-    folder = folder_of(run_dir, step)
-    put_away = folder.with_name(f"unreadable_{folder.name}")
-    if put_away.exists():
-        remove_folder(put_away)
-    best = run_dir / "checkpoints" / "best"
-    if best.resolve() == folder.resolve():
-        best.unlink()
-    folder.rename(put_away)
-    return put_away
-
-
-def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state` of a checkpoint, once all its files are there and it is of this kind of run.
-
-    Args:
-        expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
-    Raises:
-        Unreadable: missing or truncated files.
-        CheckpointError: another algorithm or model, another format.
-    """
-    path = folder_of(run_dir, step) / STATE
-    folder = path.parent
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        written_by, sizes = int(state["format"]), dict(state.get("files", {}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(_unreadable(path, error)) from error
-    if written_by != FORMAT:
-        older = "an older version of this program wrote it; resume with that one, or start anew"
-        newer = f"this program reads {FORMAT}; update it"
-        why = newer if written_by > FORMAT else older
-        raise CheckpointError(f"{folder} has format {written_by}: {why}")
-    for name, size in sizes.items():
-        file = folder / name
-        found = file.stat().st_size if file.exists() else None
-        if found != size:
-            problem = "missing" if found is None else f"{found} bytes long instead of {size}"
-            raise Unreadable(_unreadable(folder, f"{name} is {problem}"))
-    for name, value in expected.items():
-        if name not in state:
-            raise Unreadable(_unreadable(path, f"it says nothing of {name}"))
-        if state[name] != value:
-            flag = "--" + name.replace("_", "-")
-            raise CheckpointError(
-                f"{folder} was trained with {flag} {state[name]}, not {value}; "
-                "use the same or a new run"
-            )
-    return state
-
-
-def load(run_dir: Path, step: int, parts: Parts) -> None:
-    """Put the saved weights and optimizer states into `parts`, however many processes hold them.
-
-    Collective.
-    Raises:
-        Unreadable: they do not fit these models, or cannot be read.
-        CheckpointError: they hold more than data (run/unpickle.py).
-    """
-    folder = folder_of(run_dir, step) / "trainer_state"
-    for name, part in parts.items():
-        index = _on_first_rank(partial(_read_index, folder / name))
-        model, optimizer = get_state_dict(*part, options=_TRAINED)
-        try:
-            with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
-                dcp.load(
-                    {"model": model, "optimizer": optimizer},
-                    storage_reader=unpickle.Reader(folder / name, index),
-                    planner=unpickle.Planner(folder / name),
-                    no_dist=distributed.world_size() == 1,
-                )
-        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-            cause = _cause(error)
-            if isinstance(cause, unpickle.UnsafePickle):
-                raise CheckpointError(str(cause)) from None
-            raise Unreadable(_unreadable(folder / name, cause)) from error
-        set_state_dict(*part, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
-
-
-def _read_index(folder: Path) -> Metadata:
-    try:
-        return unpickle.read_index(folder)
-    except unpickle.UnsafePickle as error:
-        raise CheckpointError(str(error)) from None
-    except (OSError, ValueError) as error:
-        raise Unreadable(_unreadable(folder, error)) from error
+    finish_folder(tmp, folder)  # after a resume the same step may be saved again
 
 
 def mark_best(run_dir: Path, step: int) -> None:
@@ -305,18 +167,201 @@ def prune(run_dir: Path, keep_last: int) -> None:
             remove_folder(folder)
 
 
-def _unreadable(path: Path, error: BaseException | str) -> str:
-    return f"{path} cannot be read, it may be truncated: {_first_line(error)}"
+# ------------------------------------------------------------------------------------------ reading
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What happened; torch wraps it into a report by rank, with tracebacks."""
-    causes = (
-        [c for c, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    )
-    return causes[0] if causes else error
+def load_newest(
+    run_dir: Path, expected: Mapping[str, Any], parts: Parts
+) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint that can be read: (step, state), or None if there is none at all.
+
+    Newer ones that cannot be read are named, and renamed to unreadable_step_000020 so that they do
+    not count among the newest to keep. Collective.
+    Raises:
+        CheckpointError: none can be read; or the newest that can belongs to another kind of run.
+    """
+    broken: dict[int, str] = {}
+    for step in reversed(_steps_named(run_dir)):
+        try:
+            state = _on_first_rank(partial(read_state, run_dir, step, expected))
+            load(run_dir, step, parts)
+        except Unreadable as error:
+            broken[step] = str(error)
+            continue
+        for newer, problem in broken.items():
+            put_away = distributed.first("resuming", partial(_put_away, run_dir, newer))
+            distributed.say(f"{problem}; it is now {put_away.name}, and step {step} is resumed")
+        return step, state
+    if broken:
+        raise CheckpointError(
+            f"{next(iter(broken.values()))}; no checkpoint of {run_dir} can be read: put a copy "
+            "back, or start a new run"
+        )
+    return None
+
+
+def _on_first_rank(read: Callable[[], T]) -> T:
+    """The result of rank 0 on every rank, or its `Unreadable`: all must go on from the same
+    checkpoint. Collective."""
+
+    def outcome() -> tuple[T | None, str | None]:
+        try:
+            return read(), None
+        except Unreadable as error:
+            return None, str(error)
+
+    result, problem = distributed.first("resuming", outcome)
+    if problem is not None:
+        raise Unreadable(problem)
+    return result  # type: ignore[return-value]
+
+
+def _put_away(run_dir: Path, step: int) -> Path:
+    folder = folder_of(run_dir, step)
+    put_away = folder.with_name(f"unreadable_{folder.name}")
+    if put_away.exists():
+        remove_folder(put_away)
+    best = run_dir / "checkpoints" / "best"
+    if best.resolve() == folder.resolve():
+        best.unlink()
+    return folder.rename(put_away)
+
+
+def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The `state` of a checkpoint, after a check of its files and of the kind of run.
+
+    Args:
+        expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
+    Raises:
+        Unreadable: missing or truncated files.
+        CheckpointError: another algorithm or model, another format.
+    """
+    path = folder_of(run_dir, step) / STATE
+    folder = path.parent
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        written_by, sizes = int(state["format"]), dict(state["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    if written_by != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {written_by} and this program reads {FORMAT}: resume with the "
+            "version that wrote it, or start a new run"
+        )
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.exists():
+            raise _unreadable(folder, f"{name} is missing")
+        if (length := file.stat().st_size) != size:
+            raise _unreadable(folder, f"{name} is {length} bytes long instead of {size}")
+    for name, value in expected.items():
+        if name not in state:
+            raise _unreadable(path, f"{name} is missing")
+        if state[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(
+                f"{folder} was trained with {flag} {state[name]}, not {value}; "
+                "use the same or a new run"
+            )
+    return state
+
+
+def load(run_dir: Path, step: int, parts: Parts) -> None:
+    """Put the saved weights and optimizer states into `parts`, however many processes hold them.
+
+    Collective.
+    Raises:
+        Unreadable: they do not fit these models, or cannot be read.
+    """
+    folder = folder_of(run_dir, step) / "trainer_state"
+    for name, (model, optimizer) in parts.items():
+        index = _on_first_rank(partial(_read_index, folder / name))
+        stepped = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
+        optimizers = (optimizer,) if stepped else ()
+        model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
+                dcp.load(
+                    {"model": model_state, "optimizer": optimizer_state},
+                    storage_reader=_Reader(folder / name, index),
+                    planner=_Planner(),
+                    no_dist=distributed.world_size() == 1,
+                )
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            raise _unreadable(folder / name, error) from error
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+            options=_TRAINED,
+        )
+
+
+# A pickle can call any function that it names while it is read, and checkpoints are passed from
+# hand to hand. torch reads two kinds of pickle with everything allowed: the index, and the values
+# beside the tensors. Here the index may name the classes that torch writes into it, and the values
+# are read with `weights_only`.
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_METADATA, f"{kind}StorageMetadata") for kind in ("Tensor", "Chunk", "Bytes")),
+    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # the same, from Python 3.13 on
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
+
+
+def _read_index(folder: Path) -> Metadata:
+    """Which file of a part holds which piece of what."""
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            return _IndexUnpickler(file).load()
+    except Exception as error:  # a broken pickle fails in a dozen ways
+        raise _unreadable(folder / ".metadata", error) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with an index that has been read already."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self.index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's planner, which reads the values beside the tensors as data alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:  # its message advises to read with everything allowed
+            raise ValueError(f"{name} is not plain data, as in every checkpoint of ours") from None
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+
+
+def _unreadable(path: Path, error: BaseException | str) -> Unreadable:
+    return Unreadable(f"{path} cannot be read, it may be truncated: {_first_line(error)}")
 
 
 def _first_line(error: BaseException | str) -> str:
-    cause = _cause(error) if isinstance(error, BaseException) else error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    """What happened, without the report by rank and the tracebacks that torch wraps it in."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

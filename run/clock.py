@@ -5,7 +5,7 @@
     update       those of all layers (--gradient-checkpointing: of one), gradients, moments
     sync         one parameter at a time
 
-Peaks are measured anew in each phase, of the accelerator where there is one, else of the process.
+Peaks are measured in each phase by itself: of the accelerator if there is one, else of the process.
 `recipes/memory.py` says beforehand what to expect.
 
 Read next: `run/rundir.py`.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,18 +24,17 @@ import torch
 
 from run.errors import OutOfMemory
 
-# The phases whose memory is kept -> under which name.
+# phases whose peak is kept -> under which name
 MEMORY_OF = {
     f"time/{phase}_s": f"memory/{phase}_bytes"
     for phase in ("rollout", "log_probs", "update", "sync")
 }
-# Phase -> what to lower, most effective first.
+# phase -> what to lower, most effective first
 SMALLER = {
     "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
     "time/log_probs_s": ("max_tokens_per_micro_batch",),
     "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
 }
-
 
 # Of a sampler that sleeps on this card: torch still counts them as allocated, the card does not.
 asleep_bytes = 0
@@ -62,11 +60,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block as the phase `name`.
-
-        Raises:
-            OutOfMemory: an allocation in it failed.
-        """
+        """Measure the block as the phase `name`; OutOfMemory if an allocation in it fails."""
         reset_peak()
         began = time.perf_counter()
         with advice(name, self.options):
@@ -86,21 +80,17 @@ class Clock:
 
 
 def peak() -> int:
-    """Peak bytes of the accelerator, or of this process where there is none, since the last
-    `reset_peak`."""
+    """Peak bytes since the last `reset_peak`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() - asleep_bytes
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def reset_peak() -> None:
-    """Begin to measure the peak anew, where the system lets us."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not every container lets us
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -111,10 +101,9 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
         yield
     except (RuntimeError, MemoryError) as error:
         text = str(error) or type(error).__name__
-        lacking = isinstance(error, MemoryError) or any(
-            words in text.lower() for words in ("out of memory", "can't allocate memory")
-        )
-        if not lacking or isinstance(error, OutOfMemory):
+        words = ("out of memory", "can't allocate memory")
+        is_memory = isinstance(error, MemoryError) or any(w in text.lower() for w in words)
+        if not is_memory or isinstance(error, OutOfMemory):
             raise
         options = options or {}
         names = [name for name in SMALLER.get(phase, ()) if name in options]
@@ -129,15 +118,13 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
 
 
 def return_freed() -> None:
-    """Hand free memory back to the card and to the system, so that no phase pays for another's.
+    """Hand free memory back to the card and the system, so that no phase pays for another's.
 
-    Batches differ in length from step to step. On a GPU torch keeps what it has freed for its own
-    next buffers, and a sampler that shares the card, with an allocator of its own, finds none:
-    after the first update of a 3B model on an H200 vLLM could not wake. On a CPU buffers come from
-    a heap that fragments: what was freed between two live ones stays with the process unless asked
-    for.
+    torch keeps what it has freed for its own next buffers, and a sampler on the same card finds
+    none: after the first update of a 3B model on an H200 vLLM could not wake. On a CPU the heap
+    fragments, and freed pages between live buffers stay with the process unless asked for.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # another C library looks after itself
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -3,8 +3,8 @@
     with StopRequests() as stop:
         with stop.allowed():        a rollout: the weights do not change, KeyboardInterrupt at once
             ...
-        update()                    remembered
-        if stop.agreed():           every process answers alike: save and leave
+        update()                    the request is remembered
+        if stop.agreed():           every process gets the same answer: save and leave
             ...
 
 Read next: `run/session.py`.
@@ -23,13 +23,10 @@ from scale import distributed
 
 
 class StopRequests:
-    """Ctrl-C (or SIGTERM, a scheduler's way to say it) without loss: a rollout is interrupted at
-    once, an update is allowed to finish.
+    """Ctrl-C and SIGTERM (which schedulers send), answered where nothing is lost.
 
-    Inside `with stop.allowed():` the weights do not change, so the run may stop on the spot;
-    elsewhere the request is remembered and answered when the step is complete. A second Ctrl-C
-    leaves at once, without saving; a launcher, also of one process, passes the first one on, so
-    that each of its processes gets it twice, and what follows within seconds counts as the same.
+    A second Ctrl-C leaves at once, without saving. A launcher passes the first one on, so that its
+    processes get it twice: what follows within seconds counts as the same request.
     """
 
     SAME_REQUEST_S = 3.0  # only under a launcher
@@ -51,7 +48,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """A stretch of work that may be interrupted."""
+        """Around work that may be interrupted."""
         if self.requested:
             raise KeyboardInterrupt
         self._allowed = True
@@ -67,10 +64,10 @@ class StopRequests:
         return self.requested
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        again = time.monotonic() - self._when < self.SAME_REQUEST_S
-        if self.requested and again and self._is_launched:
-            return
         if self.requested:
+            is_recent = time.monotonic() - self._when < self.SAME_REQUEST_S
+            if is_recent and self._is_launched:
+                return
             os.write(2, b"\nstopped without saving\n")
             os._exit(130)
         self.requested, self._when = True, time.monotonic()

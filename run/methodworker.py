@@ -214,7 +214,7 @@ def sync_if_measured(
         return {}
     if batch is None:  # nothing has changed since they were sent
         return {}
-    with session.after_learning(), clock("time/sync_s"):
+    with session.saving_on_failure(learned=True), clock("time/sync_s"):
         difference, num_bytes = worker.sync_probed(step, openings_of(batch, worker.num_probes))
         clock.values["sync/bytes"] = num_bytes
         return {"sync/log_prob_diff_mean": difference}

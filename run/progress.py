@@ -1,4 +1,4 @@
-"""What a run is busy with, for whoever waits: a bar on a terminal, a line every 30 s elsewhere.
+"""What a run is busy with and how long it takes: a bar on a terminal, a line every 30 s elsewhere.
 
     with phase("warm start", total=32, unit="steps") as tick:
         for batch in batches:
@@ -6,10 +6,8 @@
 
     step 12/60, 41 min left: rollout: 20/64 episodes, solved 14, 25 s left
 
-A bar goes to stderr, where that is a terminal; a line goes to stdout, as the table of steps does,
-unless both are one: `train.py > log` has bar and lines, `train.py 2>&1 | tee log` has lines. A
-phase that counts nothing (a server starts, weights are copied) has lines in any case. Of phases
-within phases the innermost speaks, and of several processes rank 0.
+The bar goes to stderr if that is a terminal; the line goes to stdout. Of nested phases the
+innermost is shown, and of several processes rank 0 shows.
 
 Read next: `run/clock.py`, which measures the phases of a step.
 """
@@ -20,78 +18,72 @@ import contextlib
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
 
 EVERY_S = 30.0  # between two lines
 LOOK_S = 1.0  # between two looks at the clock
 FAIR_SHARE = 0.1  # of a phase, after which the rest is guessed: the first ones to end tell little
+RECENT = 10  # steps whose time is typical of the next ones
 
 
-class Line:
-    """The line that all phases of this process share: what precedes it, and when it was last said.
-
-    Attributes:
-        heading: where the run is, said before the phase.
-        spoke_at: seconds of the clock at the last line, of a phase or of the run's table.
-        open: the phases that are under way, the innermost last.
-    """
+class _Line:
+    """What the phases of this process share."""
 
     def __init__(self) -> None:
-        self.heading, self.spoke_at = "", time.monotonic()
-        self.open: list[Phase] = []
+        self.heading, self.last_s = "", monotonic()  # when a line was last printed
+        self.open: list[Phase] = []  # phases under way, the innermost last
 
 
-_line = Line()
+_line = _Line()
 
 
 def heading(text: str) -> None:
-    """Where the run is, as "step 12/60, 41 min left": said before every phase until the next."""
+    """Where the run is, as "step 12/60, 41 min left": begins every line until the next heading."""
     _line.heading = text
 
 
 def spoke() -> None:
-    """Somebody else has just written a line: the next one need not come before 30 s."""
-    _line.spoke_at = time.monotonic()
+    """Somebody else has just printed a line: the next one is due in 30 s."""
+    _line.last_s = monotonic()
 
 
 class Phase:
-    """How far a phase is.
+    """How far a phase is. `total` is None where nothing is counted; `unit` is a plural."""
 
-    Args:
-        label: what is done.
-        total: how much there is to do; None where nothing is counted.
-        unit: of the total, in the plural.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, label: str, total: float | None, unit: str, clock: Callable[[], float]
-    ) -> None:
-        self.label, self.total, self.unit, self.clock = label, total, unit, clock
-        self.done, self.began = 0.0, clock()
+    def __init__(self, label: str, total: float | None, unit: str) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done, self.began = 0.0, monotonic()
         self.figures: dict[str, str] = {}
         self.bar: Any = None
+        if total is not None and sys.stderr.isatty():
+            desc = ": ".join(filter(None, [_line.heading, label]))
+            # nrows: some terminals say 0, and tqdm would hide the bar
+            self.bar = tqdm(total=total, desc=desc, unit=f" {unit}", leave=False, nrows=20)
 
     def tick(self, done: float = 1.0, **figures: str) -> None:
         """`done` more of the total is done; `figures` say how it goes, as loss="0.21"."""
         self.done += done
-        self.figures = self.figures | figures  # another dict: the thread may be reading this one
+        self.figures = self.figures | figures  # a new dict: the thread may be reading the old one
         if self.bar is not None:
             self.bar.set_postfix(self.figures, refresh=False)
             self.bar.update(round(self.done) - self.bar.n)
 
     def left_s(self) -> float | None:
-        """Seconds that the rest takes if it goes as before; None while there is no telling."""
+        """Seconds that the rest takes at this rate; None while it is too early to say."""
         if not self.total or self.done < FAIR_SHARE * self.total:
             return None
-        return (self.clock() - self.began) * max(self.total - self.done, 0) / self.done
+        return (monotonic() - self.began) * max(self.total - self.done, 0) / self.done
 
     def line(self) -> str:
         """`warm start: 12/32 steps, loss 0.41, 3 min left`."""
         if self.total is None:
-            state = [f"{duration(self.clock() - self.began)} so far"]
+            state = [f"{duration(monotonic() - self.began)} so far"]
         else:
             state = [f"{self.done:.0f}/{self.total:.0f} {self.unit}"]
         state += [f"{name} {value}" for name, value in self.figures.items()]
@@ -100,92 +92,118 @@ class Phase:
         return ": ".join([*filter(None, [_line.heading]), self.label, ", ".join(state)])
 
     def beat(self) -> None:
-        """Say the line if it is time; what a terminal shows gets no older than a second."""
+        """Refresh the bar, or print the line if one is due."""
         if _line.open[-1:] != [self]:
             return
         if self.bar is not None:
             self.bar.refresh()
-        shown = self.bar is not None and sys.stdout.isatty()
-        if not shown and self.clock() - _line.spoke_at >= EVERY_S:
-            _line.spoke_at = self.clock()
-            # Whoever read our lines may be gone: the run itself will find that out.
-            with contextlib.suppress(OSError, ValueError):
+        elif monotonic() - _line.last_s >= EVERY_S:
+            spoke()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads our lines any more
                 print(self.line(), flush=True)
 
 
 @contextlib.contextmanager
-def phase(
-    label: str,
-    total: float | None = None,
-    unit: str = "",
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Callable[..., None]]:
-    """
-    Show what the block does for as long as it runs.
+def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Callable[..., None]]:
+    """Show what the block does while it runs; yields `Phase.tick`, to be called as it gets on.
 
-    Args: see Phase; an empty label shows nothing, where a phase around this one does.
-    Returns: `Phase.tick`, to be called as the block gets on.
+    An empty label shows nothing, so that the phase around this one is shown.
     """
-    if not label:
+    if not label or int(os.environ.get("RANK", 0)) > 0:
         yield lambda done=1.0, **figures: None
         return
-    current = Phase(label, total, unit, clock)
-    if int(os.environ.get("RANK", 0)) > 0:  # as launchers say it: torch need not be loaded here
-        yield current.tick
-        return
+    if not _line.heading and not _line.open:  # outside of a run the silence begins here
+        spoke()
+    current = Phase(label, total, unit)
+    _line.open.append(current)
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(LOOK_S):
             current.beat()
 
-    with contextlib.ExitStack() as stack:
-        if total is not None and sys.stderr.isatty():
-            current.bar = stack.enter_context(_bar(current))
-        if not _line.heading and not _line.open:  # outside of a run there is no silence to break
-            _line.spoke_at = clock()
-        _line.open.append(current)
-        stack.callback(_line.open.remove, current)
-        # A daemon, and waited for shortly: a pipe that nobody reads must not keep us from leaving.
-        thread = threading.Thread(target=beat, name="phase", daemon=True)
-        thread.start()
-        stack.callback(thread.join, timeout=LOOK_S)
-        stack.callback(ended.set)
+    # A daemon, waited for only briefly: a pipe that nobody reads must not keep us from leaving.
+    thread = threading.Thread(target=beat, name="phase", daemon=True)
+    thread.start()
+    try:
         yield current.tick
-
-
-def _bar(current: Phase) -> Any:
-    from tqdm import tqdm
-
-    desc = ": ".join(filter(None, [_line.heading, current.label]))
-    options = {"leave": False, "nrows": 20}  # some terminals say 0, and tqdm would hide the bar
-    return tqdm(total=current.total, desc=desc, unit=f" {current.unit}", **options)
-
-
-class Ended(Protocol):
-    """An episode that is over."""
-
-    @property
-    def success(self) -> bool: ...
+    finally:
+        ended.set()
+        thread.join(timeout=LOOK_S)
+        _line.open.remove(current)
+        if current.bar is not None:
+            current.bar.close()
 
 
 @contextlib.contextmanager
-def playing(label: str, total: int) -> Iterator[Callable[[Ended], None]]:
-    """A phase of `total` episodes; to be called with each one that ended."""
+def playing(label: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """A phase of `total` episodes; yields a function to call with each trajectory that ended."""
     solved = 0
     with phase(label, total, "episodes") as tick:
 
-        def on_end(episode: Ended) -> None:
+        def on_end(trajectory: Any) -> None:
             nonlocal solved
-            solved += episode.success
-            tick(solved=f"{solved}")  # no share: those that are solved end first
+            solved += trajectory.success
+            tick(solved=f"{solved}")  # not as a share: the solved ones end first
 
         yield on_end
 
 
-def duration(seconds: float) -> str:
+class TimeLeft:
+    """How long a run still takes, from the steps it has made (rows of timings.jsonl).
+
+        left after step t = (T - t) · median(recent steps, without evaluation)
+                            + evaluations still due · median(evaluations)
+                            + explorations still due · median(explorations)
+
+    A median, since single steps are slow for reasons of their own; of recent steps, since the
+    horizon grows. Explorations are the rollouts of methods that play only at some steps (dpo.py,
+    agentevol.py); elsewhere the rollout is a part of every step.
+
+    Args:
+        steps: number of the last step.
+        evaluated, exploring: numbers of the steps that evaluate, or explore.
     """
-    A time that one waits for, as short as it can be told.
+
+    def __init__(
+        self, steps: int, evaluated: Sequence[int] = (), exploring: Sequence[int] = ()
+    ) -> None:
+        self.steps, self.evaluated, self.exploring = steps, evaluated, exploring
+        self.step_s, self.eval_s, self.explore_s = (deque[float](maxlen=RECENT) for _ in range(3))
+
+    def note(self, timings: Mapping[str, Any]) -> None:
+        """A step's row of timings.jsonl, or the time of an evaluation alone."""
+        evaluation, step_s = timings.get("time/eval_s"), timings.get("time/step_s")
+        if evaluation is not None:
+            self.eval_s.append(evaluation)
+        if step_s is None:
+            return
+        explored = (timings.get("time/rollout_s") or 0.0) if self.exploring else 0.0
+        self.step_s.append(step_s - (evaluation or 0.0) - explored)
+        # A resumed run reads what was explored, in a step that does not explore.
+        if timings.get("step") in self.exploring:
+            self.explore_s.append(explored)
+
+    def after(self, step: int) -> float | None:
+        """Seconds from the end of `step` to the end of the run; None before a step was timed.
+
+        >>> left = TimeLeft(steps=60, evaluated=[20, 40, 60])
+        >>> for seconds in (90, 40, 42, 41, 300):
+        ...     left.note({"time/step_s": seconds})
+        >>> left.note({"time/step_s": 142, "time/eval_s": 100})
+        >>> left.after(50)
+        520.0
+        """
+        if not self.step_s:
+            return None
+        total = (self.steps - step) * median(self.step_s)
+        for due, seconds in ((self.evaluated, self.eval_s), (self.exploring, self.explore_s)):
+            total += sum(at > step for at in due) * median(seconds or [0.0])
+        return total
+
+
+def duration(seconds: float) -> str:
+    """A time to wait for, as short as it can be told.
 
     >>> [duration(s) for s in (0, 89, 91, 41 * 60, 3 * 3600, 100 * 3600)]
     ['0 s', '89 s', '2 min', '41 min', '3.0 h', '4.2 days']

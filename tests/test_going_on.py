@@ -31,7 +31,7 @@ from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from reporting.sentinels import Alarm, Sentinels
 from rollout import RolloutHandler, draw, epochs
-from run import checkpoint, session, worker
+from run import checkpoint, session
 from run.files import marks_of
 from runtime.saved import as_kept, saved_config
 from scale.default_models import resolve_model
@@ -96,7 +96,7 @@ def test_a_run_that_fetched_its_model_knows_it_again_when_the_hubs_cache_has_it(
     own = SimpleNamespace(start="org/model", kl_controller=None, eval_tasks=[])
     run = SimpleNamespace(path=tmp_path)
     begun = session.Session(Config(), run, own, stop=None)
-    assert begun.start == marks_of(weights) != ""
+    assert begun.start_marks == marks_of(weights) != ""
 
 
 def test_a_link_is_kept_as_what_it_leads_to(tmp_path):
@@ -120,39 +120,6 @@ def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
     file.write_bytes(content)
     assert marks_of(tmp_path) != before
     assert marks_of(tmp_path / "nowhere") == ""
-
-
-@pytest.mark.parametrize(
-    ("device", "state", "fails", "expected"),
-    [
-        ("cuda", {}, False, ["rest", "save", "load"]),
-        ("cuda", {}, True, ["save", "load"]),  # requests run, as after Ctrl-C: saved all the same
-        ("cuda", {"moments": 1}, False, ["save"]),
-        ("cpu", {}, False, ["save"]),
-    ],
-)
-def test_an_optimizer_that_has_done_nothing_is_saved_while_the_sampler_sleeps(
-    device, state, fails, expected
-):
-    """torch makes its state for the checkpoint, from gradients as large as the weights: no room for
-    them beside a sampler that is awake."""
-    said = []
-
-    def rest():
-        if fails:
-            raise EngineError("4 requests are running")
-        said.append("rest")
-
-    own = SimpleNamespace(
-        parts=lambda: {"policy": (None, SimpleNamespace(state=state))},
-        config=SimpleNamespace(plays=True),
-        device=torch.device(device),
-        rest=rest,
-        load_into_engine=lambda: said.append("load"),
-    )
-    with worker.Worker.room_to_save(own):
-        said.append("save")
-    assert said == expected
 
 
 # --- Its last evaluation -------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from run.clock import Clock, OutOfMemory
 from run.methodworker import Kept, openings_of
 from run.rundir import open_run
 from run.session import Session, TrainingError
-from run.steplines import Progress
 from runtime.checks import remarks
 from runtime.cli import training_options
 from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
@@ -947,8 +946,8 @@ def test_what_is_played_alike_counts_as_often():
 def test_the_sentinels_begin_anew_where_the_weights_do(
     tmp_path, url, monkeypatch, learn_from, times
 ):
-    anew = []
-    monkeypatch.setattr(Progress, "begin_anew", lambda progress: anew.append(progress))
+    anew, make = [], agentevol.Sentinels
+    monkeypatch.setattr(agentevol, "Sentinels", lambda: anew.append(1) or make())
     values = settings("agentevol", tmp_path, url, learn_from=learn_from, steps=2)
     assert run("agentevol", values) == 0
     assert len(anew) == times

@@ -22,7 +22,7 @@ from envs import get_env, settings_of
 from reporting.curves import read_run
 from reporting.evalconfig import as_in_run
 from rollout import draw, drawn
-from run.plan import plan
+from run.worker import plan
 from runtime.mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 
 WORLDS = """

@@ -1,108 +1,184 @@
-"""What progress.py promises: the best is strictly better, a resumed run knows what it did."""
+"""run/progress.py: whoever waits sees a bar on a terminal, else a line every 30 s, and how long it
+still takes."""
 
-import json
-from pathlib import Path
+import io
+import threading
+from types import SimpleNamespace
 
 import pytest
-from test_sentinels import HEALTHY, stormy_run
 
-from losses import AdaptiveKLController, FixedKLController
-from reporting.sentinels import RULES
-from run.steplines import Progress
-
-BROKEN = {"policy/skipped_steps": 1, "policy/optimizer_steps": 3}
+from run import progress
+from run.progress import EVERY_S, RECENT, Phase, TimeLeft, duration, phase, playing
 
 
-def progress_of(kl_controller=None):
-    return Progress(Path("runs/mine"), "smollm2-135m", kl_controller or FixedKLController(0.1))
+@pytest.fixture
+def wait(monkeypatch):
+    """The clock stands still until this many seconds pass; then the open phases look at it."""
+    now = [1000.0]
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "_line", progress._Line())
+    monkeypatch.setattr(progress, "LOOK_S", 60.0)  # the thread does not look by itself
+
+    def wait(seconds):
+        now[0] += seconds
+        for current in list(progress._line.open):
+            current.beat()
+
+    return wait
 
 
-def stopping_step(progress, on_collapse="stop"):
-    """What is said of the third broken update in a row."""
-    for step in range(1, RULES["non_finite"].stop_after):
-        _, reason = progress.watch(step, HEALTHY | BROKEN, on_collapse)
-        assert reason is None
-    return progress.watch(step + 1, HEALTHY | BROKEN, on_collapse)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
-def test_only_what_is_strictly_better_is_the_best():
-    progress = progress_of()
-    assert (progress.best, progress.best_step, progress.evaluated_step) == (None, None, None)
-    for step, avg, best in [(0, 0.0, 0), (5, 0.0, 0), (10, 0.4, 10), (15, 0.4, 10), (20, 0.3, 10)]:
-        progress.note_evaluation(step, avg)
-        assert (progress.best_step, progress.evaluated_step) == (best, step)
-    assert progress.best == 0.4
+# --- What a line says ----------------------------------------------------------------------------
 
 
-def test_a_healthy_step_says_nothing():
-    assert progress_of().watch(1, HEALTHY, "stop") == ([], None)
+def test_a_line_says_how_far_it_is_how_it_goes_and_what_is_left(wait):
+    warm = Phase("warm start", 32, "steps")
+    assert warm.line() == "warm start: 0/32 steps"
+    for _ in range(12):
+        wait(9)
+        warm.tick(loss="0.41")
+    assert warm.line() == "warm start: 12/32 steps, loss 0.41, 3 min left"
+    progress.heading("step 3/60, 41 min left")
+    assert warm.line().startswith("step 3/60, 41 min left: warm start: 12/32")
 
 
-def test_a_warning_is_a_line_and_no_reason_to_stop():
-    alarms, reason = progress_of().watch(1, HEALTHY | BROKEN, "stop")
-    assert [alarm.severity for alarm in alarms] == ["warn"]
-    assert "step 1: non_finite" in alarms[0].message
-    assert reason is None
+def test_the_first_few_of_many_tell_nothing_of_the_rest(wait):
+    rollout = Phase("rollout", 100, "episodes")
+    wait(60)
+    rollout.tick(9)
+    assert rollout.left_s() is None
+    rollout.tick(1)
+    assert rollout.left_s() == pytest.approx(540)
+    rollout.tick(100)  # more than was to be done
+    assert rollout.left_s() == 0
 
 
 @pytest.mark.parametrize(
-    ("evaluations", "best"),
-    [
-        ([], "nothing was evaluated (--eval-every 0)"),
-        ([(0, 0.5), (2, 0.5)], "the best policy so far is the one it began with, smollm2-135m"),
-        ([(0, 0.5), (2, 0.6)], "the best checkpoint is runs/mine/checkpoints/best (step 2)"),
-    ],
+    ("seconds", "text"),
+    [(89.4, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (259200, "3.0 days")],
 )
-def test_a_collapse_names_the_step_the_cause_and_the_best_policy(evaluations, best):
-    progress = progress_of()
-    for step, avg in evaluations:
-        progress.note_evaluation(step, avg)
-    alarms, reason = stopping_step(progress)
-    assert alarms[0].severity == "stop" and alarms[0].message.startswith("step 3: non_finite: ")
-    assert "\n" not in reason
-    assert reason.startswith("stopped after step 3, the run is collapsing: step 3: non_finite: ")
-    assert f"; {best}" in reason
-    assert reason.endswith("--resume with --on-collapse warn goes on all the same")
+def test_durations_at_the_edges_of_their_units(seconds, text):
+    assert duration(seconds) == text
 
 
-def test_a_run_that_was_asked_to_warn_goes_on():
-    alarms, reason = stopping_step(progress_of(), "warn")
-    assert alarms[0].severity == "stop"
-    assert reason is None
+# --- When and where it is said -------------------------------------------------------------------
 
 
-def test_a_run_that_was_asked_for_nothing_hears_nothing_and_the_sentinels_learn_all_the_same():
-    progress, listened_to = progress_of(), progress_of()
-    assert stopping_step(progress, "off") == ([], None)
-    stopping_step(listened_to)
-    assert progress.state_dict() == listened_to.state_dict()
+def test_without_a_terminal_there_is_a_line_every_thirty_seconds(wait, capsys):
+    with phase("warm start", 10, "steps") as tick:
+        wait(EVERY_S - 1)
+        assert capsys.readouterr().out == ""
+        wait(1)
+        assert capsys.readouterr().out == "warm start: 0/10 steps\n"
+        tick(5)
+        progress.spoke()  # a row of the table counts as a line
+        wait(EVERY_S - 1)
+        assert capsys.readouterr() == ("", "")
+        wait(1)
+        assert capsys.readouterr() == ("warm start: 5/10 steps, 60 s left\n", "")
+    wait(100)
+    assert capsys.readouterr().out == ""
 
 
-def test_a_state_has_the_fields_of_every_checkpoint_and_json_keeps_it():
-    controller = AdaptiveKLController(0.1, 0.02, horizon=100)
-    progress = progress_of(controller)
-    progress.note_evaluation(0, 0.25)
-    controller.update(1.0, 64)
-    progress.watch(1, HEALTHY | BROKEN, "stop")
-    state = progress.state_dict()
-    assert set(state) == {"best", "best_step", "evaluated_step", "kl_controller", "sentinels"}
-    assert json.loads(json.dumps(state, allow_nan=False)) == state
-
-    resumed = progress_of(AdaptiveKLController(0.1, 0.02, horizon=100))
-    assert resumed.state_dict() != state
-    resumed.load_state_dict(state | {"algorithm": "grpo", "step": 1})
-    assert resumed.state_dict() == state
-    assert resumed.kl_controller.value == controller.value > 0.1
+def test_short_phases_of_a_run_one_after_the_other_are_not_silent(wait, capsys):
+    progress.heading("step 3/60")
+    for label in ("log-probs", "update"):
+        with phase(label):
+            wait(20)
+    assert capsys.readouterr().out == "step 3/60: update: 20 s so far\n"
 
 
-@pytest.mark.parametrize("cut", [0, 13, 40, 70])
-def test_a_resumed_run_says_what_an_uninterrupted_one_says(cut):
-    rows = list(stormy_run(seed=4, num_steps=70))
-    first, whole = progress_of(), progress_of()
-    for step, row in rows[:cut]:
-        assert first.watch(step, row, "stop") == whole.watch(step, row, "stop")
-    resumed = progress_of()
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    said = [resumed.watch(step, row, "stop") for step, row in rows[cut:]]
-    assert said == [whole.watch(step, row, "stop") for step, row in rows[cut:]]
-    assert cut == 70 or any(alarms for alarms, _ in said)
+def test_the_innermost_phase_speaks_and_one_without_a_name_does_not(wait, capsys):
+    with playing("outer", 4) as on_end:
+        on_end(SimpleNamespace(success=True))
+        with phase("inner", 8, "pieces"):
+            wait(30)
+        assert capsys.readouterr().out == "inner: 0/8 pieces\n"
+        with phase("", 8, "pieces") as tick:
+            tick()
+            wait(30)
+        assert capsys.readouterr().out == "outer: 1/4 episodes, solved 1, 3 min left\n"
+
+
+def test_only_the_first_process_speaks(wait, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with phase("rollout", 4, "episodes") as tick:
+        wait(60)
+        tick(success="50%")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("total", [4, None])
+def test_on_a_terminal_what_counts_has_a_bar_and_the_rest_a_line(wait, monkeypatch, total):
+    out, err = io.StringIO(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    with phase("update", total, "trajectories") as tick:
+        tick(1.6)
+        wait(30)
+    assert (out.getvalue(), " 2/4 [" in err.getvalue()) == (
+        ("", True) if total else ("update: 30 s so far\n", False)
+    )
+
+
+def test_a_reader_that_has_gone_does_not_end_the_phase(wait, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    with phase("update", 4, "trajectories"):
+        wait(30)
+
+
+def test_the_thread_looks_by_itself_and_ends_with_the_phase(monkeypatch):
+    looked, threads = threading.Event(), threading.active_count()
+    monkeypatch.setattr(progress, "LOOK_S", 0.01)
+    monkeypatch.setattr(Phase, "beat", lambda self: looked.set())
+    with pytest.raises(ZeroDivisionError), phase("update"):
+        assert looked.wait(timeout=30)
+        raise ZeroDivisionError
+    assert threading.active_count() == threads
+    assert progress._line.open == []
+
+
+# --- How long the run still takes ----------------------------------------------------------------
+
+
+def fed(left, rows):
+    for row in rows:
+        left.note(row)
+    return left
+
+
+def test_steps_left_and_evaluations_due_are_what_is_left():
+    left = fed(TimeLeft(60, [20, 40, 60]), [{"time/eval_s": 50.0}])
+    assert left.after(0) is None  # no step was timed
+    fed(left, [{"time/step_s": 60.0, "time/eval_s": 50.0}])  # its evaluation is counted once
+    assert left.after(1) == 59 * 10 + 3 * 50
+    assert left.after(20) == 40 * 10 + 2 * 50  # the one after step 20 is over
+    assert left.after(60) == 0
+
+
+def test_one_slow_step_moves_nothing_and_a_horizon_that_grew_is_noticed():
+    steady = [{"time/step_s": 10.0}] * 9
+    left = fed(TimeLeft(100), [*steady, {"time/step_s": 500.0}])
+    assert left.after(10) == 900
+    fed(left, [{"time/step_s": 20.0}] * RECENT)
+    assert left.after(20) == 1600
+
+
+def test_explorations_that_begin_an_iteration_are_counted_apart_from_its_steps():
+    """The first step of AgentEvol explores for minutes; 239 more of those would be hours."""
+    left = TimeLeft(240, [120, 240], exploring=range(1, 241, 60))
+    fed(left, [{"step": 1, "time/step_s": 320.0, "time/rollout_s": 300.0}])
+    assert left.after(1) == 239 * 20 + 3 * 300
+    fed(left, [{"step": 2, "time/step_s": 20.0}])
+    assert left.after(60) == 180 * 20 + 3 * 300  # step 61 begins with one
+    resumed = {"step": 3, "time/step_s": 21.0, "time/rollout_s": 1.0}  # what it read, not played
+    fed(left, [resumed])
+    assert left.after(181) == 59 * 20

@@ -934,20 +934,19 @@ def test_a_resumed_run_is_not_measured_with_other_weights_than_its_own(
 def test_what_all_processes_have_gathered_all_of_them_save(monkeypatch, error):
     """No RankError tells of it, and each raises it by itself."""
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    own = session.Session.__new__(session.Session)
-    own.weights_are_done, own.failure = False, None
-    with own.after_learning():
+    own, alone = (session.Session.__new__(session.Session) for _ in range(2))
+    own.failure = alone.failure = None
+    with own.saving_on_failure(learned=True):
         raise error
     assert own.failure is error
-    with pytest.raises(type(error)), own.before_learning():
+    own.failure = None
+    with pytest.raises(type(error)), own.saving_on_failure():
         raise error
-    assert own.weights_are_done
-    alone = session.Session.__new__(session.Session)
-    alone.weights_are_done, alone.failure = False, None
-    for guard in (alone.after_learning, alone.before_learning):
-        with pytest.raises(EngineError), guard():
+    assert own.failure is error
+    for learned in (True, False):
+        with pytest.raises(EngineError), alone.saving_on_failure(learned):
             raise EngineError("of this process alone")
-    assert alone.failure is None and not alone.weights_are_done
+    assert alone.failure is None
 
 
 @pytest.mark.long

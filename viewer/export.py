@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from run.files import aside
-from run.media import PATH, texts_changed
+from run.rundir import PICTURE_PATH, map_texts
 from viewer.overview import differing, overview, what_goes_wrong
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
@@ -112,7 +112,7 @@ def answers_of_file(source: Source, name: str, numbers: Sequence[int]) -> Iterat
 
     def inline(text: str) -> str:
         """A state's picture as a data address."""
-        picture = PATH.fullmatch(text)
+        picture = PICTURE_PATH.fullmatch(text)
         if not picture or not (folder / text).is_file():
             return text
         encoded = base64.b64encode((folder / text).read_bytes()).decode()
@@ -123,7 +123,7 @@ def answers_of_file(source: Source, name: str, numbers: Sequence[int]) -> Iterat
         view["group"] = [row for row in view["group"] if row["line"] in chosen]
         view["previous"] = numbers[place - 1] if place else None
         view["next"] = numbers[place + 1] if place + 1 < len(numbers) else None
-        yield f"trajectory/{where}/{number}", texts_changed(view, inline)
+        yield f"trajectory/{where}/{number}", map_texts(view, inline)
 
 
 # -------------------------------------------------------------------------------------- the page

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from run.media import FOLDER, PATH, texts_changed
+from run.rundir import MEDIA, PICTURE_PATH, map_texts
 from viewer.overview import differing, overview, what_goes_wrong
 from viewer.play import Play, PlayError, reenact
 from viewer.sources import Source, size_of
@@ -234,10 +234,10 @@ def add_data(app: FastAPI, library: Library, can_play: bool) -> None:
     def trajectory(number: int, name: str, line: int) -> Response:
         def address(text: str) -> str:
             """Of a state's picture, from the page's point of view."""
-            picture = PATH.fullmatch(text)
+            picture = PICTURE_PATH.fullmatch(text)
             return f"media/{number}/{name}/{picture[1]}" if picture else text
 
-        return answer(texts_changed(trajectory_view(library[number], name, line), address))
+        return answer(map_texts(trajectory_view(library[number], name, line), address))
 
     @app.get("/api/search/{number}")
     def hits(number: int, text: str = "") -> Response:
@@ -246,9 +246,9 @@ def add_data(app: FastAPI, library: Library, can_play: bool) -> None:
 
     @app.get("/media/{number}/{name}/{picture}")
     def media(number: int, name: str, picture: str) -> Response:
-        if not PATH.fullmatch(f"{FOLDER}/{picture}"):
+        if not PICTURE_PATH.fullmatch(f"{MEDIA}/{picture}"):
             raise KeyError(picture)
-        content = (library[number].path_of(name).parent / FOLDER / picture).read_bytes()
+        content = (library[number].path_of(name).parent / MEDIA / picture).read_bytes()
         return Response(content, media_type=f"image/{picture.rpartition('.')[2]}")
 
 
