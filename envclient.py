@@ -1,8 +1,9 @@
 """The client of an environment: `reset` and `step` over HTTP, and a pool of clients over servers.
 
-The world that the agent acts in runs in a server of its own (envs/server.py, or one of AgentGym's),
-so that a crash, a leak or a slow browser there does not take the trainer along. A client is one
-session at one server, used like a Gymnasium environment whose action is all the model wrote:
+The environment that the agent acts in runs in a server of its own (envs/server.py, or one of
+AgentGym's), so that a crash, a leak or a slow browser there does not take the trainer along. A
+client is one session at one server, used like a Gymnasium environment whose action is all the model
+wrote:
 
     >>> with local_server("textcraft") as url, connect("textcraft", url) as client:
     ...     first_observation = client.reset(task_index=31)
@@ -10,48 +11,185 @@ session at one server, used like a Gymnasium environment whose action is all the
     StepResult(observation='Could not execute fly', reward=0.0, terminated=False, truncated=False, \
 info={'success': False, 'score': 0.0})
 
-What the policy got wrong comes back as a StepResult that says so; everything else raises a subclass
-of EnvError (the table is in envs/http.py), and after one in the middle of an episode only
-reset() goes on. Two rules make the rewards of different worlds one thing: `reward` is the increment
-of this turn, an episode's increments sum to a return in 0..1; and `terminated` (the task is over)
-is kept apart from `truncated` (the world's own limit cut it); AgentGym's `done` is the first.
+`reward` is the increment of this turn; an episode's increments sum to a return in 0..1.
+`terminated` (the task is over) is kept apart from `truncated` (the environment's own limit cut it);
+AgentGym's `done` is the first.
+
+When something goes wrong, one question decides: *could the policy have caused it?* A text without
+an action or one too long is the policy's doing: reward 0, an observation that says why, and the
+episode goes on. A dead server teaches nothing: the client raises, only reset() goes on, and the
+trajectory is left out and counted, never scored.
+
+    what happens                                what the caller of EnvClient sees
+    the text holds no action                    StepResult, reward 0, info["parse_error"]; none sent
+    our 413, or 422 about the action            StepResult, reward 0, info["rejected"]
+    refused, reset or cut connection            EnvConnectionError
+    no whole answer within timeout_s            EnvTimeout
+    5xx                                         EnvServerError
+    HTML, nothing, a field missing, {"error"}   EnvProtocolError
+    too large, too deep, compressed, no HTTP    EnvProtocolError
+    the server does not know the session        SessionLost
+    no such task / step outside an episode      UnknownTask / StepOutsideEpisode
+    429 for longer than busy_wait_s             TooManySessions
+    a server without /oracle and the like       NotSupported
+    no address of a pool works                  AllServersDown, with the last error of each
+    a server of another environment             WrongWorld, when a pool first uses it
+
+/create, /reset and every GET can be done twice without harm, so they are repeated `num_retries`
+times after a lost connection or a 5xx. /step never: an action whose answer was lost may have been
+carried out. A time-out is not repeated either; the caller goes to another server. 429 means "not
+done", so anything waits and repeats.
 
 Threads: a client belongs to one thread at a time; an EnvPool is shared by all of them.
 Read next: rollout.py, which plays many clients at once.
 """
 
 import contextlib
+import json
+import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
-from envs import ParseError, env_name, get_env
-from envs.addresses import Address, Addresses
-from envs.http import (  # noqa: F401 - callers find the errors here
-    CLOSE_TIMEOUT_S,
-    ActionRejected,
-    AllServersDown,
-    EnvConnectionError,
-    EnvError,
-    EnvProtocolError,
-    EnvServerError,
-    EnvTimeout,
-    NotSupported,
-    SessionLost,
-    StepOutsideEpisode,
-    TooManySessions,
-    Transport,
-    UnknownTask,
-    WrongWorld,
-)
-from envs.launch import local_server  # noqa: F401
-from envs.local import transport_to
-from envs.seal import Turns
+from envs import ParseError, Settings, env_name, get_env, settings_of
+from envs.http import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
+from envs.local import LOCAL, LocalLine
+from run.errors import RunFailed
+from run.processes import NotReady, child
+from run.progress import phase
 
+ROOT = Path(__file__).parent
 MAX_CLOSING = 64  # threads that close sessions
+BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
+# NOTE: uvicorn closes a connection after 5 idle seconds, and a policy may think for longer. A /step
+# sent into a closing connection is lost and may not be repeated, so idle ones are dropped first.
+IDLE_CONNECTION_S = 4.0
+# A session that is not closed is evicted by its server; to tell a hung one is not worth timeout_s.
+CLOSE_TIMEOUT_S = 2.0
+BODY_CHARS = 500  # of an answer, in error messages
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+class EnvError(RunFailed):
+    """The environment could not do what was asked. `url`, `status` (None: no answer), `body`."""
+
+    def __init__(self, what: str, url: str, status: int | None = None, body: str = "") -> None:
+        self.what, self.url, self.status, self.body = what, url, status, body[:BODY_CHARS]
+        answer = f" [HTTP {status}: {self.body.strip() or 'empty body'}]" if status else ""
+        super().__init__(f"{url}: {what}{answer}")
+
+
+class EnvConnectionError(EnvError):
+    """The server cannot be reached, or hung up before its answer was complete."""
+
+
+class EnvTimeout(EnvError):
+    """The answer was not complete within timeout_s."""
+
+
+class EnvServerError(EnvError):
+    """5xx: the environment itself failed."""
+
+
+class EnvProtocolError(EnvError):
+    """An answer that is not what the wire format promises."""
+
+
+class SessionLost(EnvError):
+    """The server does not know the session (any more): evicted, closed, or the server restarted."""
+
+
+class UnknownTask(EnvError):
+    """reset() was given a task index that the environment does not have."""
+
+
+class StepOutsideEpisode(EnvError):
+    """step() before reset(), or after the episode was over."""
+
+
+class TooManySessions(EnvError):
+    """429 for longer than busy_wait_s."""
+
+
+class ActionRejected(EnvError):
+    """The server refused what the policy wrote; `EnvClient.step` turns it into a StepResult."""
+
+
+class WrongWorld(EnvError):
+    """The server serves another environment than the client plays."""
+
+
+class NotSupported(EnvError):
+    """The server lacks this path, as AgentGym's lack /available_actions, /state and /oracle."""
+
+
+class AllServersDown(EnvError):
+    """No address of a pool can be used."""
+
+
+# Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
+_SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
+
+
+def read_answer(url: str, status: int, content: bytes) -> Any:
+    """The JSON value of a good answer; otherwise raises the error that the answer is."""
+    path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
+    try:
+        answer = parse(content)
+        reason = _reason(answer)
+    except ValueError as error:
+        answer = None
+        reason = f"the answer is not JSON ({error})" if body.strip() else "the answer is empty"
+    reports_error = isinstance(answer, dict) and "error" in answer  # AgentGym's, with status 200
+    if 200 <= status < 300 and answer is not None and not reports_error:
+        return answer
+    kind: type[EnvError] = EnvProtocolError
+    what = f"{reason}; is this the address of an environment server?"
+    if status == 429:
+        kind, what = TooManySessions, f"the server is full: {reason}"
+    elif status in (405, 501) or (status == 404 and "Not Found" in body):
+        kind, what = NotSupported, f"this server has no {path}"
+    elif status >= 500:
+        kind, what = EnvServerError, f"the environment failed: {reason}"
+    elif status == 409 and path == "/oracle":
+        kind, what = StepOutsideEpisode, f"the oracle has no answer: {reason}"
+    elif status == 409:
+        kind, what = StepOutsideEpisode, f"no episode is running: {reason}"
+    elif _SESSION_LOST.search(reason) or (status == 404 and path != "/reset"):
+        kind, what = SessionLost, "the server does not know this session; reset() opens another"
+    elif status == 404:
+        kind, what = UnknownTask, f"no such task: {reason}"
+    elif path == "/step" and (
+        # A proxy's 413 is a page, and does not speak about what the policy wrote.
+        (status == 413 and reports_error) or (status == 422 and "body.action" in reason)
+    ):
+        kind, what = ActionRejected, f"The action was refused: {reason}"
+    elif reports_error:
+        what = f"the server reports an error: {reason}"
+    raise kind(what, url, status, body)
+
+
+def _reason(answer: Any) -> str:
+    """What an error answer says: our "error" and "hint", or FastAPI's "detail"."""
+    if not isinstance(answer, dict):
+        return "an unexpected answer"
+    if isinstance(answer.get("detail"), list):  # [{"loc": ["body", "action"], "msg": ...}, ...]
+        items = [item for item in answer["detail"] if isinstance(item, dict)]
+        return "; ".join(f"{'.'.join(map(str, i.get('loc', [])))}: {i.get('msg')}" for i in items)
+    parts = [str(answer[key]) for key in ("error", "hint", "detail") if answer.get(key)]
+    return "; ".join(parts) or "an unexpected answer"
+
+
+# ------------------------------------------------------------------------------------------ client
 
 
 class StepResult(NamedTuple):
@@ -72,18 +210,18 @@ def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
 class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     """One session of one server; nothing is sent before open() or the first reset().
 
-    Arguments:
+    Args:
         env: as for envs.get_env; says how text is parsed and what is called what on the wire.
-        base_url: http://HOST:PORT of the server, or "local": no server, a world in this process.
+        base_url: http://HOST:PORT of the server, or "local": an environment in this process.
         timeout_s: the longest that a request may take, repetitions included, in seconds.
         num_retries: repetitions of a request that is safe to repeat.
         busy_wait_s: how long 429 is waited for, in seconds.
         parse: another action format than the environment's own: text -> action, or ParseError.
         prompt: other messages before the first observation than the environment's own.
-        on_failure, on_close: called with each error raised, and once by close(); for EnvPool.
-        tries_at_close: how often close() tells the server (None: 1 + num_retries); for EnvPool.
+        on_failure, on_close, tells_close: for EnvPool: called with each error raised, and once by
+            close(); whether close() tells the server.
 
-    Raises ValueError for an unknown environment, or an address that is no URL.
+    Raises ValueError for an unknown environment, or an address that is not a URL.
     """
 
     def __init__(
@@ -98,22 +236,23 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         prompt: list[dict[str, str]] | None = None,
         on_failure: Callable[[EnvError], None] = lambda error: None,
         on_close: Callable[["EnvClient"], None] = lambda client: None,
-        tries_at_close: Callable[[], int | None] = lambda: None,
+        tells_close: Callable[[], bool] = lambda: True,
     ) -> None:
         env_class = get_env(env)
-        self.env = env
-        self._transport = transport_to(env, base_url, timeout_s, num_retries, busy_wait_s)
-        self.base_url = self._transport.base_url
+        self.env, self.timeout_s, self.busy_wait_s = env, timeout_s, busy_wait_s
+        self.num_retries = 0 if base_url == LOCAL else num_retries
+        self.base_url = LOCAL if base_url == LOCAL else checked_url(base_url)
         self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
         self.parse: Callable[[str], str] = parse or env_class.parse
         self._wire = env_class.WIRE
-        self._on_failure, self._on_close = on_failure, on_close
-        self._tries_at_close = tries_at_close
+        self._on_failure, self._on_close, self._tells_close = on_failure, on_close, tells_close
+        self._line: Line | LocalLine = LocalLine(env) if base_url == LOCAL else self._new_line()
+        self._is_asking = False  # a request is under way
+        self._last_asked = time.monotonic()
         self._session_id: int | None = None
         self._is_running = False  # between reset() and the end of the episode
         self._is_closed = False
         self._score = 0.0  # sum of this episode's rewards
-        self._turns = Turns()
 
     def open(self) -> None:
         """Create the session now; reset() does it where this was not called."""
@@ -124,8 +263,9 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
 
     def check_world(self) -> None:
-        """Raise WrongWorld if the server says that it serves another world; AgentGym's say
-        nothing, a proxy anything. Without this, one world's policy would learn from another."""
+        """Raise WrongWorld if the server says that it serves another environment. AgentGym's say
+        nothing, a proxy anything. Without this, one environment's policy would learn from
+        another."""
         with contextlib.suppress(NotSupported, EnvProtocolError, EnvServerError, ActionRejected):
             answer = self._request("GET", "/health", {})
             served = answer.get("env") if isinstance(answer, dict) else None
@@ -139,12 +279,9 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         `seed` varies what the task leaves open; AgentGym's servers ignore it. A session that the
         server has forgotten is replaced by a new one.
 
-        Raises:
-            UnknownTask: the environment has no task `task_index`.
-            EnvError: see envs/http.py.
+        Raises UnknownTask if the environment has no task `task_index`, and other EnvErrors.
         """
         self._is_running = False
-        self._turns.begin()
         self.open()
         body = {self._wire.index_field: task_index, "seed": seed}
         try:
@@ -161,26 +298,24 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def step(self, model_text: str) -> StepResult:
         """Play the action that `model_text` holds.
 
-        Raises:
-            StepOutsideEpisode: there is no running episode; call reset() first.
-            EnvError: see envs/http.py. The episode is lost: only reset() goes on from there.
+        Raises StepOutsideEpisode if no episode is running. After any other EnvError the episode is
+        lost: only reset() goes on from there.
         """
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
             action = self.parse(model_text)
         except ParseError as error:
-            return self._unheard(str(error), "parse_error")
+            return self._refusal(str(error), "parse_error")
         try:
             answer = self._call("POST", "/step", action=action)
-            self._turns.played += 1
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
             except ValueError as error:
                 raise self._unexpected(answer, "/step", str(error)) from error
         except ActionRejected as error:
-            return self._unheard(error.what, "rejected")
+            return self._refusal(error.what, "rejected")
         except EnvError:
             self._is_running = False
             raise
@@ -189,7 +324,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return StepResult(observation, *outcome)
 
     def observation(self) -> str:
-        """The latest observation of the world, as the server keeps it."""
+        """The latest observation, as the server keeps it."""
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
 
     def available_actions(self) -> list[str]:
@@ -219,30 +354,28 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if self._is_closed:
             return False
         self._is_closed, self._is_running, was_open = True, False, False
-        if self._transport.is_busy:
-            abandoned, self._transport = self._transport, self._transport.renewed()
-            abandoned.hang_up()
-        tries = self._tries_at_close()
-        if tries:
-            self._transport.num_retries = tries - 1
+        if self._is_asking and isinstance(self._line, Line):
+            busy_line, self._line = self._line, self._new_line()
+            busy_line.hang_up()
+        self.num_retries = 0
         try:
-            if self._session_id is not None and tries != 0:
+            if self._session_id is not None and self._tells_close():
                 fields = {self._wire.session_field: self._session_id}
-                timeout_s = min(self._transport.timeout_s, CLOSE_TIMEOUT_S)
+                timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
                 was_open = self._request("POST", "/close", fields, timeout_s) is True
         except EnvError:
-            pass  # told to on_failure; nothing is left to be done with this session
+            pass  # on_failure knows; nothing is left to be done with this session
         finally:
             self._session_id = None
-            self._transport.close()
+            self._line.close()
             self._on_close(self)
         return was_open
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _unheard(self, message: str, kind: str) -> StepResult:
-        """The policy's own fault: the world has not moved, and the policy reads why."""
+    def _refusal(self, message: str, kind: str) -> StepResult:
+        """The policy's own fault: the environment has not moved, and the policy reads why."""
         info = {"success": False, "score": self._score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
@@ -265,16 +398,75 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._on_failure(error)
         return error
 
+    def _new_line(self) -> Line:
+        return Line(self.base_url, self.timeout_s)
+
     def _request(
         self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
-        transport = self._transport
+        """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError.
+
+        `timeout_s` is in place of the client's own time-out and of its busy_wait_s.
+        """
+        line, total_s, pause = self._line, timeout_s or self.timeout_s, BACK_OFF_S
+        busy_until = time.monotonic() + (timeout_s or self.busy_wait_s)
+        give_up_at = time.monotonic() + total_s
+        num_failures = 0
+        self._is_asking = True
         try:
-            return transport.request(method, path, fields, timeout_s, turn=str(self._turns))
+            while True:
+                try:
+                    remaining_s = max(give_up_at - time.monotonic(), 0.01)  # a sleep may be long
+                    return self._request_once(line, method, path, fields, remaining_s)
+                except TooManySessions:  # refused, so not done: any request may be repeated
+                    again_at = time.monotonic() + pause
+                    give_up_at = again_at + total_s  # it has answered, the clock begins again
+                    if again_at > busy_until:
+                        raise
+                except (EnvConnectionError, EnvServerError):
+                    num_failures += 1
+                    may_repeat = path != "/step" and not line.hung_up
+                    is_late = time.monotonic() + pause >= give_up_at
+                    if not may_repeat or is_late or num_failures > self.num_retries:
+                        raise
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_BACK_OFF_S)
         except EnvError as error:
-            if transport is self._transport:  # else close() has ended it, and no server failed
+            if line is self._line:  # otherwise close() has ended it, and no server failed
                 self._on_failure(error)
             raise
+        finally:
+            self._is_asking = False
+
+    def _request_once(
+        self,
+        line: Line | LocalLine,
+        method: str,
+        path: str,
+        fields: dict[str, Any],
+        timeout_s: float,
+    ) -> Any:
+        url, query, body, headers = self.base_url + path, "", None, None
+        if method != "GET":
+            body, headers = json.dumps(fields).encode(), JSON_HEADERS
+        elif fields:
+            query = f"?{urlencode(fields)}"
+        if time.monotonic() - self._last_asked > IDLE_CONNECTION_S:
+            line.close()  # drops the connection; the next request opens another
+        try:
+            answer = line.ask(method, path + query, body, headers, timeout_s)
+        except TimedOut as error:
+            what = f"{method}: {error}; the server is overloaded or hangs"
+            raise EnvTimeout(what, url) from error
+        except Lost as error:
+            what = f"{method} lost its connection ({error}); is the server running?"
+            raise EnvConnectionError(what, url) from error
+        except Unbelievable as error:
+            what = f"{method}: {error}; is this the address of an environment server?"
+            raise EnvProtocolError(what, url) from error
+        finally:
+            self._last_asked = time.monotonic()
+        return read_answer(url, answer.status, answer.body)
 
 
 def close_all(clients: Iterable[EnvClient]) -> None:
@@ -284,20 +476,46 @@ def close_all(clients: Iterable[EnvClient]) -> None:
         list(threads.map(EnvClient.close, todo))
 
 
+# -------------------------------------------------------------------------------------------- pool
+
+UNREACHABLE = (EnvConnectionError, EnvTimeout)
+
+
+@dataclass(eq=False)
+class Address:
+    """One server, as its clients have found it."""
+
+    url: str
+    load: int = 0  # clients, those that are still opening their session too
+    num_open: int = 0  # sessions
+    num_failures: int = 0  # since it last worked
+    retry_at: float = 0.0  # time.monotonic() from when on it may be used
+    is_probed: bool = False  # after failures one client at a time tries it
+    last_error: EnvError | None = None
+    has_worked: bool = False
+    is_checked: bool = False  # it serves this environment
+
+    def may_answer(self) -> bool:
+        """False while it hangs."""
+        return time.monotonic() >= self.retry_at or not isinstance(self.last_error, EnvTimeout)
+
+
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
-    A new client goes to the address with the fewest; one that fails is left alone for a while
-    (envs/addresses.py).
+    A new client goes to the address with the fewest. An address that cannot be reached is left
+    alone for back_off_s, twice as long after each further failure, up to max_back_off_s; then one
+    client tries it while the others go elsewhere. A full one (429) is left alone for a moment. A
+    server that has worked may be on its way back, so it is waited for; an address at which nobody
+    has ever listened is a mistake, and raises at once.
 
-    Arguments:
-        dead_wait_s: how long client() waits, in seconds, for servers that have worked before; long
-            enough for one to be restarted. Where nobody has ever listened it does not wait.
+    Args:
+        dead_wait_s: how long client() waits, in seconds, for servers that have worked before.
         back_off_s, max_back_off_s: first and longest rest of an address that failed, in seconds.
         busy_wait_s: how long 429 is waited for, in seconds.
         options: of every EnvClient: timeout_s, num_retries, parse, prompt.
 
-    Raises ValueError for no address, one that is no URL, or the same twice.
+    Raises ValueError for no address, one that is not a URL, or the same twice.
     """
 
     def __init__(
@@ -311,20 +529,18 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         busy_wait_s: float = 60.0,
         **options: Any,
     ) -> None:
-        self.addresses = Addresses(
-            env,
-            urls,
-            dead_wait_s=dead_wait_s,
-            busy_wait_s=busy_wait_s,
-            back_off_s=back_off_s,
-            max_back_off_s=max_back_off_s,
-        )
-        self.env, self.urls = env, [address.url for address in self.addresses.all]
+        self.addresses = [Address(u if u == LOCAL else checked_url(u, "--env-addr")) for u in urls]
+        if not urls or len({a.url for a in self.addresses}) < len(self.addresses):
+            raise ValueError(f"--env-addr {' '.join(urls)}: give each server's address once")
+        self.env, self.urls = env, [address.url for address in self.addresses]
         self.prompt: list[dict[str, str]] = options.get("prompt") or get_env(env).PROMPT
-        self.busy_wait_s, self._options = busy_wait_s, options
+        self.dead_wait_s, self.busy_wait_s = dead_wait_s, busy_wait_s
+        self.back_off_s, self.max_back_off_s = back_off_s, max_back_off_s
+        self._options = options
         self._opening: set[EnvClient] = set()
         self._clients: set[EnvClient] = set()  # open
-        self._lock = threading.Lock()  # guards both
+        self._is_closed = False
+        self._changed = threading.Condition()  # guards all of it, addresses included
 
     def client(self, avoid: Collection[str] = ()) -> EnvClient:
         """An open session on the least loaded address that works; close() it after use. Those in
@@ -337,22 +553,20 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         """
         started = time.monotonic()
         while True:
-            address = self.addresses.pick(started, avoid)
+            address = self._pick(started, avoid)
             client = EnvClient(
                 self.env,
                 address.url,
                 busy_wait_s=0.0,  # a full server is passed over, not waited for
-                on_failure=partial(self.addresses.note_failure, address),
+                on_failure=partial(self._note_failure, address),
                 on_close=partial(self._release, address),
-                tries_at_close=address.tries_at_close,
+                tells_close=address.may_answer,
                 **self._options,
             )
-            client._transport.is_sealing = address.is_sealing
-            with self._lock:
+            with self._changed:
                 self._opening.add(client)
             try:
                 client.open()
-                address.is_sealing |= client._transport.is_sealing
                 if not address.is_checked:
                     client.check_world()
                     address.is_checked = True
@@ -361,40 +575,153 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 if isinstance(error, EnvError) and not isinstance(error, WrongWorld):
                     continue  # on_failure has noted it: another address is next
                 raise
-            client._transport.busy_wait_s = self.busy_wait_s
-            with self._lock:
+            client.busy_wait_s = self.busy_wait_s
+            with self._changed:
                 self._opening.discard(client)
                 self._clients.add(client)
-            self.addresses.note_success(address)
+                address.num_failures, address.is_probed, address.last_error = 0, False, None
+                address.retry_at, address.has_worked = 0.0, True
+                address.num_open += 1
+                self._changed.notify_all()
             return client
 
     def of(self, world: str) -> "EnvPool":
-        """The pool of a world: this one, as all tasks are of one."""
+        """The pool of an environment: this one, as all tasks are of one."""
         return self
+
+    def is_in_use(self) -> bool:
+        """Whether there are sessions of ours, which may end and leave room for another."""
+        with self._changed:
+            return any(address.num_open for address in self.addresses)
 
     def close(self) -> None:
         """Close every client that is still open; whoever waits for one gets AllServersDown."""
-        self.addresses.close()
-        with self._lock:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
             clients = self._opening | self._clients
         close_all(clients)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _pick(self, started: float, avoid: Collection[str]) -> Address:
+        """Wait for an address that may be used and count a client to it."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                usable = [a for a in self.addresses if now >= a.retry_at and not a.is_probed]
+                if self._is_closed:
+                    raise self._nothing_usable()
+                if usable:
+                    address = min(usable, key=lambda a: (a.url in avoid, a.load))
+                    address.load += 1
+                    address.is_probed = address.num_failures > 0
+                    return address
+                give_up_at = started + self._patience_s()
+                if now >= give_up_at:
+                    raise self._nothing_usable()
+                wake_at = [a.retry_at for a in self.addresses if not a.is_probed]
+                self._changed.wait(min([give_up_at, *wake_at]) - now)
+
+    def _note_failure(self, address: Address, error: EnvError) -> None:
+        """Leave the address alone for a while if the error is the server's, not one session's."""
+        is_down = isinstance(error, UNREACHABLE)
+        is_down |= error.url.endswith(("/create", "/health")) and error.status != 429
+        with self._changed:
+            now = time.monotonic()
+            address.last_error = error
+            if isinstance(error, TooManySessions):
+                address.retry_at = max(address.retry_at, now + BACK_OFF_S)
+            elif is_down and now >= address.retry_at:  # many notice one crash: count it once
+                address.num_failures += 1
+                pause = self.back_off_s * 2 ** min(address.num_failures - 1, 20)
+                address.retry_at = now + min(pause, self.max_back_off_s)
+
     def _release(self, address: Address, client: EnvClient) -> None:
-        with self._lock:
-            has_opened = client in self._clients
+        with self._changed:
+            address.load -= 1
+            if client in self._clients:
+                address.num_open -= 1
+            else:  # it was being opened: whoever waits may try now
+                address.is_probed = False
             self._clients.discard(client)
             self._opening.discard(client)
-        self.addresses.release(address, has_opened)
+            self._changed.notify_all()
+
+    def _patience_s(self) -> float:
+        errors = [address.last_error for address in self.addresses]
+        if any(isinstance(error, TooManySessions) for error in errors):
+            return self.busy_wait_s
+        has_worked = any(address.has_worked for address in self.addresses)
+        is_mistake = not has_worked and all(isinstance(error, UNREACHABLE) for error in errors)
+        return 0.0 if is_mistake else self.dead_wait_s
+
+    def _nothing_usable(self) -> EnvError:
+        where = ", ".join(self.urls)
+        if self._is_closed:
+            return AllServersDown("the pool is closed", where)
+        errors = [address.last_error for address in self.addresses]
+        full = [str(error) for error in errors if isinstance(error, TooManySessions)]
+        if full:  # whoever waits for it gets a place, whatever has become of the others
+            what = f"full for {self.busy_wait_s:g} s; raise --max-sessions or add servers"
+            down = [a.url for a in self.addresses if isinstance(a.last_error, UNREACHABLE)]
+            what += f" (down: {', '.join(down)})" if down else ""
+            return TooManySessions(what, where, 429, full[0])
+        lines = "".join(
+            f"\n  {address.url} ({address.num_failures} failures): {address.last_error}"
+            for address in self.addresses
+        )
+        return AllServersDown(f"no {self.env} server can be used; last errors:{lines}", where)
 
 
 class EnvPools:
-    """A pool for each of several worlds, by the name that tasks have of it."""
+    """A pool for each of several environments, by the name that tasks have of it."""
 
     def __init__(self, pools: Mapping[str, EnvPool]) -> None:
         self._pools = pools
 
     def of(self, world: str) -> "EnvPool":
         return self._pools[world]
+
+
+# ---------------------------------------------------------------------------------- a local server
+
+
+@contextlib.contextmanager
+def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -> Iterator[str]:
+    """`python -m envs.server --env ENV` on a free port of this machine; yields its base_url.
+
+    The server is a process of its own: the trainer's Python lock, its memory and its Ctrl-C stay
+    apart from the environment's. It is stopped when the block ends and dies with this process
+    however that ends.
+
+    Args:
+        start_timeout_s: seconds until the server must say that it listens; None: the environment's.
+        flags: further options of envs.server, as max_sessions=64, idle_timeout_s=600, port=36005.
+
+    Raises EnvError if it did not start; the message ends with what it wrote.
+    """
+    words = ["--env", env]
+    for flag, value in {"port": 0, **flags}.items():
+        words += [f"--{flag.replace('_', '-')}", str(value)]
+    name = f"local {env} server"
+    if start_timeout_s is None:
+        start_timeout_s = Settings.start_timeout_s
+        with contextlib.suppress(ValueError):  # an unknown environment: the server says so
+            start_timeout_s = settings_of(env).start_timeout_s
+    with child("envs.server", *words, cwd=ROOT) as server:
+        try:
+            with phase(f"starting a server of {env}"):
+                url = server.wait_until(
+                    lambda: re.search(r"listening on (\S+)", server.stdout()), start_timeout_s
+                )[1]
+        except NotReady as error:
+            raise EnvError(str(error), name) from None
+        try:
+            yield url
+        finally:
+            code, wrote = server.process.poll(), server.stderr()
+            if code is not None or wrote:  # warnings, tracebacks
+                how = "ran" if code is None else f"died with {code}"
+                print(f"{name} {how}; stderr ends with:\n{wrote}", file=sys.stderr)

@@ -306,7 +306,7 @@ class _Episode:
                 return
             except EnvError as error:
                 self.give_up_session()
-                left += isinstance(error, TooManySessions) and self.pool.addresses.is_in_use()
+                left += isinstance(error, TooManySessions) and self.pool.is_in_use()
                 if not left:
                     self.fail("env_error", error)
 

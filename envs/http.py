@@ -1,272 +1,280 @@
-"""One request to an environment server, and a name for each thing that can go wrong with it.
+"""One HTTP exchange that ends, however the other side behaves; and JSON that can be trusted.
 
-Everything that can go wrong between the trainer and a world passes through here, and one question
-decides what becomes of it: *could the policy have caused it?* A text without an action or one too
-long is the policy's doing: reward 0, an observation that says why, and the episode goes on. A dead
-server teaches nothing: it raises, and the trajectory is left out and counted, never scored.
+Environment servers, samplers and chat models are other people's programs, perhaps on other
+machines. `Line.ask` bounds what they send before anything uses it: a time-out for the whole answer
+(a socket's own starts again with every byte) and a limit on its bytes. Redirects and compressed
+bodies are not followed or unpacked. `parse` bounds the JSON: its depth, numbers that are not
+finite, half surrogate pairs that no tokenizer can encode. `checked_url` refuses addresses that
+hold a password, because addresses end up in logs and in config.json.
 
-    what happens                                what the caller of EnvClient sees
-    the text holds no action                    StepResult, reward 0, info["parse_error"]; none sent
-    our 413, or 422 about the action            StepResult, reward 0, info["rejected"]
-    refused, reset or cut connection            EnvConnectionError
-    no whole answer within timeout_s            EnvTimeout
-    5xx                                         EnvServerError
-    HTML, nothing, a field missing, {"error"}   EnvProtocolError
-    an answer to another request (envs/seal.py) EnvProtocolError
-    too large, too deep, compressed, no HTTP    EnvProtocolError
-    the server does not know the session        SessionLost
-    no such task / step outside an episode      UnknownTask / StepOutsideEpisode
-    429 for longer than busy_wait_s             TooManySessions
-    a server without /oracle and the like       NotSupported
-    no address of a pool works                  AllServersDown, with the last error of each
-    a server of another world                   WrongWorld, when a pool first uses it
-
-What is repeated: /create, /reset, /close and every GET, `num_retries` times after a lost connection
-or a 5xx, as long as timeout_s is not over; they can be done twice without harm (a session created
-in vain is evicted by its server).
-/step never: an action whose answer was lost may have been carried out. A time-out is not repeated
-either, the caller goes to another server. 429 means "not done", so anything waits and repeats.
-
-A status of our servers and the {"error": ...} that AgentGym's send with status 200 become the same
-classes.
-
-Read next: envs/exchange.py, which bounds what an answer may cost; envclient.py, which speaks of
-episodes instead of requests.
+Read next: `envclient.py`, `sampling/fleet.py` and `sampling/chatapi.py`, which ask.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
+import math
 import re
+import socket
 import time
+import urllib.request
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlsplit
 
-from envs.exchange import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
-from envs.seal import SEAL_HEADER, TURN_HEADER, problem, seal
-from run.errors import RunFailed
+import urllib3
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
 
-BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
-# NOTE: uvicorn closes a connection after 5 idle seconds, and a policy may think for longer. A /step
-# sent into a closing connection is lost and may not be repeated, so idle ones are dropped first.
-IDLE_CONNECTION_S = 4.0
-# A session that is not closed is evicted by its server; to tell a hung one is not worth timeout_s.
-CLOSE_TIMEOUT_S = 2.0
-BODY_CHARS = 500  # of an answer, in error messages
+MAX_ANSWER_BYTES = 1 << 20  # an observation is kilobytes
+MAX_DEPTH = 64  # of JSON; the environments' answers need 6
+CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is not worth the whole time-out
+PIECE_BYTES = 1 << 16  # read at a time
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
-class EnvError(RunFailed):
-    """The environment could not do what was asked. `url`, `status` (None: no answer), `body`."""
-
-    def __init__(self, what: str, url: str, status: int | None = None, body: str = "") -> None:
-        self.what, self.url, self.status, self.body = what, url, status, body[:BODY_CHARS]
-        answer = f" [HTTP {status}: {self.body.strip() or 'empty body'}]" if status else ""
-        super().__init__(f"{url}: {what}{answer}")
+class ExchangeError(Exception):
+    """There was no answer, or it cannot be used; the message says why."""
 
 
-class EnvConnectionError(EnvError):
-    """The server cannot be reached, or hung up before its answer was complete."""
+class TimedOut(ExchangeError):
+    """The answer was not complete in time."""
 
 
-class EnvTimeout(EnvError):
-    """The answer was not complete within timeout_s."""
+class Lost(ExchangeError):
+    """The server was not reached, or hung up before its answer was complete."""
 
 
-class EnvServerError(EnvError):
-    """5xx: the environment itself failed."""
+class Unbelievable(ExchangeError):
+    """The answer is not HTTP, too large, or compressed although nobody asked for that."""
 
 
-class EnvProtocolError(EnvError):
-    """An answer that is not what the wire format promises."""
+class NotFinite(ValueError):
+    """JSON that holds NaN or infinity."""
 
 
-class SessionLost(EnvError):
-    """The server does not know the session (any more): evicted, closed, or the server restarted."""
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
 
 
-class UnknownTask(EnvError):
-    """reset() was given a task index that the environment does not have."""
+class Line:
+    """HTTP with one address, any number of exchanges at a time.
 
-
-class StepOutsideEpisode(EnvError):
-    """step() before reset(), or after the episode was over."""
-
-
-class TooManySessions(EnvError):
-    """429 for longer than busy_wait_s."""
-
-
-class ActionRejected(EnvError):
-    """The server refused what the policy wrote; `EnvClient.step` turns it into a StepResult."""
-
-
-class WrongWorld(EnvError):
-    """The server serves another world than the client plays."""
-
-
-class NotSupported(EnvError):
-    """The server lacks this path, as AgentGym's lack /available_actions, /state and /oracle."""
-
-
-class AllServersDown(EnvError):
-    """No address of a pool can be used."""
-
-
-class Transport:
-    """A connection to one server; used by one thread at a time, not always the same one.
-
-    Arguments:
-        base_url: http://HOST:PORT of the server.
-        timeout_s: the longest that a request may take, repetitions included, in seconds.
-        num_retries: repetitions of a request that is safe to repeat.
-        busy_wait_s: how long 429 is waited for, in seconds.
-
-    Raises:
-        ValueError: `base_url` is no URL.
+    Args:
+        url: as `checked_url` returns it.
+        timeout_s: the longest that one exchange may take, from connecting to the last byte.
+        max_bytes: of the body of one answer.
+        options: of urllib3's pool: `maxsize` (idle connections that are kept), `ssl_context`;
+            `proxy_url`.
     """
 
     def __init__(
-        self, base_url: str, timeout_s: float, num_retries: int, busy_wait_s: float
+        self, url: str, timeout_s: float, max_bytes: int = MAX_ANSWER_BYTES, **options: Any
     ) -> None:
-        self.base_url = checked_url(base_url)
-        self.timeout_s, self.num_retries, self.busy_wait_s = timeout_s, num_retries, busy_wait_s
-        self.is_busy = False  # a request is under way
-        self.is_sealing = False  # an answer had a seal, so that each must (envs/seal.py)
-        self._line = Line(self.base_url, timeout_s)
-        self._last_used = time.monotonic()
+        self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
+        self.hung_up = False
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        # urllib3, not requests on top of it: every step pays for that layer, in CPU time that the
+        # sampler needs. urllib3 reads neither HTTP_PROXY, which would apply even to 127.0.0.1, nor
+        # .netrc, which adds credentials.
+        if proxy := options.pop("proxy_url", None):
+            auth = urllib3.util.parse_url(proxy).auth
+            options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=auth)
+            self._http: urllib3.PoolManager = urllib3.ProxyManager(proxy, **options)
+        else:
+            self._http = urllib3.PoolManager(**options)
+        self._http.pool_classes_by_scheme = {
+            "http": self._tracked(urllib3.HTTPConnectionPool),
+            "https": self._tracked(urllib3.HTTPSConnectionPool),
+        }
 
-    def request(
+    def ask(
         self,
         method: str,
         path: str,
-        fields: dict[str, Any],
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-        turn: str = "",
-    ) -> Any:
-        """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError.
+    ) -> Answer:
+        """The answer to one request, whatever its status; nothing is repeated.
 
-        Arguments:
-            timeout_s: in place of the transport's own time-out and of its busy_wait_s.
-            turn: where the client's episode stands, as a `Turns` says it.
+        Raises:
+            TimedOut, Lost, Unbelievable: see there.
         """
+        if self.hung_up:
+            raise Lost("hung up")
         total_s = timeout_s or self.timeout_s
-        now = time.monotonic()
-        busy_until = now + (timeout_s or self.busy_wait_s)
-        give_up_at = now + total_s
-        num_failures, pause = 0, BACK_OFF_S
-        self.is_busy = True
+        connect_s = min(CONNECT_TIMEOUT_S, total_s)
+        end = time.monotonic() + total_s
         try:
-            while True:
-                try:
-                    left_s = max(give_up_at - time.monotonic(), 0.01)  # a sleep may be long
-                    return self._request_once(method, path, fields, left_s, turn)
-                except TooManySessions:  # refused, so not done: any request may be repeated
-                    again_at = time.monotonic() + pause
-                    give_up_at = again_at + total_s  # it has answered, the clock begins again
-                    if again_at > busy_until:
-                        raise
-                except (EnvConnectionError, EnvServerError):
-                    num_failures += 1
-                    may_repeat = path != "/step" and not self._line.hung_up
-                    is_late = time.monotonic() + pause >= give_up_at
-                    if not may_repeat or is_late or num_failures > self.num_retries:
-                        raise
-                time.sleep(pause)
-                pause = min(2 * pause, MAX_BACK_OFF_S)
-        finally:
-            self.is_busy = False
-
-    def renewed(self) -> "Transport":
-        """The same, with nothing under way."""
-        new = Transport(self.base_url, self.timeout_s, self.num_retries, self.busy_wait_s)
-        new.is_sealing = self.is_sealing
-        return new
+            response = self._http.request(
+                method,
+                self.url + path,
+                body=content,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=connect_s, total=total_s),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+            )
+            try:
+                body = self._read_body(response, end, total_s)
+                return Answer(response.status, response.headers, body)
+            except BaseException:
+                response.close()  # its unread rest would be taken for the next answer
+                raise
+        except NewConnectionError as error:  # refused; urllib3 derives it from the time-out
+            raise Lost(_cause(error)) from error
+        except ConnectTimeoutError as error:
+            raise TimedOut(f"not reached within {connect_s:.3g} s") from error
+        except ReadTimeoutError as error:
+            raise TimedOut(f"no answer within {total_s:.3g} s") from error
+        except HTTPError as error:
+            # A server that hangs up early is an OSError; the others sent something else than HTTP.
+            if isinstance(_root(error), OSError) or "IncompleteRead" in _cause(error):
+                raise Lost(_cause(error)) from error
+            raise Unbelievable(f"the answer is not HTTP ({_cause(error)})") from error
+        except (ValueError, OverflowError) as error:  # a chunk of -5 bytes
+            raise Unbelievable(f"the answer is not HTTP ({_cause(error)})") from error
 
     def hang_up(self) -> None:
-        """End what another thread asks: EnvConnectionError there; nothing is asked any more."""
-        self._line.hang_up()
+        """End what is under way in any thread: it is Lost there. Nothing can be asked any more."""
+        self.hung_up = True
+        for connection in list(self._sockets):
+            _shut(connection)
 
     def close(self) -> None:
-        self._line.close()
+        """Drop idle connections."""
+        self._http.clear()
 
-    def _request_once(
-        self, method: str, path: str, fields: dict[str, Any], timeout_s: float, turn: str
-    ) -> Any:
-        url = self.base_url + path
-        asked, body, headers = path, None, {TURN_HEADER: turn} if turn else {}
-        if method != "GET":
-            body, headers = json.dumps(fields).encode(), headers | JSON_HEADERS
-        elif fields:
-            asked += f"?{urlencode(fields)}"
-        if time.monotonic() - self._last_used > IDLE_CONNECTION_S:
-            self._line.close()  # drops the connection; the next request opens another
-        try:
-            answer = self._line.ask(method, asked, body, headers, timeout_s)
-        except TimedOut as error:
-            what = f"{method}: {error}; the server is overloaded or hangs"
-            raise EnvTimeout(what, url) from error
-        except Lost as error:
-            what = f"{method} lost its connection ({error}); is the server running?"
-            raise EnvConnectionError(what, url) from error
-        except Unbelievable as error:
-            what = f"{method}: {error}; is this the address of an environment server?"
-            raise EnvProtocolError(what, url) from error
-        finally:
-            self._last_used = time.monotonic()
-        found = answer.headers.get(SEAL_HEADER)
-        expected = seal(method, asked, turn, body or b"", answer.status, answer.body)
-        if what := problem(expected, found, answer.status, self.is_sealing):
-            raise EnvProtocolError(what, url, answer.status, answer.text)
-        self.is_sealing |= found is not None
-        return read_answer(url, answer.status, answer.body)
+    def _read_body(self, response: urllib3.BaseHTTPResponse, end: float, total_s: float) -> bytes:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise Unbelievable(f"the answer is encoded ({encoding[:20]}), which nobody asked for")
+        body = bytearray()
+        while piece := response.read1(PIECE_BYTES, decode_content=False):
+            body += piece
+            if len(body) > self.max_bytes:
+                raise Unbelievable(f"the answer is larger than {self.max_bytes} bytes")
+            if time.monotonic() > end:
+                raise TimedOut(f"no answer within {total_s:.3g} s")
+        return bytes(body)
 
+    def _tracked(self, pool_class: Any) -> Any:
+        """`pool_class` whose connections `hang_up` can end."""
+        line = self
 
-# Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
-_SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
+        class Connection(pool_class.ConnectionCls):
+            def connect(self) -> None:
+                super().connect()
+                line._sockets.add(self.sock)
+                if line.hung_up:
+                    _shut(self.sock)
+
+        class Pool(pool_class):
+            ConnectionCls = Connection
+
+        return Pool
 
 
-def read_answer(url: str, status: int, content: bytes) -> Any:
-    """The JSON value of a good answer, or the error that this answer is."""
-    path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed in the meantime
+        # NOTE: not SSLSocket's own, which takes the session from under a thread that reads.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    root = _root(error)
+    return " ".join(f"{type(root).__name__}: {root}"[:200].split())
+
+
+# ----------------------------------------------------------------------------------------- content
+
+
+def parse(body: bytes) -> Any:
+    """The JSON value of an answer, its text made encodable.
+
+    Raises:
+        ValueError: it is not JSON, or deeper than MAX_DEPTH.
+        NotFinite: a number is not finite.
+    """
     try:
-        answer = parse(content)
-        reason = _reason(answer)
-    except ValueError as error:
-        answer = None
-        reason = f"the answer is not JSON ({error})" if body.strip() else "the answer is empty"
-    reports_error = isinstance(answer, dict) and "error" in answer  # AgentGym's, with status 200
-    if 200 <= status < 300 and answer is not None and not reports_error:
-        return answer
-    kind: type[EnvError] = EnvProtocolError
-    what = f"{reason}; is this the address of an environment server?"
-    if status == 429:
-        kind, what = TooManySessions, f"the server is full: {reason}"
-    elif status in (405, 501) or (status == 404 and "Not Found" in body):
-        kind, what = NotSupported, f"this server has no {path}"
-    elif status >= 500:
-        kind, what = EnvServerError, f"the environment failed: {reason}"
-    elif status == 409 and path == "/oracle":
-        kind, what = StepOutsideEpisode, f"the oracle has no answer: {reason}"
-    elif status == 409:
-        kind, what = StepOutsideEpisode, f"no episode is running: {reason}"
-    elif _SESSION_LOST.search(reason) or (status == 404 and path != "/reset"):
-        kind, what = SessionLost, "the server does not know this session; reset() opens another"
-    elif status == 404:
-        kind, what = UnknownTask, f"no such task: {reason}"
-    elif path == "/step" and (
-        # 413 of a proxy is a page, and no word about what the policy wrote.
-        (status == 413 and reports_error) or (status == 422 and "body.action" in reason)
-    ):
-        kind, what = ActionRejected, f"The action was refused: {reason}"
-    elif reports_error:
-        what = f"the server reports an error: {reason}"
-    raise kind(what, url, status, body)
+        return _checked(json.loads(body.decode(errors="replace")), MAX_DEPTH)
+    except RecursionError:
+        raise ValueError("brackets in brackets, thousands of them") from None
 
 
-def _reason(answer: Any) -> str:
-    """What an error answer says: our "error" and "hint", or FastAPI's "detail"."""
-    if not isinstance(answer, dict):
-        return "an unexpected answer"
-    if isinstance(answer.get("detail"), list):  # [{"loc": ["body", "action"], "msg": ...}, ...]
-        items = [item for item in answer["detail"] if isinstance(item, dict)]
-        return "; ".join(f"{'.'.join(map(str, i.get('loc', [])))}: {i.get('msg')}" for i in items)
-    parts = [str(answer[key]) for key in ("error", "hint", "detail") if answer.get(key)]
-    return "; ".join(parts) or "an unexpected answer"
+def _checked(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float) and not math.isfinite(value):  # NaN, 1e999
+        raise NotFinite(f"{value} is not a finite number")
+    if isinstance(value, list | dict) and depth == 0:
+        raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
+    if isinstance(value, list):
+        return [_checked(item, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return {encodable(key): _checked(item, depth - 1) for key, item in value.items()}
+    return value
+
+
+def encodable(text: str) -> str:
+    """`text` with half surrogate pairs replaced: JSON can hold them, no tokenizer and no file can.
+
+    >>> encodable("a \\ud83d b \\ud83d\\ude00")
+    'a � b 😀'
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# ----------------------------------------------------------------------------------------- address
+
+
+def checked_url(url: str, flag: str = "") -> str:
+    """`url` without a final slash.
+
+    Args:
+        flag: named in the message, as "--env-addr".
+    Raises:
+        ValueError: it is not an http address, or may hold a secret, which is not repeated.
+
+    >>> checked_url("http://127.0.0.1:36005/")
+    'http://127.0.0.1:36005'
+    """
+    flag = flag and f"{flag} "
+    if re.search(r"[@?#]", url):
+        raise ValueError(
+            f"{flag}an address is http://HOST:PORT/PATH alone: a user, password or key in it would "
+            "be written to config.json; --api-key-env names the variable of a chat server's key"
+        )
+    with contextlib.suppress(ValueError):  # a port that is not a number
+        if re.fullmatch(r"https?://[^/\s]+(/\S*)?", url) and urlsplit(url).port != 0:
+            return url.rstrip("/")
+    raise ValueError(f"{flag}{url!r} is not an address; expected http://HOST:PORT")
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that this user's environment (HTTPS_PROXY, NO_PROXY) names for `url`."""
+    parts, proxies = urlsplit(url), urllib.request.getproxies()
+    if urllib.request.proxy_bypass(parts.netloc):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")

@@ -1,9 +1,9 @@
-"""An environment over HTTP: one FastAPI app, one world, many sessions.
+"""An environment over HTTP: one environment, many sessions.
 
-Training needs hundreds of episodes side by side, on other machines, in worlds that are slow or
-crash; a server per world keeps that out of the trainer. A *session* is one instance of the world
-with a number; a client creates it, plays episodes in it, and closes it. Paths, fields and types are
-AgentGym's, so its clients work here unchanged:
+Training needs hundreds of episodes side by side, on other machines, in environments that are slow
+or crash; a server per environment keeps that out of the trainer. A *session* is one instance of the
+environment with a number; a client creates it, plays episodes in it, and closes it. Paths, fields
+and types are AgentGym's, so its clients work here unchanged:
 
     POST /create                            -> {"id"}, TextCraft also observation, done, reward
     POST /reset  {"id", "data_idx", "seed"} -> {"id", "observation", "reward", "done", ...}
@@ -16,84 +16,114 @@ AgentGym: GET /health, /available_actions?id= (a list), /state?id= (a dict), /or
 ({"thought", "action"}). An environment's `WIRE` says where its AgentGym server uses other names.
 
 Errors are status codes with {"error": what was got, "hint": what to do}, so that a failure of the
-world is never scored as a failure of the policy.
-    404 unknown session or task   409 step before reset or after the end   413 body too large
-    422 malformed request         429 too many sessions or connections     500 the world failed
-    403 a web page asks: with an Origin, or, where only this machine is served, by another name
-    408 a body that does not arrive     409 also a step out of turn, for clients that say which
-/create shows a first observation where AgentGym's does, but an episode begins with /reset.
+environment is never scored as a failure of the policy: 404 unknown session or task, 409 step before
+reset or after the end, 413 body too large, 422 malformed request, 429 too many sessions, 500 the
+environment failed, 403 a web page asks, 408 a body that does not arrive.
 
 Run it:  python -m envs.server --env textcraft --port 36005
-Read next: envs/sessions.py (who waits for whom), envs/seal.py (an answer names its question),
-envs/limits.py (what a request may cost), then envclient.py, the other end of the wire.
+Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio.to_thread
-from fastapi import FastAPI, Header, Query, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import Field, StrictInt, StrictStr, create_model
-from starlette.exceptions import HTTPException
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs import VERSION, Wire, env_name, get_env
-from envs.limits import OWN_FILES, BodyLimit, NoWebPages, bounded_protocol, raise_file_limit
-from envs.listening import leave, listen_on, names_of, serve, url_of, warn_of_strangers
-from envs.options import parse
-from envs.seal import TURN_HEADER, TURN_PATTERN, Sealed
-from envs.sessions import Answer, ApiError, Episodes, Sessions, error_answer
+from envs import ENVS, VERSION, env_name, get_env
+from envs.sessions import (
+    MAX_BODY_BYTES,
+    Answer,
+    ApiError,
+    Episodes,
+    Sessions,
+    body_too_large,
+    error_answer,
+    query_fields,
+)
 
-TURN = Header(None, alias=TURN_HEADER, pattern=TURN_PATTERN)
+BODY_TIMEOUT_S = 30.0  # for a request's body to arrive
+DRAIN_BYTES = 16_000_000  # read and dropped of a body that is too large, so its client sees the 413
+MAX_FILES = 65_536  # some machines allow a billion, which tools that close all of them feel
+OWN_FILES = 128  # open beside the connections: libraries, logs, pipes, what an environment needs
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
 
 
 def create_app(
     env: str,
     max_sessions: int = 1024,
     idle_timeout_s: float = 1800.0,
-    max_body_bytes: int = 1_000_000,
-    request_timeout_s: float = 30.0,
     env_class: Any = None,
     first_id: int | None = None,
     hosts: frozenset[str] = frozenset(),
-) -> FastAPI:
+) -> Starlette:
     """The app that serves `env` (or `env_class` under that name, for tests).
 
-    Arguments:
+    Args:
         max_sessions: sessions that may be open at once; one more /create is answered 429.
         idle_timeout_s: seconds without a request after which a session is closed.
-        max_body_bytes: larger request bodies are answered 413.
-        request_timeout_s: seconds for a request's body to arrive; then 408.
         first_id: number of the first session; None: at random (envs/sessions.py).
         hosts: names that it answers to, as a request's Host; none: any.
 
-    Raises:
-        ValueError: unknown environment.
+    Raises ValueError for an unknown environment.
     """
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
     episodes = Episodes(sessions)
-    app = FastAPI(
-        title=f"AgentGym environment {episodes.wire.title}",
-        version=VERSION,
+    started = time.monotonic()
+
+    async def root(_: Request) -> Answer:
+        return Answer(episodes.wire.root())
+
+    async def health(_: Request) -> Answer:
+        return Answer(
+            {
+                "env": name,
+                "version": VERSION,
+                "live_sessions": len(sessions.table),
+                "max_sessions": max_sessions,
+                "uptime_s": round(time.monotonic() - started, 3),
+            }
+        )
+
+    async def play(request: Request) -> Response:
+        try:
+            if request.method == "GET":
+                fields: Any = query_fields(request.url.query)
+            else:
+                fields = json.loads(await request.body() or b"{}")
+        except (ValueError, RecursionError):
+            return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
+        return await episodes.answer(request.method, request.url.path, fields)
+
+    app = Starlette(
+        routes=[
+            Route("/", root),
+            Route("/health", health),
+            Route("/{path:path}", play, methods=["GET", "POST"]),
+        ],
+        middleware=[Middleware(Guard, hosts=hosts)],
         lifespan=lambda _: _lifespan(sessions),
     )
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=request_timeout_s)
-    app.add_middleware(NoWebPages, hosts=hosts)
-    app.add_middleware(Sealed)
     app.state.sessions = sessions
-    _add_playing(app, episodes)
-    _add_questions(app, episodes)
-    _add_health(app, sessions, name)
-    for path, (http_method, method) in episodes.wire.paths.items():
-        _add_path(app, episodes, path, http_method, method)
-    _add_error_handlers(app)
     return app
 
 
@@ -104,7 +134,7 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(min(sessions.idle_timeout_s / 4, 30.0))
-            await sessions.evict_idle()
+            sessions.evict_idle()
 
     env_class = sessions.env_class
     if hasattr(env_class, "open_shared"):
@@ -119,202 +149,214 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
         await anyio.to_thread.run_sync(env_class.close_shared)
 
 
-def _body(wire: Wire, name: str, **fields: Any) -> type:
-    """The type of a request body that names a session, under this world's field names."""
-    session_id: Any = (StrictInt, Field(alias=wire.session_field))
-    return create_model(name, session_id=session_id, **fields)
+# ----------------------------------------------------------------------- who may ask, and how much
 
 
-def _step_body(wire: Wire) -> type:
-    return _body(wire, "StepBody", action=(StrictStr, ...))
+class Guard:
+    """ASGI middleware: a page in somebody's browser must neither play here nor read along, and a
+    body ends.
 
+    Requests of a page carry an Origin; a page whose own name was made to mean this machine (DNS
+    rebinding) carries that name as Host. `hosts`: the names to answer to; none: to any.
+    """
 
-def _add_playing(app: FastAPI, episodes: Episodes) -> None:
-    """/create, /reset, /step, /close."""
-    sessions, wire = episodes.sessions, episodes.wire
-    index_default = ... if wire.index_default is None else wire.index_default
-    task_index = (StrictInt, Field(index_default, alias=wire.index_field))
-    reset_body = _body(wire, "ResetBody", task_index=task_index, seed=(StrictInt, 0))
+    def __init__(
+        self, app: ASGIApp, hosts: frozenset[str] = frozenset(), max_bytes: int = MAX_BODY_BYTES
+    ) -> None:
+        self.app, self.hosts, self.max_bytes = app, hosts, max_bytes
 
-    @app.post("/create")
-    async def create() -> Answer:
-        session = await sessions.create()
-        turn = None
-        if wire.shows_task_at_create:  # as AgentGym: the n-th session's is task n
-            number = session.session_id - sessions.first_id
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        host = name_in(headers.get(b"host", b"").decode("latin-1"))
+        answer, body = None, b""
+        hint = "ask from a program, at the address that the server printed"
+        if b"origin" in headers:
+            answer = error_answer(403, "requests of web pages are refused", hint)
+        elif self.hosts and host not in self.hosts:
+            answer = error_answer(403, f"this server does not answer to the name {host!r}", hint)
+        elif scope["method"] != "GET":
             try:
-                async with sessions.use(session.session_id):
-                    turn = await episodes.show(session, number % episodes.num_tasks)
-            except ApiError:  # nobody will ever hear of this session
-                await sessions.close(session.session_id)
-                raise
-        return Answer(wire.create(session.session_id, turn))
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body, num_bytes = await self._read(receive)
+            except TimeoutError:
+                error = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+                answer = error_answer(408, error, "send it all at once", {"Connection": "close"})
+            else:
+                answer = body_too_large(self.max_bytes) if num_bytes > self.max_bytes else None
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    @app.post("/reset")
-    @_takes(reset_body)
-    async def reset(body: Any, turn: str | None = TURN) -> Answer:
-        async with sessions.use(body.session_id) as session:
-            shown = await episodes.begin(session, body.task_index, body.seed, turn)
-            return Answer(wire.reset(session.session_id, shown, body.task_index))
+        async def receive_body() -> Message:
+            return unread.pop() if unread else await receive()
 
-    @app.post("/step")
-    @_takes(_step_body(wire))
-    async def step(body: Any, turn: str | None = TURN) -> Answer:
-        async with sessions.use(body.session_id) as session:
-            return Answer(wire.step(await episodes.step(session, body.action, turn)))
+        await self.app(scope, receive_body, send)
 
-    @app.post("/close")
-    @_takes(_body(wire, "CloseBody"))
-    async def close(body: Any) -> Answer:
-        return Answer(wire.close(await sessions.close(body.session_id)))
-
-
-def _add_questions(app: FastAPI, episodes: Episodes) -> None:
-    """What changes nothing: /observation, /detail; /available_actions, /state, /oracle."""
-    sessions, wire = episodes.sessions, episodes.wire
-    session_query = Query(alias=wire.session_field)
-
-    @app.get("/observation")
-    async def observation(session_id: int = session_query) -> Answer:
-        async with sessions.use(session_id) as session:
-            return Answer(wire.observation(episodes.latest(session)))
-
-    @app.get("/detail")
-    async def detail(session_id: int = session_query) -> Answer:
-        async with sessions.use(session_id) as session:
-            turn = episodes.latest(session)
-            keys = ("observation", "done", "reward")
-            return Answer({key: turn[key] for key in keys} | {"deleted": False})
-
-    @app.get("/oracle")
-    async def oracle(session_id: int = session_query) -> Answer:
-        async with sessions.use(session_id) as session:
-            thought, action = await episodes.ask(session, "oracle")
-            return Answer({"thought": thought, "action": action})
-
-    _add_path(app, episodes, "/available_actions", "GET", "available_actions")
-    _add_path(app, episodes, "/state", "GET", "state_for_people")
+    async def _read(self, receive: Receive) -> tuple[bytes, int]:
+        """(the body, or as much of it as the limit allows; its length)"""
+        body, num_bytes, more = bytearray(), 0, True
+        while more and num_bytes <= DRAIN_BYTES:
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes <= self.max_bytes:
+                body += message.get("body", b"")
+            more = message.get("more_body", False)
+        return bytes(body), num_bytes
 
 
-def _add_path(app: FastAPI, episodes: Episodes, path: str, http_method: str, method: str) -> None:
-    """A path that answers what a method of the world returns; see `Wire.paths`."""
-    sessions, wire = episodes.sessions, episodes.wire
+def name_in(host: str) -> str:
+    """The name in a Host header, without the port.
 
-    async def by_query(session_id: int = Query(alias=wire.session_field)) -> Answer:
-        async with sessions.use(session_id) as session:
-            return Answer(await episodes.ask(session, method))
-
-    @_takes(_body(wire, "CloseBody"))
-    async def by_body(body: Any) -> Answer:
-        async with sessions.use(body.session_id) as session:
-            return Answer(await episodes.ask(session, method))
-
-    @_takes(_step_body(wire))
-    async def with_step(body: Any, turn: str | None = TURN) -> Answer:
-        async with sessions.use(body.session_id) as session:
-            answer = wire.step(await episodes.step(session, body.action, turn))
-            return Answer(answer | await episodes.ask(session, method))
-
-    endpoint = {"GET": by_query, "POST": by_body, "STEP": with_step}[http_method]
-    verb = "GET" if http_method == "GET" else "POST"
-    app.add_api_route(path, endpoint, methods=[verb], name=method)
+    >>> name_in("LocalHost:8610"), name_in("[::1]:80")
+    ('localhost', '[::1]')
+    """
+    return re.sub(r":\d*$", "", host).lower()
 
 
-def _add_health(app: FastAPI, sessions: Sessions, name: str) -> None:
-    """/ and /health, which need no session."""
-    started = time.monotonic()
-
-    @app.get("/")
-    async def root() -> Answer:
-        return Answer(sessions.env_class.WIRE.root())
-
-    @app.get("/health")
-    async def health() -> Answer:
-        return Answer(
-            {
-                "env": name,
-                "version": VERSION,
-                "live_sessions": len(sessions.table),
-                "max_sessions": sessions.max_sessions,
-                "uptime_s": round(time.monotonic() - started, 3),
-            }
-        )
+def hosts_of(host: str) -> frozenset[str]:
+    """The names, as a request's Host, that a server bound to this address answers to; none: any."""
+    return LOCAL_NAMES if host in ("127.0.0.1", "localhost", "::1") else frozenset()
 
 
-def _takes(model: type) -> Callable:
-    """Makes `model` the type of the endpoint's `body`, which is only known when the app is made."""
-
-    def annotate(endpoint: Callable) -> Callable:
-        endpoint.__annotations__["body"] = model
-        return endpoint
-
-    return annotate
+# ----------------------------------------------------------------------- an app on a port
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves as {"error", "hint"}, those of FastAPI and Starlette included."""
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Answer:
-        return error_answer(error.status, error.error, error.hint)
+    line = ""
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Answer:
-        problems = [
-            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
-            for item in error.errors()
-        ]
-        return error_answer(422, "; ".join(problems), "GET /docs shows each path's fields")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Answer:
-        if error.status_code == 400:  # FastAPI's word for a body that is no JSON at all
-            return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
-        where = f"{request.method} {request.url.path}: {error.detail}"
-        return error_answer(error.status_code, where, "GET /docs lists the paths")
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self.line, flush=True)
 
 
-def _max_connections(options: argparse.Namespace) -> int:
-    """As many as were asked for, if so many files may be open."""
-    asked = getattr(options, "max_connections", 2 * options.max_sessions + 256)
-    files = raise_file_limit()
-    possible = max(files - OWN_FILES, files // 2)
-    if asked > possible:
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. OSError: the port is taken, and the like."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def serve(app: Any, host: str, listener: socket.socket, program: str, about: str) -> int:
+    """Serve `app` until SIGTERM or Ctrl-C; the exit code.
+
+    Args:
+        program: named in the warning that an address can be reached from other machines.
+        about: what the line says that is printed once clients can connect.
+    """
+    if not hosts_of(host):
         print(
-            f"envs.server: warning: {possible} connections at once, not {asked}: this process may "
-            "open no more files; ulimit -Hn says how many",
+            f"{program}: warning: {host} can be reached from other machines, and there is no "
+            "password; anyone there can use it",
             file=sys.stderr,
         )
-    return min(asked, possible)
+    num_files = _raise_file_limit()
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=max(num_files - OWN_FILES, num_files // 2),
+        timeout_graceful_shutdown=5,
+    )
+    server = _Server(config)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    server.line = f"listening on {url} ({about})"
+    # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 130
+    return 0 if server.started else 1
+
+
+def _raise_file_limit() -> int:
+    """How many files this process may open from now on: every connection is one, and the usual
+    limit of 1,024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now. Python would wait for its threads first, and an environment that hangs
+    in one of them never lets go."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ----------------------------------------------------------------------- the command line
+
+
+def positive(kind: type) -> Callable:
+    def convert(text: str) -> Any:
+        if not 0 < kind(text) < float("inf"):
+            raise ValueError
+        return kind(text)
+
+    convert.__name__ = f"positive {kind.__name__}"
+    return convert
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options; misuse ends the process with one line and exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.server",
+        description="Serve one environment over HTTP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    # argparse prints its usage and an error; misuse is one line here.
+    parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
+    known = f"which environment to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
+    parser.add_argument("--env", required=True, default=argparse.SUPPRESS, help=known)
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
+    parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
+    parser.add_argument(
+        "--max-sessions", type=positive(int), default=1024, help="open at once; beyond it, 429"
+    )
+    parser.add_argument(
+        "--idle-timeout-s",
+        type=positive(float),
+        default=1800.0,
+        help="seconds without a request after which a session is closed: its client has died",
+    )
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
+    try:
+        get_env(options.env)
+    except ValueError as error:
+        parser.error(f"--env: {error}")
+    except ImportError:
+        pass  # the environment is there and lacks a package: main() says so
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = parse(arguments)
+    env, host = options.env, options.host
     try:
-        app = create_app(
-            options.env,
-            options.max_sessions,
-            options.idle_timeout_s,
-            options.max_body_bytes,
-            options.request_timeout_s,
-            hosts=names_of(options.host),
-        )
-        if hasattr(get_env(options.env), "open_shared"):  # what is missing is said in one line
-            get_env(options.env).open_shared()
-        listener = listen_on(options.host, options.port, options.request_timeout_s)
+        app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
+        if hasattr(get_env(env), "open_shared"):  # a missing package is said in one line
+            get_env(env).open_shared()
+        listener = listen_on(host, options.port)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
-        where = f"{options.host}:{options.port}"
         free = "; --port 0 takes a free one" if "in use" in str(error) else ""
-        why = f"cannot serve {options.env} on {where}: {error}{free}"
+        why = f"cannot serve {env} on {host}:{options.port}: {error}{free}"
         print(f"envs.server: {why}", file=sys.stderr)
         return 1
-    warn_of_strangers("envs.server", options.host, "open and play sessions")
-    protocol = bounded_protocol(_max_connections(options), options.request_timeout_s)
-    url = url_of(options.host, listener)
-    return serve(
-        app, listener, protocol, f"listening on {url} (env {options.env}, version {VERSION})"
-    )
+    return serve(app, host, listener, "envs.server", f"env {env}, version {VERSION}")
 
 
 if __name__ == "__main__":

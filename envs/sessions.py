@@ -1,21 +1,20 @@
-"""Sessions: which request may touch which instance of the world, and when.
+"""Sessions: which request may touch which instance of an environment, and what it is answered.
 
-A session is one instance of an environment with a number. This file holds the table of sessions,
-how many may be open and how long one may be idle, and the episodes that are played in them.
+A session is one instance of an environment with a number. `Sessions` is their table: how many may
+be open, how long one may be idle. `Episodes` plays in them and answers requests, over HTTP
+(envs/server.py) or in this process (envs/local.py).
 
-Who waits for whom. All endpoints are coroutines on one event loop, and only that loop touches the
-table of sessions, so the table needs no lock. A session is used by one request at a time: each has
-an asyncio lock, and who waits for it holds no thread. A call into a fast world (TextCraft: 2
-microseconds) runs right there, because a hop to a thread costs fifty times the step; any other
-world's calls run in a pool of threads, so a slow step delays its own session only, as long as
-fewer than NUM_THREADS steps are slow at once.
+Who waits for whom. Everything here runs on one event loop, so the table needs no lock. A session
+serves one request at a time: each has an asyncio lock, and waiting for it costs no thread. A call
+into a fast environment (TextCraft: 2 microseconds) runs on the loop, because a hop to a thread
+costs fifty times the step. Other environments' calls run in a pool of threads, so a slow step
+delays its own session only, as long as fewer than NUM_THREADS steps are slow at once.
 
-Numbers begin at random in every server process. If they began at 0, a client that comes back after
-a restart would name a session that is somebody else's by now, and its episode would go on there
-without an error; so an old number is unknown, and nobody guesses one.
+Numbers start at random in every server process. If they started at 0, a client that comes back
+after a restart would name a session that now belongs to somebody else, and its episode would go on
+there without an error.
 
-Measured: benchmarks/server.py. Read next: envs/seal.py (whose episode it is), then envs/limits.py
-(what a request may cost).
+Measured: benchmarks/server.py. Read next: envs/server.py, then envclient.py.
 """
 
 import asyncio
@@ -30,24 +29,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl
 
 import anyio
 import anyio.to_thread
 from starlette.responses import JSONResponse
 
-from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, seal
+from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
 
-NUM_THREADS = 128  # for worlds that are not fast
-CLOSE_WAIT_S = 5.0  # for evicted sessions to be closed
-RULES = "tutorials/05_add_your_own_environment.md has what a world's methods return"
+MAX_BODY_BYTES = 1_000_000  # of a request
+NUM_THREADS = 128  # for environments that are not fast
+RULES = "tutorials/05_add_your_own_environment.md has what an environment's methods return"
 log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
     """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry. numpy's
-    numbers and truth values are written as Python's.
+    numbers and booleans are written as Python's.
 
-    Raises ApiError for what a world says that is no JSON: a set, an array, a NaN.
+    Raises ApiError for what JSON cannot carry: a set, an array, a NaN.
     """
 
     def render(self, content: Any) -> bytes:
@@ -55,13 +55,13 @@ class Answer(JSONResponse):
         try:
             return dumps(content).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
-            what = f"the environment failed: its answer is no JSON ({error})"
+            what = f"the environment failed: its answer is not JSON ({error})"
             raise ApiError(500, what, RULES) from error
 
 
 def _plain(value: Any) -> Any:
     if not hasattr(value, "item"):
-        raise TypeError(f"{type(value).__name__} is nothing that JSON can carry")
+        raise TypeError(f"JSON cannot carry {type(value).__name__}")
     return value.item()
 
 
@@ -82,41 +82,38 @@ def error_answer(
 
 @dataclass
 class Session:
-    """One instance of the world and what its latest reset or step answered."""
+    """One instance of the environment and what its latest reset or step answered."""
 
     session_id: int
     env: Any
     turn: dict | None = None
     task_index: int = 0
     has_episode: bool = False  # /reset was called
-    episode: str | None = None  # the name that its client gave it, if it did
-    num_played: int = 0  # its steps
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
-    """The table of sessions; every method runs on the event loop."""
+    """The table of sessions; every method runs on the event loop.
+
+    Args:
+        first_id: the first session's number; None: at random, below 2^52 as JSON's doubles are.
+    """
 
     def __init__(
-        self,
-        env_class: Any,
-        max_sessions: int,
-        idle_timeout_s: float,
-        first_id: int | None = None,
+        self, env_class: Any, max_sessions: int, idle_timeout_s: float, first_id: int | None = None
     ) -> None:
-        """first_id: the first session's number; None: at random, exact in a double as JSON is."""
         self.env_class, self.max_sessions = env_class, max_sessions
         self.first_id = secrets.randbelow(2**52) if first_id is None else first_id
         self.idle_timeout_s = idle_timeout_s
         self.table: dict[int, Session] = {}
         self._numbers = itertools.count(self.first_id)
         self._num_starting = 0
-        self._ending: set[asyncio.Future[None]] = set()  # evicted, and not yet closed
+        self._closing: set[asyncio.Task] = set()  # evicted, and not yet closed
         self._threads: anyio.CapacityLimiter | None = None
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
-        """Runs a method of the world, here or in a thread; its failures become ApiErrors."""
+        """Runs a method of the environment, here or in a thread; its failures become ApiErrors."""
         try:
             if self.env_class.IS_FAST:
                 return function(*arguments)
@@ -141,7 +138,7 @@ class Sessions:
 
     async def create(self) -> Session:
         if len(self.table) + self._num_starting >= self.max_sessions:
-            await self.evict_idle()
+            self.evict_idle()
         if len(self.table) + self._num_starting >= self.max_sessions:
             raise ApiError(
                 429,
@@ -161,8 +158,7 @@ class Sessions:
     async def use(self, session_id: int) -> AsyncIterator[Session]:
         """The session, for this request alone, after those that came before it.
 
-        Raises:
-            ApiError: 404 if there is no such session: never created, closed, or evicted.
+        Raises ApiError 404 if there is no such session: never created, closed, or evicted.
         """
         session = self.table.get(session_id)
         if session is None:
@@ -186,24 +182,20 @@ class Sessions:
         await self._end(session)
         return True
 
-    async def evict_idle(self) -> None:
-        """Out of the table at once; a world that hangs when it is closed is not waited for long."""
+    def evict_idle(self) -> None:
+        """Idle sessions leave the table at once and are closed in the background, because an
+        environment may hang when it is closed."""
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
-                ending = asyncio.ensure_future(self._end(self.table.pop(session.session_id)))
-                self._ending.add(ending)
-                ending.add_done_callback(self._has_ended)
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=CLOSE_WAIT_S)
+                closing = asyncio.create_task(self._end(self.table.pop(session.session_id)))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _end(self, session: Session) -> None:
         async with session.lock:  # asyncio's locks serve in the order of asking
             await self.call(session.env.close)
-
-    def _has_ended(self, ending: asyncio.Future[None]) -> None:
-        self._ending.discard(ending)
-        ending.cancelled() or ending.exception()  # logged by call()
 
 
 TURN: tuple[tuple[str, Any], ...] = (
@@ -216,111 +208,139 @@ TURN: tuple[tuple[str, Any], ...] = (
 
 
 def problem_of(outcome: Any) -> str | None:
-    """What is wrong with what a world's reset or step has returned.
+    """What is wrong with what an environment's step returned.
 
     >>> problem_of((42, 0.0, False, False, {}))
-    'gives observation as int, not as str'
+    'gives observation as int'
     >>> problem_of(("You see a door.", 0.0, False, {}))
-    'returns 4 things from step, not observation, reward, terminated, truncated, info'
+    'does not return observation, reward, terminated, truncated, info from step'
     """
     names = [name for name, _ in TURN]
     if not isinstance(outcome, tuple) or len(outcome) != len(names):
-        count = f"{len(outcome)} things" if isinstance(outcome, tuple) else "one thing"
-        return f"returns {count} from step, not {', '.join(names)}"
+        return f"does not return {', '.join(names)} from step"
     for value, (name, expected) in zip(outcome, TURN, strict=True):
-        if not isinstance(value, expected) and not is_number_like(value, expected):
-            wanted = expected.__name__ if isinstance(expected, type) else "a number"
-            return f"gives {name} as {type(value).__name__}, not as {wanted}"
+        is_numpy = expected not in (str, dict) and hasattr(value, "item")
+        if not isinstance(value, expected) and not is_numpy:
+            return f"gives {name} as {type(value).__name__}"
     _, reward, _, _, info = outcome
     if not math.isfinite(reward):
         return f"gives a reward of {reward}, which must be finite"
-    solved = info.get("success", False)
-    if not isinstance(solved.item() if hasattr(solved, "item") else solved, bool):
-        return f"gives info['success'] as {type(solved).__name__}, not as bool"
+    success = info.get("success", False)
+    if not isinstance(success.item() if hasattr(success, "item") else success, bool):
+        return f"gives info['success'] as {type(success).__name__}"
     return None
 
 
-def is_number_like(value: Any, expected: Any) -> bool:
-    """numpy's numbers and truth values, which many worlds compute with."""
-    return expected is not str and expected is not dict and hasattr(value, "item")
-
-
-def is_move(said: Any) -> bool:
-    """Whether an oracle's answer is (thought, action)."""
-    return isinstance(said, tuple | list) and [type(part) for part in said] == [str, str]
-
-
 class Episodes:
-    """Plays in sessions that are in use: each has an episode only from /reset to its end."""
+    """Answers requests by playing in sessions: each has an episode only from /reset to its end."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions, self.env_class = sessions, sessions.env_class
         self.wire = sessions.env_class.WIRE
         self.num_tasks = sessions.env_class.num_tasks()  # loads what all sessions share, now
+        # What changes nothing: path -> (HTTP method, the environment's method that answers).
+        self._questions: dict[str, tuple[str, str]] = {
+            "/available_actions": ("GET", "available_actions"),
+            "/state": ("GET", "state_for_people"),
+            "/oracle": ("GET", "oracle"),
+            **self.wire.paths,
+        }
+        self._methods = dict.fromkeys(("/create", "/reset", "/step", "/close"), "POST")
+        self._methods |= dict.fromkeys(("/observation", "/detail"), "GET")
+        for path, (kind, _) in self._questions.items():
+            self._methods[path] = "GET" if kind == "GET" else "POST"
 
-    async def show(self, session: Session, task_index: int, seed: int = 0) -> dict:
-        """Resets the world; the turn, as `Wire` describes it. `begin` makes it an episode."""
+    async def answer(self, method: str, path: str, fields: Any) -> Answer:
+        """What the request is answered; `fields` are those of its body or of its query."""
+        try:
+            if self._methods.get(path) != method:
+                is_known = path in self._methods
+                status, why = (405, "Method Not Allowed") if is_known else (404, "Not Found")
+                raise ApiError(status, f"{method} {path}: {why}", "envs/server.py lists the paths")
+            return Answer(await self._answer(path, fields))
+        except ApiError as error:
+            return error_answer(error.status, error.error, error.hint)
+
+    async def _answer(self, path: str, fields: Any) -> Any:
+        wire = self.wire
+        if path == "/create":
+            return await self._create()
+        session_id = _field(fields, wire.session_field, int)
+        if path == "/close":
+            return wire.close(await self.sessions.close(session_id))
+        if path == "/reset":
+            task_index = _field(fields, wire.index_field, int, wire.index_default)
+            seed = _field(fields, "seed", int, 0)
+            async with self.sessions.use(session_id) as session:
+                turn = await self._reset(session, task_index, seed)
+                session.has_episode = True
+                return wire.reset(session_id, turn, task_index)
+        is_step = path == "/step" or self._questions.get(path, ("",))[0] == "STEP"
+        action = _field(fields, "action", str) if is_step else ""
+        async with self.sessions.use(session_id) as session:
+            if path in ("/observation", "/detail"):
+                if session.turn is None:
+                    self._require_episode(session)
+                turn = session.turn or {}
+                if path == "/observation":
+                    return wire.observation(turn)
+                return {k: turn[k] for k in ("observation", "done", "reward")} | {"deleted": False}
+            answer = wire.step(await self._step(session, action)) if is_step else {}
+            if path == "/step":
+                return answer
+            said = await self._ask(session, self._questions[path][1])
+            return answer | said if is_step else said
+
+    async def _create(self) -> Any:
+        session = await self.sessions.create()
+        if not self.wire.shows_task_at_create:
+            return self.wire.create(session.session_id, None)
+        # As AgentGym: the n-th session shows task n. An episode begins with /reset all the same.
+        number = session.session_id - self.sessions.first_id
+        try:
+            async with self.sessions.use(session.session_id):
+                turn = await self._reset(session, number % self.num_tasks)
+        except ApiError:  # its client will never learn of this session
+            await self.sessions.close(session.session_id)
+            raise
+        return self.wire.create(session.session_id, turn)
+
+    async def _reset(self, session: Session, task_index: int, seed: int = 0) -> dict:
         observation = await self._play(session, session.env.reset, task_index, seed)
         session.task_index = task_index
         info = {"success": False, "score": 0}
         return self._set_turn(session, (observation, 0, False, False, info))
 
-    async def begin(
-        self, session: Session, task_index: int, seed: int, turn: str | None = None
-    ) -> dict:
-        shown = await self.show(session, task_index, seed)
-        session.has_episode = True
-        session.episode, session.num_played = seal.episode_of(turn), 0
-        return shown
-
-    async def step(self, session: Session, action: str, turn: str | None = None) -> dict:
-        """Raises ApiError 409 before an episode, after its end, and out of turn (envs/seal.py)."""
+    async def _step(self, session: Session, action: str) -> dict:
         self._require_episode(session)
-        if not seal.follows(turn, session.episode, session.num_played):
-            raise ApiError(
-                409,
-                f"{turn or 'a step without a name'} is not the next turn of the episode that is "
-                f"played in session {session.session_id}",
-                "POST /reset starts another episode; POST /create opens a session of your own",
-            )
         if session.turn is not None and session.turn["done"]:
             hint = "POST /reset starts the next episode"
             raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-        outcome = await self._play(session, session.env.step, action)
-        session.num_played += 1
-        return self._set_turn(session, outcome)
+        return self._set_turn(session, await self._play(session, session.env.step, action))
 
-    async def ask(self, session: Session, method: str) -> Any:
-        """What a method of the world answers that changes nothing."""
+    async def _ask(self, session: Session, method: str) -> Any:
         self._require_episode(session)
         said = await self.sessions.call(getattr(session.env, method))
-        if method == "oracle" and not is_move(said):
+        if method != "oracle":
+            return said
+        if not isinstance(said, tuple | list) or [type(part) for part in said] != [str, str]:
             what = f"the environment failed: {self.env_class.__name__}.oracle() gives {said!r:.80}"
             raise ApiError(500, f"{what}, not a thought and an action", RULES)
-        return said
-
-    def latest(self, session: Session) -> dict:
-        """The turn of the latest reset or step."""
-        if session.turn is None:
-            self._require_episode(session)
-        return session.turn or {}
+        return {"thought": said[0], "action": said[1]}
 
     async def _play(self, session: Session, function: Callable, *arguments: Any) -> Any:
         try:
             return await self.sessions.call(function, *arguments)
         except ApiError as error:
-            if error.status == 500:  # the world is in an unknown state: only a reset repairs it
+            if error.status == 500:  # its state is unknown: only a reset repairs it
                 session.has_episode = False
             raise
 
     def _require_episode(self, session: Session) -> None:
         if not session.has_episode:
-            raise ApiError(
-                409,
-                f"session {session.session_id} has no episode",
-                f"POST /reset with {self.wire.session_field} and {self.wire.index_field} "
-                "starts one",
-            )
+            fields = f"{self.wire.session_field} and {self.wire.index_field}"
+            what = f"session {session.session_id} has no episode"
+            raise ApiError(409, what, f"POST /reset with {fields} starts one")
 
     def _set_turn(self, session: Session, outcome: tuple) -> dict:
         if problem := problem_of(outcome):
@@ -338,3 +358,27 @@ class Episodes:
             "subtask": self.env_class.subtask(session.task_index),
         }
         return session.turn
+
+
+def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
+    """fields[name], of exactly this type; ApiError 422 if it is missing or something else."""
+    value = fields.get(name, default) if isinstance(fields, dict) else None
+    if type(value) is kind:
+        return value
+    problem = f"expected {kind.__name__}, got {value!r:.80}" if value is not None else "missing"
+    raise ApiError(422, f"body.{name}: {problem}", "send a JSON object, or a query with GET")
+
+
+def query_fields(query: str) -> dict[str, Any]:
+    """The fields of a GET request; whole numbers as int.
+
+    >>> query_fields("id=7&name=x")
+    {'id': 7, 'name': 'x'}
+    """
+    pairs = parse_qsl(query)
+    return {k: int(v) if v.removeprefix("-").isdecimal() and len(v) < 20 else v for k, v in pairs}
+
+
+def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
+    error = f"the body is larger than {max_bytes} bytes"
+    return error_answer(413, error, "send a shorter action")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
 from envs import Task, load_tasks, settings_of, variant_of
-from envs.exchange import checked_url
+from envs.http import checked_url
 from reporting.scoring import compare
 from runtime.checks import check_addresses
 from runtime.cli import parse_command_line

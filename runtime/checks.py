@@ -23,7 +23,7 @@ from pathlib import Path
 from advantages import ESTIMATORS
 from config import Config, Misuse, RunConfig, flag, refusing
 from envs import ENVS, names_of, settings_of
-from envs.exchange import checked_url
+from envs.http import checked_url
 from envs.local import LOCAL, check_local
 from runtime.find_model import check_length, check_model, is_at_hub
 from runtime.mixture import check_mixture, held_out_tasks, in_each, tasks_of

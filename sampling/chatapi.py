@@ -46,7 +46,7 @@ import openai
 
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
-from envs.exchange import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
+from envs.http import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
 from rollout import (
     NUM_TRIES,
     RolloutRequest,

@@ -40,7 +40,7 @@ import httpx
 import torch
 
 from engines import EngineError, Generation, SamplingSettings, Weights
-from envs.exchange import checked_url
+from envs.http import checked_url
 from run.files import new_folder, sweep
 from run.processes import NotReady, child
 from scale import distributed

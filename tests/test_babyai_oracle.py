@@ -18,13 +18,12 @@ if os.environ.get("CI") != "true":  # there a missing one is an error
 from fastapi.testclient import TestClient
 from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
-from envclient import connect
+from envclient import connect, local_server
 from envs import OracleLost
 from envs.babyai.bot import MAX_READS, Bot, Pilot, Stuck
 from envs.babyai.env import BabyAI
 from envs.babyai.levels import LEVELS, SUBTASKS, task_index_of
 from envs.babyai.world import DONE, DROP, PICKUP, Level
-from envs.launch import local_server
 from envs.server import create_app
 
 UNWINNABLE = task_index_of(7, 6)

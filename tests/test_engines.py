@@ -615,3 +615,39 @@ def test_vllm_that_does_not_take_new_weights_is_an_engine_error():
     engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=fails))
     with pytest.raises(EngineError, match="did not take the new weights: a shape"):
         engine.load_weights(())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_logits_that_are_no_numbers_are_an_engine_error(temperature):
+    """At temperature 0 the most probable of them was id 0, and an evaluation had a number."""
+    engine = TransformersEngine.__new__(TransformersEngine)
+    engine.device, engine.max_batch, engine._waiting = "cpu", 4, []
+
+    class Out:
+        past_key_values = None
+        logits = torch.full((1, 1, 8), float("nan"))
+
+    engine.lm = lambda **_: Out
+    engine.submit("a", [1, 2], SamplingSettings(max_tokens=2, temperature=temperature))
+    with pytest.raises(EngineError, match="not finite"):
+        engine.poll()
+    Out.logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
+    engine.submit("b", [1, 2], SamplingSettings(max_tokens=1, temperature=temperature))
+    assert engine.poll()[0].token_ids[0] in (0, 2)
+
+
+def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not():
+    engine = TransformersEngine.__new__(TransformersEngine)
+    engine.device, engine.max_batch, engine._waiting = "cpu", 4, []
+    for error, expected in (
+        (RuntimeError("shapes differ"), EngineError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+    ):
+
+        def fail(error=error, **_):
+            raise error
+
+        engine.lm = fail
+        engine.submit("a", [1, 2], SamplingSettings(max_tokens=2, temperature=1.0))
+        with pytest.raises(expected):
+            engine.poll()

@@ -11,10 +11,9 @@ import pytest
 from toy_env import Letters, registered
 
 import envs
-from envclient import EnvServerError, connect
+from envclient import EnvServerError, connect, local_server
 from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
 from envs.common import write_id_lists
-from envs.launch import local_server
 from run.rundir import python
 from runtime.checks import check_package
 

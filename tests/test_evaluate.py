@@ -459,7 +459,7 @@ class Worlds:
 @pytest.fixture
 def worlds(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
-    monkeypatch.setattr("envs.http.BACK_OFF_S", 0.001)
+    monkeypatch.setattr("envclient.BACK_OFF_S", 0.001)
     with contextlib.ExitStack() as stack:
         state = Worlds({})
 

@@ -20,10 +20,10 @@ from conversations import parts_of, read_conversations, return_of
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
-from envs.options import parse
 from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
+from envs.server import parse
 from pairs import PairSettings, read_pairs
 from recipes import miniature_plan, pushed, worlds
 from recipes.common import difference, mean_over_seeds, percent, pooled_at

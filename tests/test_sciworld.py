@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 import envs
-from envclient import EnvServerError, connect
+from envclient import EnvServerError, connect, local_server
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
 from envs.common import oracle_turns
-from envs.launch import local_server
 from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
 from envs.sciworld.splits import (

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from envs.exchange import encodable
+from envs.http import encodable
 from envs.searchqa.corpus import Corpus
 from envs.searchqa.ranking import Progress, RetrievalError, Retriever, Scored, locked, needed
 from envs.searchqa.remote import contents

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from envs.exchange import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
+from envs.http import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 from envs.searchqa.ranking import QueryError, RetrievalError, Retriever, Scored
 from envs.searchqa.text import Passage, passage_of
 

@@ -319,7 +319,7 @@ def open_retriever(settings: Mapping[str, str] = os.environ) -> Retriever:
 
 
 if __name__ == "__main__":
-    from envs.listening import leave
     from envs.searchqa.service import main
+    from envs.server import leave
 
     leave(main(open_retriever))

@@ -10,7 +10,7 @@
     GET  /          -> {"retriever": "BM25", "passages": 12309}
 
 Errors are status codes with {"error": what was got, "hint": what to do}: 422 for a body that is not
-that, 413 for one that is too large, 500 where the search itself fails, and those of envs/limits.py.
+that, 413 for one that is too large, 500 where the search itself fails, and those of envs/server.py.
 
 Run it:  python -m envs.searchqa.retrieval --port 8000
 Which retriever it serves is said by the environment variables of envs/searchqa/retrieval.py.
@@ -30,16 +30,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, StrictBool, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
 
-from envs.limits import BodyLimit, NoWebPages, bounded_protocol, raise_file_limit
-from envs.listening import listen_on, names_of, serve, url_of, warn_of_strangers
 from envs.searchqa.ranking import RetrievalError, Retriever, Scored
 from envs.searchqa.remote import MAX_PASSAGES, contents
+from envs.server import Guard, hosts_of, listen_on, serve
 from envs.sessions import Answer, ApiError, error_answer
 
 DEFAULT_TOP_K = 3
 MAX_BODY_BYTES = 4_000_000
-REQUEST_TIMEOUT_S = 30.0
-MAX_CONNECTIONS = 1024
 
 
 class Body(BaseModel):
@@ -57,8 +54,7 @@ def create_app(retriever: Retriever, hosts: frozenset[str] = frozenset()) -> Fas
         hosts: names that it answers to, as a request's Host; none: any.
     """
     app = FastAPI(title="Retrieval in Search-R1's format")
-    app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, timeout_s=REQUEST_TIMEOUT_S)
-    app.add_middleware(NoWebPages, hosts=hosts)
+    app.add_middleware(Guard, hosts=hosts, max_bytes=MAX_BODY_BYTES)
     # As many searches at once as can run: one in a large corpus takes 4 bytes a passage.
     at_once = anyio.CapacityLimiter(os.cpu_count() or 1)
 
@@ -145,7 +141,7 @@ def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = 
     # While an index is being made: what is unfinished is taken away on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with listen_on(options.host, options.port, REQUEST_TIMEOUT_S) as listener:
+        with listen_on(options.host, options.port) as listener:
             return _serve(open_retriever(), listener, options.host)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
         print(f"envs.searchqa.retrieval: {error}", file=sys.stderr)
@@ -156,12 +152,6 @@ def main(open_retriever: Callable[[], Retriever], arguments: list[str] | None = 
 
 def _serve(retriever: Retriever, listener: socket.socket, host: str) -> int:
     """Until SIGTERM or Ctrl-C; returns the exit code."""
-    warn_of_strangers("envs.searchqa.retrieval", host, "search")
-    app = create_app(retriever, names_of(host))
-    connections = min(MAX_CONNECTIONS, raise_file_limit() // 2)
-    return serve(
-        app,
-        listener,
-        bounded_protocol(connections, REQUEST_TIMEOUT_S),
-        f"listening on {url_of(host, listener)} (retriever {type(retriever).__name__})",
-    )
+    app = create_app(retriever, hosts_of(host))
+    about = f"retriever {type(retriever).__name__}"
+    return serve(app, host, listener, "envs.searchqa.retrieval", about)

@@ -21,7 +21,8 @@ from envclient import (
     local_server,
 )
 from envs import EpisodeEndedError, get_env
-from envs.local import LOCAL, MAX_BODY_BYTES, check_local
+from envs.local import LOCAL, check_local
+from envs.sessions import MAX_BODY_BYTES
 from rollout import collect
 
 

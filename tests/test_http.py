@@ -1,0 +1,199 @@
+"""envs/http.py: whatever a server sends, an exchange ends with an answer or one named error."""
+
+import contextlib
+import doctest
+import gzip
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from envs import http
+from envs.http import (
+    ExchangeError,
+    Line,
+    Lost,
+    TimedOut,
+    Unbelievable,
+    checked_url,
+    parse,
+    proxy_of,
+)
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@contextlib.contextmanager
+def serving(*pieces, pause_s=0.0, repeat=1):
+    """The URL of a server that answers everything with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+
+    def handle(connection):
+        with contextlib.suppress(OSError), connection:
+            while connection.recv(1 << 16):
+                for piece in (*pieces[:1], *pieces[1:] * repeat):
+                    connection.sendall(piece)
+                    time.sleep(pause_s)
+                connection.shutdown(socket.SHUT_WR)
+
+    def accept():
+        with contextlib.suppress(OSError):  # until it is closed
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=handle, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def whole(body, extra=b""):
+    return HEAD + extra + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+BAD = {
+    "10 MB with a length": ([whole(b" " * 10_000_000)], Unbelievable, "larger than 1048576"),
+    "10 MB without": ([HEAD + b"\r\n" + b" " * 10_000_000], Unbelievable, "larger than 1048576"),
+    "a gzip bomb": (
+        [whole(gzip.compress(b"0" * 10_000_000), b"Content-Encoding: gzip\r\n")],
+        Unbelievable,
+        "encoded .gzip",
+    ),
+    "headers without end": ([HEAD + b"X: y\r\n" * 1000], Unbelievable, "not HTTP"),
+    "a status without end": ([b"HTTP/1.1 " + b"2" * 100_000], Unbelievable, "not HTTP"),
+    "chunks of nonsense": ([CHUNKED + b"zz\r\nxxx"], Unbelievable, "not HTTP"),
+    "no HTTP": ([b"SSH-2.0-OpenSSH_9.6\r\n"], Unbelievable, "not HTTP"),
+    "an early close": ([b""], Lost, "closed connection"),
+    "too long a length": ([HEAD + b"Content-Length: 700\r\n\r\n[1,2]"], Lost, "IncompleteRead"),
+    "an early close in a chunk": ([CHUNKED + b"5\r\n[1"], Lost, "IncompleteRead|Error"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_is_one_named_error(name):
+    pieces, kind, message = BAD[name]
+    with serving(*pieces) as url, pytest.raises(ExchangeError, match=message) as caught:
+        Line(url, 20.0).ask("GET", "/")
+    assert type(caught.value) is kind and "\n" not in str(caught.value)
+
+
+def test_the_time_out_is_of_the_whole_answer():
+    """A socket's own time-out would begin again with every byte."""
+    slow = serving(HEAD + b"\r\n", b"x", pause_s=0.1, repeat=600)
+    with slow as url, pytest.raises(TimedOut, match="no answer within 1 s"):
+        Line(url, 1.0).ask("GET", "/")
+
+
+def test_an_address_where_nobody_listens_is_lost_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(Lost, match="refused"):
+        Line(f"http://127.0.0.1:{port}", 600.0).ask("GET", "/")
+
+
+def test_a_redirect_is_an_answer_like_another():
+    redirect = b"HTTP/1.1 307 Go\r\nLocation: /create\r\nContent-Length: 0\r\n\r\n"
+    with serving(redirect) as url:
+        answer = Line(url, 20.0).ask("GET", "/create")
+    assert (answer.status, answer.headers["location"], answer.body) == (307, "/create", b"")
+
+
+def test_an_answer_may_be_as_large_as_the_limit_and_no_larger():
+    with serving(whole(b"x" * 1000)) as url:
+        assert Line(url, 20.0, max_bytes=1000).ask("GET", "/").body == b"x" * 1000
+        with pytest.raises(Unbelievable, match="larger than 999 bytes"):
+            Line(url, 20.0, max_bytes=999).ask("GET", "/")
+
+
+def test_hanging_up_ends_what_is_under_way_and_what_comes_later():
+    with serving(b"", pause_s=60.0) as url, ThreadPoolExecutor(1) as threads:
+        line = Line(url, 60.0)
+        waiting = threads.submit(line.ask, "GET", "/")
+        time.sleep(0.3)
+        line.hang_up()
+        assert isinstance(waiting.exception(timeout=10), Lost)
+        with pytest.raises(Lost, match="hung up"):
+            line.ask("GET", "/")
+
+
+def test_many_threads_share_a_line():
+    with serving(whole(b"{}", b"Connection: close\r\n")) as url, ThreadPoolExecutor(8) as threads:
+        line = Line(url, 20.0, maxsize=8)
+        answers = list(threads.map(lambda n: line.ask("GET", f"/{n}").body, range(100)))
+    assert answers == [b"{}"] * 100
+
+
+def test_a_line_goes_through_a_proxy():
+    with serving(whole(b"{}")) as proxy:
+        line = Line("http://example.invalid", 5.0, proxy_url=proxy)
+        assert line.ask("GET", "/v1").body == b"{}"
+
+
+def test_the_users_proxy_is_found_and_not_for_what_it_leaves_out(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "localhost,.inside")
+    assert proxy_of("https://api.example.com/v1") == "http://proxy:3128"
+    assert proxy_of("https://a.inside/v1") is None
+    assert proxy_of("http://api.example.com") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "brackets"),
+        ("[" * 65 + "]" * 65, "more than 64"),
+        ('{"a":' * 65 + "1" + "}" * 65, "more than 64"),
+        ('{"a": [NaN]}', "not a finite number"),
+        ('{"a": 1e999}', "not a finite number"),
+        ("", "Expecting value"),
+        ("{} {}", "Extra data"),
+    ],
+)
+def test_json_that_cannot_be_used_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text.encode())
+
+
+def test_json_is_taken_up_to_the_deepest_level():
+    assert json.dumps(parse(b"[" * 64 + b"]" * 64)) == "[" * 64 + "]" * 64
+
+
+def test_half_characters_are_replaced_wherever_they_stand_and_whole_ones_kept():
+    text = r'{"a": ["\ud83d", {"b\udc00": "x \ud83d\ude00"}], "ü": "\udfff", "n": [1, 1.5, null]}'
+    assert parse(text.encode()) == {
+        "a": ["�", {"b�": "x 😀"}],
+        "ü": "�",
+        "n": [1, 1.5, None],
+    }
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:s3cret@host:1", "http://me:pa/s3cret@host", "https://host/v1?key=s3cret"],
+)
+def test_an_address_that_holds_a_secret_is_refused_without_repeating_it(url):
+    with pytest.raises(ValueError, match="--api-base") as caught:
+        checked_url(url, "--api-base")
+    assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["host:1", "", "ftp://x", "http://", "http://a b", "http://h:x/", "http://h:99999"]
+)
+def test_what_is_not_an_address_is_refused(url):
+    with pytest.raises(ValueError, match="expected http://HOST:PORT"):
+        checked_url(url)
+
+
+def test_the_examples_in_the_docstrings_run():
+    result = doctest.testmod(http)
+    assert result.attempted > 0 and result.failed == 0
