@@ -62,7 +62,8 @@ from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
 from reporting.evalconfig import ALL, EvalConfig, asked, evaluation_options, model_of, trained_on
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
-from reporting.scoring import compare, format_table, plot_curves, summarize
+from reporting.plots import plot_evaluation
+from reporting.scoring import compare, format_table, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
 from run.errors import complain
 from run.files import build_folder, make_folder, write_json, write_text
@@ -316,7 +317,7 @@ def _measure(
     ended.sort(key=lambda trajectory: trajectory.trajectory_id)
     summary |= summarize(ended, config.samples, about["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
-    plot_curves(summary, out / "curves.png")
+    plot_evaluation(summary, out / "curves.png")
     return summary, outcome
 
 

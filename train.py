@@ -63,7 +63,7 @@ from losses import (
     masked_mean,
 )
 from models import load_critic, load_policy
-from reporting.metrics import by_world, summarize_trajectories
+from reporting.metrics import by_env, summarize_trajectories
 from rollout import RolloutRequest, draw, epochs
 from run import rundir, shell
 from run.clock import Clock
@@ -113,7 +113,7 @@ def train(config: Config) -> Run:
             if config.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=config.seed + step)
             usable, num_compared, signal = usable_trajectories(trajectories, config)
-            metrics = by_world("horizon/max_rounds", horizons, max)
+            metrics = by_env("horizon/max_rounds", horizons, max)
             metrics["data/epoch"] = w.epoch_of(step)
 
             if usable:

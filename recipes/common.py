@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from reporting.intervals import bootstrap, paired_bootstrap  # noqa: E402
+from reporting.scoring import bootstrap, paired_bootstrap  # noqa: E402
 from run.files import write_text  # noqa: E402
 
 RESULTS = ROOT / "recipes" / "results"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from recipes.common import Result, difference, mean_over_seeds, of_both, percent  # noqa: E402
 from recipes.laboratory import tier_of  # noqa: E402
-from reporting.intervals import bootstrap  # noqa: E402
+from reporting.scoring import bootstrap  # noqa: E402
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...

@@ -24,7 +24,7 @@ from recipes.common import (
     write_json,
 )
 from recipes.published import analyse_test, split_table
-from reporting.figures import plot_estimates
+from reporting.plots import plot_estimates
 
 ARMS = ("rl", "sft", "shuffled")
 SEEDS = (0, 1, 2)

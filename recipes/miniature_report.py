@@ -47,9 +47,8 @@ from recipes.miniature_plan import (  # noqa: E402
     read_results,
     runs_behind,
 )
-from reporting.figures import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
-from reporting.intervals import bootstrap  # noqa: E402
-from reporting.scoring import pass_at_k  # noqa: E402
+from reporting.plots import GREEN, GREY, ORANGE, PALETTE, band, figure  # noqa: E402
+from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
 from run.files import write_text  # noqa: E402
 
 PAGE = ROOT / "RESULTS.md"

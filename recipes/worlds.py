@@ -47,7 +47,7 @@ from recipes.common import (  # noqa: E402
     write_result,
 )
 from recipes.methods import learned_from  # noqa: E402
-from reporting.figures import plot_estimates  # noqa: E402
+from reporting.plots import plot_estimates  # noqa: E402
 
 COLORS = {
     "babyai": "#4c78a8",

@@ -1,23 +1,19 @@
 """
-The benchmark's table: what one model scores in every family, beside the paper's numbers.
+The benchmark's table: one model's scores in every environment, beside the paper's numbers.
 
-A family is one environment with its sub-tasks. What is measured is defined in reporting/scoring.py;
-here it is laid next to what AgentGym-RL printed (arXiv 2509.08755, success in %, Qwen2.5-Instruct):
+The paper's (arXiv 2509.08755, success in %, Qwen2.5-Instruct):
 
     base 3B, base 7B    the model before any training
     AG-3B, AG-7B        trained at a fixed horizon
-    SI-7B               trained with ScalingInter-RL; the only one given here per sub-task
+    SI-7B               trained with ScalingInter-RL; the only one given per sub-task
 
-Two numbers side by side are comparable when the same was asked. The published ones are of one
-sample per task at temperature 1, with at most `max_rounds` turns, over `items` tasks, and come
-without an interval: WebArena's 26 against 22 are two tasks. So the table marks with "!" every row
-whose number of tasks is not the paper's, and says below what else differs: horizon, temperature,
-episodes that were lost. How many tasks a sub-task has is not listed by the authors; the counts in
-`PAPER` are the ones that add up to all their percentages (the test checks the sums).
+They are of one sample per task at temperature 1, with at most `max_rounds` turns, over `items`
+tasks, without intervals. The table marks with "!" every row whose number of tasks is not the
+paper's, and lists other differences below. The authors do not list how many tasks a sub-task has;
+the counts in `PAPER` are the ones that add up to all their percentages (a test checks the sums).
 
-A family without numbers keeps its row, with the reason: a table that leaves it out looks complete.
-An evaluation that was cut short is such a family too, for the episodes that end first are not a
-fair sample: solved ones are shorter.
+An environment without numbers keeps its row, with the reason. So does an evaluation that was cut
+short: the episodes that end first are not a fair sample, since solved ones are shorter.
 
     >>> PAPER["babyai"].subtasks["GoTo"]
     (55, 100.0)
@@ -41,7 +37,7 @@ REASON = "not measured: "
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says of one family."""
+    """The paper's numbers of one environment."""
 
     items: int  # tasks of its test
     max_rounds: int  # turns, as its evaluation scripts set them
@@ -50,7 +46,7 @@ class Paper:
     ours: str = ""  # what differs in our environment
 
     def row(self, name: str) -> tuple[int, tuple[float | None, ...]]:
-        """Tasks and success per model of a sub-task, or of "all"; 0 tasks where it has none."""
+        """Tasks and success per model of a sub-task, or of "all"; 0 tasks if it has none."""
         if name == "all":
             return self.items, self.success
         items, success = self.subtasks.get(name, (0, None))
@@ -91,12 +87,12 @@ PAPER = {
 }
 # fmt: on
 
-Summary = Mapping[str, Any]  # what scoring.summarize returns
+Summary = Mapping[str, Any]  # of scoring.summarize
 
 
 @dataclass
 class Benchmark:
-    """What one model scored: per family a summary, or the reason why there is none."""
+    """One model's scores: per environment a summary, or the reason why there is none."""
 
     model: str
     samples: int
@@ -132,33 +128,33 @@ def differences(benchmark: Benchmark) -> list[str]:
 
 def to_json(benchmark: Benchmark) -> dict[str, Any]:
     """The content of benchmark.json: the table's numbers, unrounded, and the paper's."""
-    families: dict[str, Any] = {}
+    content = asdict(benchmark) | {"differences": differences(benchmark)}
     for env, summary in benchmark.families.items():
-        if isinstance(summary, str):
-            families[env] = {"not_measured": summary}
-        else:
-            keys = ("max_rounds", "overall", "subtasks", "lost")
-            families[env] = {key: summary[key] for key in keys}
-        families[env]["paper"] = asdict(PAPER[env]) if env in PAPER else None
-    own = {key: getattr(benchmark, key) for key in ("model", "samples", "temperature", "seed")}
-    return own | {"families": families, "differences": differences(benchmark)}
+        keys = ("max_rounds", "overall", "subtasks", "lost")
+        content["families"][env] = (
+            {"not_measured": summary}
+            if isinstance(summary, str)
+            else {key: summary[key] for key in keys}
+        ) | {"paper": asdict(PAPER[env]) if env in PAPER else None}
+    return content
 
 
-# ----------------------------------------------------------------------------------------------
-# Two ways to write it
+# ------------------------------------------------------------------------------------- two formats
 
 
 def format_text(benchmark: Benchmark) -> str:
     """The table for a terminal."""
-    head, *rows = [row[:2] if row[1].startswith(REASON) else row for row in _rows(benchmark)]
-    whole = [head, *(row for row in rows if len(row) == len(head))]
-    widths = [max(len(row[column]) for row in whole) for column in range(len(head))]
-    widths[0] = max(len(row[0]) for row in [head, *rows])
+    head, *rows = _rows(benchmark)
+    rows = [row[:2] if row[1].startswith(REASON) else row for row in rows]
+    widths = [
+        max(len(row[column]) for row in [head, *rows] if column == 0 or len(row) == len(head))
+        for column in range(len(head))
+    ]
     lines = []
     for row in [head, *rows]:
-        names = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
-        lines.append("  ".join(names + numbers).rstrip())
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join([_title(benchmark), *lines, "", *_notes(benchmark)])
 
 
@@ -177,14 +173,16 @@ def _title(benchmark: Benchmark) -> str:
 
 
 def _rows(benchmark: Benchmark) -> list[list[str]]:
-    """The cells: a heading, then per family its sub-tasks and "all"."""
+    """A heading, then for each environment its sub-tasks and "all"."""
     k = benchmark.samples
     scores = {"avg": f"avg@{k} % [95 %]"} | ({"pass": f"pass@{k} % [95 %]"} if k > 1 else {})
     rows = [["family", "sub-task", "items", *scores.values(), "paper's items", *MODELS]]
     for env, summary in benchmark.families.items():
         if isinstance(summary, str):
-            ours = [REASON + _short(summary), *[""] * (1 + len(scores))]
-            rows.append([env, *ours, *_published(env, "all")])
+            reason = " ".join(summary.split())
+            if len(reason) > 200:  # of a traceback the end says what is wrong
+                reason = f"{reason[:100]} ... {reason[-100:]}"
+            rows.append([env, REASON + reason, *[""] * (1 + len(scores)), *_published(env, "all")])
             continue
         for name, row in _ours(env, summary):
             is_other = env in PAPER and _items(row) != PAPER[env].row(name)[0]
@@ -207,10 +205,10 @@ def _notes(benchmark: Benchmark) -> list[str]:
 
 
 def _ours(env: str, summary: Summary) -> list[tuple[str, Summary | None]]:
-    """(name, row) per line: the paper's sub-tasks in its order, those it lacks, then "all"."""
+    """(name, row): the paper's sub-tasks in its order, those it lacks, then "all"."""
     measured = summary["subtasks"]
     published = PAPER[env].subtasks if env in PAPER else {}
-    names = [*published, *(name for name in measured if name not in published)]
+    names = dict.fromkeys([*published, *measured])
     return [*((name, measured.get(name)) for name in names), ("all", summary["overall"])]
 
 
@@ -219,14 +217,8 @@ def _items(row: Summary | None) -> int:
 
 
 def _published(env: str, name: str) -> list[str]:
-    """The cells right of ours: the paper's items and one number per model."""
+    """The right-hand cells: the paper's items and one number per model."""
     if env not in PAPER:
         return [""] * (1 + len(MODELS))
     items, success = PAPER[env].row(name)
     return [str(items), *("" if number is None else f"{number:.1f}" for number in success)]
-
-
-def _short(reason: str, limit: int = 200) -> str:
-    """One line; of a long one the ends, for a traceback says last what is wrong."""
-    line, half = " ".join(reason.split()), limit // 2
-    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"

@@ -1,7 +1,6 @@
 """Logs as files: one JSON object with a `step` on each line, read back and cut back.
 
-A crash cuts the last line short, never another one: so a bad last line is left out, and any other
-is an error that names it.
+A crash can only cut the last line short: a bad last line is left out, any other is an error.
 
 Read next: reporting/metrics.py, which writes them.
 """
@@ -13,35 +12,31 @@ from typing import Any
 
 from run.files import write_text
 
-ALARMS = "alarms.jsonl"  # what the sentinels said while the run went on
+ALARMS = "alarms.jsonl"  # the sentinels' alarms while the run went on
 
 
 class LogError(ValueError):
-    """A log is not what its run must have written; the message names it and says what to do."""
+    """A log is not as its run must have written it; the message says what to do."""
 
 
 def require_steps(path: Path, last_step: int) -> None:
-    """Raises LogError unless the log holds each of the steps 1 to `last_step`, once.
+    """Raise LogError unless the log holds each of the steps 1 to `last_step`, once.
 
-    A log is flushed to the disk before the checkpoint of its step gets its name, so that no crash
-    leaves one behind the other. What is missing was lost otherwise, and a run that went on would
-    draw its curves with a hole.
+    A log is flushed before the checkpoint of its step gets its name, so no crash can cause this.
     """
     steps = [row["step"] for row in read_log(path)] if path.exists() else []
-    found = [step for step in steps if step <= last_step]
-    if found != list(range(1, last_step + 1)):
-        missing = sorted(set(range(1, last_step + 1)) - set(found))
+    steps = [step for step in steps if step <= last_step]
+    if steps != list(range(1, last_step + 1)):
+        missing = sorted(set(range(1, last_step + 1)) - set(steps))
         problem = f"lacks step {missing[0]}" if missing else "holds a step twice"
         raise LogError(
             f"{path} {problem}, but the newest checkpoint is of step {last_step}: put a copy of "
-            "the log back, or move checkpoints of later steps than the log's out of the run to go "
-            "on from an earlier one"
+            "the log back, or move later checkpoints out of the run to resume from an earlier one"
         )
 
 
 def truncate_log(path: Path, last_step: int, then: str = "") -> None:
-    """Keep the lines of steps <= last_step, byte for byte, and add `then`; what a crash cut short
-    goes too."""
+    """Keep the lines of steps <= last_step, byte for byte, and add `then`."""
     if path.exists():
         kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
         write_text(path, "".join(kept) + then)
@@ -63,6 +58,6 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, row
         elif number < len(lines):
             raise LogError(
-                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; "
-                "a crash cuts only the last line short, so mend or remove this one"
+                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; mend or "
+                "remove it"
             )

@@ -1,20 +1,16 @@
-"""What a run writes down: one definition for every logged name, two log files, one line a step.
+"""What a run logs: one definition for every name, two log files, one line a step.
 
-A number that nobody can define is worse than none, so `GLOSSARY` holds one sentence for each name
-and `MetricsLogger.log` refuses a name that is not in it. There are two files because there are two
-kinds of number:
+`GLOSSARY` defines each name in a sentence, and `MetricsLogger.log` refuses a name that is not in
+it. There are two files because there are two kinds of numbers:
 
-    metrics.jsonl   what follows from the seed: returns, losses, counts. Under `--deterministic` two
-                    runs with one seed write the same bytes, and so do an interrupted-and-resumed
-                    run and an uninterrupted one; therefore no time may enter
+    metrics.jsonl   what follows from the seed: returns, losses, counts; never a time. Under
+                    `--deterministic` two runs with one seed write the same bytes, and so do an
+                    interrupted and resumed run and an uninterrupted one
     timings.jsonl   seconds, tokens per second, bytes: different in every run
 
-Both have one JSON object a line, `{"step": 7, name: value, ...}`, on the disk when `log` returns. A
-value that is not finite is written as null (JSON has no NaN): a hole in a curve, not a reader's
-error. On resume both files are cut back to the checkpoint's step, together with the half line that
-a crash may have left.
-
-The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
+Each line is one JSON object, `{"step": 7, name: value, ...}`, and on the disk when `log` returns. A
+value that is not finite is written as null. On resume both files are cut back to the checkpoint's
+step. The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
 
     R_i                  = Σ_n r_{i,n}                     return: the sum of the turns' rewards
     return_mean          = (1/N) Σ_i R_i
@@ -25,11 +21,8 @@ The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and toke
 N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
 nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
 
-Return and success are kept apart: a base 7B model scores above 0 in 24.5 % of SciWorld's tasks and
-completes 1.5 %.
-
-Read next: reporting/table.py and reporting/plots.py, which show these numbers;
-run/session.py, which logs them.
+Read next: reporting/table.py and reporting/plots.py, which show these numbers; run/session.py,
+which logs them.
 """
 
 import json
@@ -131,61 +124,64 @@ TIMINGS: dict[str, str] = {
     "memory/sync_bytes": "the same during the weight sync (bytes)",
 }
 
-# With several worlds of each one too: name/WORLD.
-PER_WORLD = (
+# With several environments also for each of them: name/ENVIRONMENT.
+PER_ENV = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "horizon/max_rounds"),
     *("eval/avg", "eval/pass", "eval/return_mean"),
 )
-METRICS |= {f"{n}/{world}": f"in {world}: {METRICS[n]}" for n in PER_WORLD for world in ENVS}
+METRICS |= {f"{name}/{env}": f"in {env}: {METRICS[name]}" for name in PER_ENV for env in ENVS}
 
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 
-NGRAM = 4  # tokens in a row that count as said again
+NGRAM = 4  # length of what counts as repeated, in tokens
 
 
-def by_world(
+def by_env(
     name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
-    """A number of each world (None: unknown), as metrics: pooled, and of several each one's.
+    """Metrics from a number per environment (None: unknown): pooled, and each one's if there are
+    several.
 
-    >>> by_world("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
+    >>> by_env("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
     {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
-    >>> by_world("eval/avg", {"textcraft": 0.25}, max)
+    >>> by_env("eval/avg", {"textcraft": 0.25}, max)
     {'eval/avg': 0.25}
     """
-    each = {f"{name}/{world}": value for world, value in values.items()} if len(values) > 1 else {}
+    each = {f"{name}/{env}": value for env, value in values.items()} if len(values) > 1 else {}
     known = [value for value in values.values() if value is not None]
     return {name: pool(known) if known else None} | each
 
 
 def summarize_trajectories(
-    trajectories: Sequence[RolloutHandler], worlds: Sequence[str] = ()
+    trajectories: Sequence[RolloutHandler], envs: Sequence[str] = ()
 ) -> dict[str, float | int | None]:
     """
     The `train/*` metrics of one step.
 
     Args:
         trajectories: the whole step's, of every process; invalid ones included.
-        worlds: of the run; of several each has numbers of its own, in every step.
+        envs: of the run; if there are several, each has numbers of its own in every step.
     Returns: name -> number; a mean over nothing is None.
     """
-    valid = [trajectory for trajectory in trajectories if trajectory.is_valid]
-    turns = [turn for trajectory in valid for turn in trajectory.turns]
-    returns_of_group: dict[int, list[float]] = defaultdict(list)
-    for trajectory in valid:
-        returns_of_group[trajectory.group_id].append(trajectory.total_return)
-    repeated = [
-        repeated_tokens(trajectory.input_ids[slice(*turn.action_span)])
-        for trajectory in valid
-        for turn in trajectory.turns
+    valid = [t for t in trajectories if t.is_valid]
+    turns = [turn for t in valid for turn in t.turns]
+    repeats = [
+        repeated_tokens(t.input_ids[slice(*turn.action_span)]) for t in valid for turn in t.turns
     ]
-    stops = Counter(trajectory.stop_reason for trajectory in trajectories)
-    return outcomes(valid, worlds) | {
+    num_tokens = sum(total for _, total in repeats)
+    returns_of_group: dict[int, list[float]] = defaultdict(list)
+    for t in valid:
+        returns_of_group[t.group_id].append(t.total_return)
+    stops = Counter(t.stop_reason for t in trajectories)
+    metrics = outcomes(valid)
+    for env in envs if len(envs) > 1 else ():
+        own = outcomes([t for t in valid if env_name(t.env) == env])
+        metrics |= {f"{name}/{env}": value for name, value in own.items()}
+    return metrics | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
-        "train/repeated_token_rate": sum(n for n, _ in repeated)
-        / max(sum(total for _, total in repeated), 1),
+        "train/repeated_token_rate": sum(n for n, _ in repeats) / max(num_tokens, 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
@@ -197,30 +193,21 @@ def summarize_trajectories(
     }
 
 
-def outcomes(valid: Sequence[RolloutHandler], worlds: Sequence[str]) -> dict[str, float | None]:
-    """Returns, successes and turns; of several worlds over all of them, and in each."""
-    parts: dict[str, Sequence[RolloutHandler]] = {"": valid}
-    if len(worlds) > 1:
-        names = [env_name(t.env) for t in valid]
-        for world in worlds:
-            parts[f"/{world}"] = [t for t, n in zip(valid, names, strict=True) if n == world]
-    found: dict[str, float | None] = {}
-    for world, own in parts.items():
-        found[f"train/return_mean{world}"] = _mean([t.total_return for t in own])
-        found[f"train/success_rate{world}"] = _mean([float(t.success) for t in own])
-        found[f"train/turns_mean{world}"] = _mean([len(t.turns) for t in own])
-    return found
+def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
+    return {
+        "train/return_mean": _mean([t.total_return for t in valid]),
+        "train/success_rate": _mean([float(t.success) for t in valid]),
+        "train/turns_mean": _mean([len(t.turns) for t in valid]),
+    }
 
 
 def repeated_tokens(token_ids: Sequence[int]) -> tuple[int, int]:
     """
-    How much of one action says again what it said before.
+    How many tokens of one action repeat what the action said before.
 
     A token is repeated if it lies in a 4-gram (4 tokens in a row) that also starts at an earlier
     place in the same action; the two may overlap. "aaaa…" of length L ≥ 5 has L - 1 such tokens,
-    "abab…" has L - 2, ordinary text hardly any, and 4 tokens or fewer none. The rate of a step is
-    the sum of the first numbers over the sum of the second. It sees loops within an action; an
-    agent that takes the same short action turn after turn repeats itself in another way.
+    "abab…" has L - 2, ordinary text hardly any. Actions that repeat from turn to turn are not seen.
 
     Args:
         token_ids: the sampled tokens of one action, `input_ids[start:end]` of its action_span.
@@ -259,7 +246,7 @@ class MetricsLogger:
     '{"step": 1, "train/return_mean": 0.25, "policy/loss": null}\\n'
     >>> logger.log(2, {"train/reward": 0.25})
     Traceback (most recent call last):
-    ValueError: metric 'train/reward' is not in the glossary; define it in metrics.py first
+    ValueError: 'train/reward' is not a name for metrics.jsonl; define it in metrics.py first
     >>> logger.close()
     """
 
@@ -275,7 +262,7 @@ class MetricsLogger:
         Args:
             run_dir: the run's directory; made if it is missing.
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
-            writes: False on the processes of a run that must not write: names are checked only.
+            writes: False on the processes that must not write: they only check names.
             trackers: get a copy of each step's row; closed with the logs.
             columns: of the table.
         Raises:
@@ -295,35 +282,33 @@ class MetricsLogger:
             if resume_step is not None:
                 truncate_log(path, resume_step)
             elif path.exists():
-                raise FileExistsError(
-                    f"{path} exists; go on with --resume or choose another --run-dir"
-                )
+                raise FileExistsError(f"{path} exists; use --resume or choose another --run-dir")
         for path in paths:
             self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         flush(self.run_dir)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """One line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
-        self._append("metrics.jsonl", METRICS, step, metrics)
+        """A line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
+        self._append("metrics.jsonl", step, metrics)
+
+    def timings(self, step: int, timings: dict[str, Any]) -> None:
+        """A line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
+        self._append("timings.jsonl", step, timings)
 
     def amend(self, step: int, metrics: dict[str, Any]) -> None:
-        """Add to the last line of `metrics.jsonl`: an evaluation that was made up for on resume."""
+        """Add to the last line of `metrics.jsonl`, which must be `step`'s: an evaluation that a
+        crash prevented and a resumed run makes."""
         if not self.writes:
             return
         path = self.run_dir / "metrics.jsonl"
         last = read_log(path)[-1]
-        if last.pop("step") != step:
-            raise ValueError(f"step {step} is not the last of {path}")
+        assert last.pop("step") == step, f"step {step} is not the last of {path}"
         self._files["metrics.jsonl"].close()
-        truncate_log(path, step - 1, then=_line(METRICS, "metrics.jsonl", step, last | metrics))
+        truncate_log(path, step - 1, then=_line("metrics.jsonl", step, last | metrics))
         self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         plot(self.run_dir)
         if self._trackers:
             self._trackers.amend(step, _numbers(metrics))
-
-    def timings(self, step: int, timings: dict[str, Any]) -> None:
-        """One line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
-        self._append("timings.jsonl", TIMINGS, step, timings)
 
     def show_step(
         self,
@@ -333,7 +318,7 @@ class MetricsLogger:
         last_step: int | None = None,
         left_s: float | None = None,
     ) -> None:
-        """A step's last words: its line of `timings.jsonl`, its row of the table, the picture.
+        """The end of a step: its line of `timings.jsonl`, its row of the table, the picture.
 
         Args:
             last_step, left_s: of the run, see `table.row`.
@@ -362,10 +347,8 @@ class MetricsLogger:
         if self._trackers:
             self._trackers.close()
 
-    def _append(
-        self, name: str, allowed: dict[str, str], step: int, values: dict[str, Any]
-    ) -> None:
-        line = _line(allowed, name, step, values)
+    def _append(self, name: str, step: int, values: dict[str, Any]) -> None:
+        line = _line(name, step, values)
         if self.writes:
             file = self._files[name]
             file.write(line)
@@ -373,28 +356,25 @@ class MetricsLogger:
             os.fsync(file.fileno())  # before the step's checkpoint, which must not outlive it
 
 
-def is_of_a_world(name: str) -> bool:
-    """Whether it is a number of one world, of those in envs/ or of another: `name/WORLD`."""
-    return name.rpartition("/")[0] in PER_WORLD
+def is_of_an_env(name: str) -> bool:
+    """Whether it is a number of one environment, which may be one outside envs/: `name/ENV`."""
+    return name.rpartition("/")[0] in PER_ENV
 
 
-def _line(allowed: dict[str, str], name: str, step: int, values: dict[str, Any]) -> str:
-    for key in values:
-        if key in allowed or (allowed is METRICS and is_of_a_world(key)):
-            continue
-        if key in GLOSSARY:
-            raise ValueError(f"{key!r} is not for {name}: times go to timings(), the rest to log()")
-        raise ValueError(f"metric {key!r} is not in the glossary; define it in metrics.py first")
+def _line(file: str, step: int, values: dict[str, Any]) -> str:
+    allowed = METRICS if file == "metrics.jsonl" else TIMINGS
+    for name in values:
+        if name not in allowed and not (allowed is METRICS and is_of_an_env(name)):
+            raise ValueError(f"{name!r} is not a name for {file}; define it in metrics.py first")
     return json.dumps({"step": step} | _numbers(values), allow_nan=False) + "\n"
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
-    return {name: _number(value) for name, value in values.items()}
-
-
-def _number(value: Any) -> float | int | None:
-    """A JSON number from an int, float or one-element tensor; None for what is not finite."""
-    if value is None or isinstance(value, int):
-        return value
-    value = float(value)
-    return value if math.isfinite(value) else None
+    """JSON numbers from ints, floats or one-element tensors; None for what is not finite."""
+    numbers: dict[str, float | int | None] = {}
+    for name, value in values.items():
+        if value is None or isinstance(value, int):
+            numbers[name] = value
+        else:
+            numbers[name] = float(value) if math.isfinite(float(value)) else None
+    return numbers

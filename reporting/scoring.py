@@ -8,23 +8,28 @@ Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c
                                                              al. 2021, arXiv 2107.03374, eq. 1)
 
 The second is the chance that k' samples drawn without replacement from the n_i hold a solved one.
-"Solved" is what the environment calls solved (`info["success"]`), never a score above 0.
+"Solved" is what the environment calls solved (`info["success"]`), never a score above 0. Episodes
+that a dead server ended say nothing about the policy: they are in no number and are counted.
 
-Every number has an interval over tasks (intervals.py).
+Intervals. Tasks differ far more than samples of one task, so tasks are resampled: draw m tasks with
+replacement 10,000 times, take the 2.5 and the 97.5 percentile of the means. Two cases in which the
+percentiles claim too much:
+- All tasks have the same value v. With q = 0.025^(1/m): if fewer than a share q of all tasks had
+  this value, m tasks that all have it would turn up in less than 2.5 % of the draws. So the mean
+  lies in [q·v, q·v + 1 - q], which for v = 0 and v = 1 is Clopper and Pearson's interval.
+- All but one to four tasks are unsolved (or solved). The share of tasks that differ has Clopper and
+  Pearson's interval [low, high]; the mean lies between low times the difference that was seen and
+  high times the largest that is possible.
 
-Test-time compute in turns costs one run. The policy is never told the horizon, and what is sampled
-in turn n depends on nothing after it; so an episode under max_rounds N is the first N turns of the
-same episode under a longer horizon. The longest is played, then cut:
+Curves over turns cost one run: the policy is never told the horizon, and what is sampled in turn n
+depends on nothing after it, so an episode under max_rounds N is the first N turns of the same
+episode under a longer horizon: solved within N <=> solved, in at most N turns.
 
-    solved within N   <=>   solved, in at most N turns
+    >>> none_of_31 = bootstrap([0.0] * 31)
+    >>> none_of_31["low"], round(none_of_31["high"], 3)
+    (0.0, 0.112)
 
-An episode that a dead server ended says nothing about the policy: it is in no number, and how many
-there were is part of the result.
-
-    >>> summary = summarize([], samples=4)
-    >>> summary["overall"]["avg"]
-    {'value': None, 'low': None, 'high': None, 'items': 0}
-
+Shapes: m tasks, R resamples; weights (R, m) times values (m,) gives R means.
 Read next: evaluate.py, which plays the episodes and prints these numbers.
 """
 
@@ -33,12 +38,132 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from reporting.figures import GREEN, ORANGE, band, figure
-from reporting.intervals import Estimate, bootstrap, paired_bootstrap
+import numpy as np
+
 from trajectory import LOST, Trajectory
+
+Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
+
+NUM_RESAMPLES = 10_000
+FEW = 5  # fewer tasks than this that differ from all others say too little for percentiles
+
+
+# -------------------------------------------------------------------------------------- intervals
+
+
+def bootstrap(
+    values: Sequence[float],
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Estimate:
+    """
+    Mean over items with its 95 % percentile interval.
+
+    Args:
+        values: one number per item (task).
+        bounds: the range that such a number can have.
+    Returns: value, low, high, items; the first three are None for no items.
+    """
+    if not len(values):
+        return {"value": None, "low": None, "high": None, "items": 0}
+    x = np.asarray(values, dtype=np.float64)  # (m,)
+    if np.ptp(x) == 0:
+        q = 0.025 ** (1 / len(x))
+        low, high = (q * x[0] + (1 - q) * bound for bound in bounds)
+    else:
+        low, high = _interval_of_few(x, bounds) or np.percentile(
+            _resampled_means(x, num_resamples, seed), (2.5, 97.5)
+        )
+    return {"value": float(x.mean()), "low": float(low), "high": float(high), "items": len(x)}
+
+
+def _resampled_means(x: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
+    """(num_resamples,); the draws depend only on m and the seed, so equal tasks are drawn in every
+    table."""
+    if len(x) <= 300:
+        return _resamples(len(x), num_resamples, seed) @ x
+    generator = np.random.default_rng(seed)  # a slice at a time, to spare memory
+    slices = [min(500, num_resamples - done) for done in range(0, num_resamples, 500)]
+    return np.concatenate([_draw(generator, len(x), rows) @ x for rows in slices])
+
+
+@lru_cache(maxsize=8)
+def _resamples(num_items: int, num_resamples: int, seed: int) -> np.ndarray:
+    return _draw(np.random.default_rng(seed), num_items, num_resamples)
+
+
+def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
+    """How often each item is drawn, over the number of items: (rows, num_items)."""
+    return generator.multinomial(num_items, np.full(num_items, 1 / num_items), rows) / num_items
+
+
+def _interval_of_few(x: np.ndarray, bounds: tuple[float, float]) -> tuple[float, float] | None:
+    """The interval if all but one to four items lie at the same bound, otherwise None. It never
+    applies to differences, -1 to 1: most of them are 0, which is not a bound."""
+    for bound, other in (bounds, bounds[::-1]):
+        away = x[x != bound]
+        if 0 < len(away) < min(FEW, len(x) / 2):
+            low, high = binomial_interval(len(away), len(x))
+            ends = bound + low * (away.mean() - bound), bound + high * (other - bound)
+            return min(ends), max(ends)
+    return None
+
+
+def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
+    """
+    Clopper and Pearson's 95 % interval of a share: the shares for which seeing so many successes or
+    more, and so many or fewer, both have a chance of at least 2.5 %.
+
+    >>> [round(end, 3) for end in binomial_interval(1, 31)]
+    [0.001, 0.167]
+    """
+
+    def share_where(count: int, chance: float) -> float:
+        """The share under which `count` or fewer successes have that chance, by bisection."""
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            p = (low + high) / 2
+            terms = [
+                math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count + 1)
+            ]
+            low, high = (p, high) if sum(terms) > chance else (low, p)
+        return (low + high) / 2
+
+    return (
+        0.0 if successes == 0 else share_where(successes - 1, 0.975),
+        1.0 if successes == trials else share_where(successes, 0.025),
+    )
+
+
+def paired_bootstrap(
+    before_by_item: Mapping[str, float],
+    after_by_item: Mapping[str, float],
+    n: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """
+    Mean difference after - before over the same tasks, with its 95 % interval.
+
+    Pairing removes what makes tasks differ: two agents can have wide, overlapping intervals and
+    still differ for certain, because one is better on nearly every task.
+
+    Args:
+        before_by_item, after_by_item: task_id -> a number in 0..1 (the share of solved samples).
+    Raises: ValueError if the two do not hold the same tasks.
+    """
+    if before_by_item.keys() != after_by_item.keys():
+        different = sorted(before_by_item.keys() ^ after_by_item.keys())
+        raise ValueError(f"{len(different)} tasks are in one of the two only, first {different[0]}")
+    differences = [after_by_item[task] - before_by_item[task] for task in sorted(before_by_item)]
+    return bootstrap(differences, n, seed, bounds=(-1.0, 1.0))
+
+
+# ------------------------------------------------------------------------ trajectories to a summary
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -56,10 +181,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
             "expected 0 <= solved <= samples and 1 <= k <= samples"
         )
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
-
-
-# ----------------------------------------------------------------------------------------------
-# Trajectories to a summary
 
 
 @dataclass(frozen=True)
@@ -98,7 +219,6 @@ def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
 
 
 def _row(items: Sequence[Item], samples: int, seed: int) -> dict[str, Any]:
-    """One row of the table."""
     trajectories = sum(len(item.solved) for item in items)
     turns = sum(sum(item.turns) for item in items)
     returns = [sum(item.returns) / len(item.returns) for item in items]
@@ -129,33 +249,33 @@ def summarize(
         step: training step, 0 for an evaluation of its own.
         seed: of the bootstrap.
     Returns:
-        `overall`, `worlds` {name: row} and `subtasks` {name: row}, a row being {items,
+        `overall`, `worlds` {environment: row} and `subtasks` {name: row}, a row being {items,
         trajectories, avg, pass, return_mean, turns_mean} with avg, pass = {value, low, high,
         items}; `pass_curve` over k' and `rounds_curve` over turns; `items` {task_id: counts};
         `stop_reasons`; `lost`.
     """
     items = _items(trajectories)
-    world_of = {t.task_id: t.env for t in trajectories}
-    worlds: dict[str, set[str]] = defaultdict(set)  # that have a sub-task of this name
+    every = list(items.values())
+    env_of = {t.task_id: t.env for t in trajectories}
+    by_env: dict[str, list[Item]] = defaultdict(list)
+    envs_of: dict[str, set[str]] = defaultdict(set)  # sub-task -> environments that have it
     for task_id, item in items.items():
-        worlds[item.subtask].add(world_of[task_id])
+        by_env[env_of[task_id]].append(item)
+        envs_of[item.subtask].add(env_of[task_id])
     by_subtask: dict[str, list[Item]] = defaultdict(list)
-    by_world: dict[str, list[Item]] = defaultdict(list)
     for task_id, item in items.items():
-        world, name = world_of[task_id], item.subtask
-        by_subtask[name if len(worlds[name]) == 1 else f"{world}: {name}"].append(item)
-        by_world[world].append(item)
+        is_unique = len(envs_of[item.subtask]) == 1
+        name = item.subtask if is_unique else f"{env_of[task_id]}: {item.subtask}"
+        by_subtask[name].append(item)
     lost = [t for t in trajectories if t.stop_reason is None or t.stop_reason in LOST]
     return {
         "step": step,
         "samples": samples,
         "max_rounds": sorted(max_rounds),
-        "overall": _row(list(items.values()), samples, seed),
-        "worlds": {name: _row(own, samples, seed) for name, own in by_world.items()},
+        "overall": _row(every, samples, seed),
+        "worlds": {name: _row(own, samples, seed) for name, own in by_env.items()},
         "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
-        "pass_curve": [
-            {"k": k} | _pass_estimate(list(items.values()), k, seed) for k in range(1, samples + 1)
-        ],
+        "pass_curve": [{"k": k} | _pass_estimate(every, k, seed) for k in range(1, samples + 1)],
         "rounds_curve": [
             {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples, seed)
             for n in sorted(max_rounds)
@@ -181,46 +301,45 @@ def summarize(
     }
 
 
-# ----------------------------------------------------------------------------------------------
-# A summary for people
+# ---------------------------------------------------------------------------- a summary for people
 
 
 def format_table(summary: Mapping[str, Any]) -> str:
     """One row per sub-task and one for all; intervals are 95 %."""
     k = summary["samples"]
     width = max([10, *(len(name) + 2 for name in summary["subtasks"])])
-    lines = [f"{'sub-task':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}{'turns':>8}"]
+    head = f"{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"
+    lines = [f"{'sub-task':<{width}}{head}{'turns':>8}"]
     for name, row in [*summary["subtasks"].items(), ("all", summary["overall"])]:
         turns = "-" if row["turns_mean"] is None else f"{row['turns_mean']:.1f}"
-        avg, passed = _aligned(row["avg"]), _aligned(row["pass"])
-        lines.append(f"{name:<{width}}{row['items']:>6}{avg:>24}{passed:>24}{turns:>8}")
+        lines.append(f"{name:<{width}}{_cells(row)}{turns:>8}")
     if len(summary["max_rounds"]) > 1:
-        lines += ["", f"{'max_rounds':<{width}}{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"]
-        for row in summary["rounds_curve"]:
-            avg, passed = _aligned(row["avg"]), _aligned(row["pass"])
-            lines.append(f"{row['max_rounds']:<{width}}{row['items']:>6}{avg:>24}{passed:>24}")
+        lines += ["", f"{'max_rounds':<{width}}{head}"]
+        lines += [f"{row['max_rounds']:<{width}}{_cells(row)}" for row in summary["rounds_curve"]]
     lost = summary["lost"]
     if lost["trajectories"]:
-        lines += [
-            "",
-            f"lost to infrastructure: {lost['trajectories']} of {lost['of']} trajectories",
-        ]
+        of = f"{lost['trajectories']} of {lost['of']} trajectories"
+        lines += ["", f"lost to infrastructure: {of}"]
         lines.append(f"  in no number above; last error: {lost['last_error']}")
     if lost["items_without_sample"]:
         lines.append("  tasks without any sample: " + " ".join(lost["items_without_sample"]))
     return "\n".join(lines)
 
 
-def _aligned(estimate: Estimate) -> str:
-    if estimate["value"] is None:
-        return "-"
-    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
-    return f"{value:5.1f} % [{low:4.1f}, {high:5.1f}]"
+def _cells(row: Mapping[str, Any]) -> str:
+    cells = [f"{row['items']:>6}"]
+    for estimate in (row["avg"], row["pass"]):
+        cell = "-"
+        if estimate["value"] is not None:
+            value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+            cell = f"{value:5.1f} % [{low:4.1f}, {high:5.1f}]"
+        cells.append(f"{cell:>24}")
+    return "".join(cells)
 
 
 def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
     """
-    In percent, or with a sign in points.
+    In percent; signed: in points, with a sign.
 
     >>> percent({"value": 0.541, "low": 0.48, "high": 0.601})
     '54.1 [48.0, 60.1]'
@@ -232,76 +351,54 @@ def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def plot_curves(summary: Mapping[str, Any], path: Path) -> None:
-    """Success over test-time compute: over turns (left) and over samples (right)."""
-    with figure(path, (10, 4), ncols=2, sharey=True) as (picture, (left, right)):
-        turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
-        band(left, turns, GREEN, f"avg@{summary['samples']} within max_rounds turns")
-        band(right, [(point["k"], point) for point in summary["pass_curve"]], ORANGE, "pass@k")
-        for axis in (left, right):
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.legend()
-        left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-        right.set(xlabel="samples per task (k)")
-        picture.suptitle(
-            f"{summary.get('env', '')} · {summary.get('model', '')}: "
-            f"{summary['overall']['items']} tasks, 95 % intervals over tasks"
-        )
+# Settings of an evaluation that change what its shares mean.
+SETTINGS = (
+    *("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_trajectory_tokens"),
+    *("seed", "variant", "prompt"),
+)
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
     """
     One line: how much better the second result is, on the tasks that both have.
 
-    Raises: ValueError when a file is no result of an evaluation, or no task is in both.
+    Raises: ValueError if a file is not a result of a whole evaluation, or no task is in both.
     """
-    shares, results = [], []
-    for path in (before_path, after_path):
-        try:
-            results.append(json.loads(Path(path).read_text(encoding="utf-8")))
-            items = results[-1]["items"]
-            shares.append({task_id: float(item["avg"]) for task_id, item in items.items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "no items with an avg each"
-            raise ValueError(
-                f"{path} is not a result of evaluate.py ({why}); --compare takes two eval.json"
-            ) from None
-        if results[-1].get("complete") is False:
-            raise ValueError(
-                f"{path} is of an evaluation that was stopped: what ended first is no fair sample, "
-                "since solved episodes are shorter; let it end"
-            )
-    before, after = shares
+    results = [_read_result(path) for path in (before_path, after_path)]
+    before, after = ({k: item["avg"] for k, item in r["items"].items()} for r in results)
     both = before.keys() & after.keys()
     if not both:
         raise ValueError(f"{before_path} and {after_path} have no task in common")
-    pick = [{task: share[task] for task in both} for share in shares]
-    d = paired_bootstrap(pick[0], pick[1])
+    before_both, after_both = ({task: x[task] for task in both} for x in (before, after))
+    difference = paired_bootstrap(before_both, after_both)
     left_out = len(before.keys() | after.keys()) - len(both)
-    means = [100 * sum(share.values()) / len(share) for share in pick]
+    means = [100 * sum(x.values()) / len(x) for x in (before_both, after_both)]
+    a, b = results
+    differing = [
+        f"another {name}" if name == "prompt" else f"{name} {a.get(name)} and {b.get(name)}"
+        for name in SETTINGS
+        if a.get(name) != b.get(name) and (name == "prompt" or (name in a and name in b))
+    ]
+    value, interval = percent(difference, signed=True).split(" ", 1)
     return (
-        f"{means[0]:.1f} % -> {means[1]:.1f} %: {100 * d['value']:+.1f} points "
-        f"[{100 * d['low']:+.1f}, {100 * d['high']:+.1f}], paired over {d['items']} tasks"
+        f"{means[0]:.1f} % -> {means[1]:.1f} %: {value} points {interval}, paired over "
+        f"{difference['items']} tasks"
         + (f" ({left_out} tasks in one file only, left out)" if left_out else "")
-        + _differing(*results)
+        + (f"; measured differently: {', '.join(differing)}" if differing else "")
     )
 
 
-# Settings of an evaluation that change what its shares mean.
-SETTINGS = ("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_trajectory_tokens")
-
-
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """`; measured otherwise: max_rounds [30] and [5]`, or nothing."""
-    both = before.keys() & after.keys()
-    told = [
-        f"{name} {before[name]} and {after[name]}"
-        for name in SETTINGS
-        if name in both and before[name] != after[name]
-    ]
-    told += [
-        f"another {name} of the world"
-        for name in ("prompt", "seed", "variant")
-        if before.get(name) != after.get(name) and (name == "prompt" or name in both)
-    ]
-    return f"; measured otherwise: {', '.join(told)}" if told else ""
+def _read_result(path: str | Path) -> dict[str, Any]:
+    """Raises: ValueError if the file is not a result of a whole evaluation."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        for item in result["items"].values():
+            float(item["avg"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not an eval.json, which --compare takes two of") from None
+    if result.get("complete") is False:
+        raise ValueError(
+            f"{path} is of an evaluation that was stopped; its episodes are not a fair sample, "
+            "since solved episodes are shorter and end first"
+        )
+    return result

@@ -1,27 +1,18 @@
-"""Collapse sentinels: notice that a run falls apart, say so, stop before what it learned is lost.
+"""Collapse sentinels: notice that a run falls apart, and stop it before what it learned is lost.
 
-Reinforcement learning feeds on its own output. A policy that gets worse samples worse data, learns
-from that, and gets worse still: after some step there is no way back. Published runs of this kind
-of trainer collapsed after 100 to 300 steps: gradient norm 8e8, then NaN; entropy to 0; one
-token repeated to the limit; actions that no longer parse. The log shows it, to whoever looks hours
-later. A sentinel is a rule that reads the log while it is written:
+Reinforcement learning feeds on its own output: a policy that gets worse samples worse data, learns
+from it and gets worse still. Published runs of this kind of trainer collapsed after 100 to 300
+steps: gradient norm 8e8, then NaN; entropy to 0; one token repeated to the limit; actions that no
+longer parse. A sentinel is a rule that reads the log while it is written:
 
     level    value xₖ of step k against a limit: warn, or the stricter stop
     streak   cₖ = cₖ₋₁ + 1 if xₖ is at the level or beyond, else 0;   cₖ = cₖ₋₁ if xₖ is missing
     alarm    warn when its streak reaches `warn_after`: once, until a healthy step ends the streak
              stop at every step whose stop streak is `stop_after` or longer
 
-One noisy step thus never stops a run, and a step that measured nothing (no group with signal, no
-evaluation) neither counts nor clears what was counted. Most limits are relative to the run's own
-past, since a healthy entropy is 0.08 nats for one model and 1.5 for another; `RULES` says to what.
-
-What no rule here sees: a policy that gives every task the same fluent answer. Its entropy, KL and
-format look well (arXiv 2604.06268); only success, trained or held out, tells. And held-out success
-is as good as the evaluation: on a handful of samples, a fall to half is luck.
-
-A `Sentinels` is pure: numbers in, alarms out, no file, no clock, no randomness. Its state is a few
-dozen numbers that belong in the checkpoint; a run resumed with it raises exactly the alarms of an
-uninterrupted one.
+So one noisy step never stops a run. Most limits are relative to the run's own past, since a healthy
+entropy is 0.08 nats for one model and 1.5 for another. No rule here sees a policy that gives every
+task the same fluent answer (arXiv 2604.06268); only success tells.
 
     >>> sentinels = Sentinels()
     >>> sentinels.check(40, {"eval/avg": 0.55})
@@ -31,7 +22,7 @@ uninterrupted one.
     >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
     'stop'
 
-Read next: run/session.py, which asks them.
+Read next: run/session.py, which asks and acts.
 """
 
 import copy
@@ -52,26 +43,26 @@ class Rule:
     stop_after: int
     todo: str
     falls: bool = False  # small values are the bad ones
-    least_fall: float = 0.0  # below the best; less is no alarm
+    min_fall: float = 0.0  # below the best; less is not an alarm
 
     def limits(self, times: float = 1.0, plus: float = 0.0) -> tuple[float, float]:
         """Both levels in the unit of what is measured."""
         return self.warn * times + plus, self.stop * times + plus
 
     def limits_below(self, best: float) -> tuple[float, float]:
-        """Shares of the best. Below 0, and so out of reach, while the best is less than the least
-        fall: who starts near 0 has not collapsed."""
-        least = best - self.least_fall
-        return min(self.warn * best, least), min(self.stop * best, least)
+        """Both levels as shares of the best; out of reach below 0 while the best is less than
+        `min_fall`, since a policy that starts near 0 has not collapsed."""
+        highest = best - self.min_fall
+        return min(self.warn * best, highest), min(self.stop * best, highest)
 
 
-# Recorded: the runs in recipes/results, 60 steps each, three healthy RL seeds, imitation, and a
-# control with shuffled rewards that fell from 55 % to 12 %. Otherwise the number is a judgement.
+# "Recorded" refers to runs of 60 steps (recipes/results): three healthy RL seeds, imitation, and a
+# control with shuffled rewards that fell from 55 % to 12 %. Other numbers are a judgement.
 RULES = {
     # Gradient norm, times the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation).
     # Clipping makes one spike harmless, so only three in a row stop.
     "grad_norm": Rule(10, 100, 1, 3, "lower --learning-rate or --max-grad-norm"),
-    # Mini-batches skipped in a step. One is an accident; a model that gives NaN thrice is broken.
+    # Mini-batches skipped in a step. One is an accident; three steps in a row, the model is broken.
     "non_finite": Rule(
         1, 1, 1, 3, "lower --learning-rate; see whether sampler/log_prob_diff_max rose before"
     ),
@@ -85,33 +76,33 @@ RULES = {
         1, 3, 3, 5, "lower --entropy-coef or --learning-rate, or raise --kl-loss-coef"
     ),
     # Nats per token that one step moved the policy. PPO implementations aim at 0.01 to 0.02; at 1
-    # the clip has lost its hold. One wild token can carry this mean: hence three.
+    # the clip no longer holds. One wild token can dominate this mean, hence three in a row.
     "approx_kl": Rule(0.1, 1, 1, 3, "lower --learning-rate, --ppo-epochs or --clip-ratio"),
-    # Nats per token from the reference: e^10 times less likely to it, a text is no language.
+    # Nats per token from the reference, to which at 10 the text is e^10 times less likely.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
     # Share of sampled tokens in 4-grams that the same action had before. TextCraft's oracle: 0.01
     # in words, 0.25 in characters; a loop that fills the action: near 1 in any vocabulary.
     "repeated_tokens": Rule(
         0.3, 0.6, 2, 3, "read the trajectories; lower --learning-rate or raise --kl-loss-coef"
     ),
-    # Actions that parse, as share of the best median of 5. With 3 in 10 left the agent plays blind.
+    # Actions that parse, as a share of the best median of 5.
     "valid_actions": Rule(
         *(0.7, 0.3, 2, 5),
         "read the trajectories; lower --learning-rate, or raise --kl-loss-coef, or "
         "--max-tokens-per-turn if actions are cut short",
         falls=True,
-        least_fall=0.2,  # of 200 turns a step, or of 20: less may be noise
+        min_fall=0.2,  # of 200 turns a step, or of 20: less may be noise
     ),
     # Share of the best evaluation. Recorded: at worst 0.88 (healthy); shuffled 0.88, 0.82, 0.32,
     # 0.22. Two evaluations in a row must agree.
     "held_out": Rule(
         *(0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success"),
         falls=True,
-        least_fall=0.1,  # half the 95 % interval of the recipes' 252 samples
+        min_fall=0.1,  # half the 95 % interval of the recipes' 252 samples
     ),
-    # Success rate of a step whose groups are all unanimous. Who solves everything is healthy; who
-    # never solved anything has nothing to lose, and is not stopped. At a true success of 5 %, 64
-    # samples all fail in 4 % of steps: by chance never 5 in a row.
+    # Success rate of a step in which the samples of every group agree. A policy that solves all
+    # tasks is healthy; one that never solved any has nothing to lose and is not stopped. At a true
+    # success of 5 %, 64 samples all fail in 4 % of steps: never 5 in a row by chance.
     "no_signal": Rule(
         *(0.05, 0.05, 5, 20),
         "lower --learning-rate if it could do more before; if not, take easier --subtasks, a "
@@ -119,8 +110,8 @@ RULES = {
         falls=True,
     ),
 }
-LEAST_GRAD_NORM = 0.1  # least median: 10 times it is --max-grad-norm, below which nothing is cut
-RECENT_GRAD_NORMS, FEWEST_GRAD_NORMS = 20, 5  # window of the median; no judgement on fewer
+MIN_GRAD_NORM = 0.1  # lowest median; 10 times it is --max-grad-norm, below which nothing is cut
+RECENT_GRAD_NORMS, NUM_GRAD_NORMS = 20, 5  # window of the median; no judgement on fewer than 5
 FIRST_ENTROPIES = 10  # the start that later steps are compared with
 RECENT_RATES = 5  # a median of 5: one lucky step does not set the standard
 
@@ -141,10 +132,8 @@ Reading = tuple[str, float, tuple[float, float], str]  # rule, value, its two li
 
 @dataclass
 class Sentinels:
-    """Feed `check` every training step's metrics, in order, and obey or print what it returns.
-
-    Its fields are all that it remembers.
-    """
+    """Give `check` the metrics of every training step, in order. The fields are the whole state: a
+    run resumed with it raises exactly the alarms of an uninterrupted one."""
 
     warn_streaks: dict[str, int] = field(default_factory=dict)
     stop_streaks: dict[str, int] = field(default_factory=dict)
@@ -157,37 +146,30 @@ class Sentinels:
     best_held_out: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep; a copy, and JSON gives it back unchanged."""
+        """For the checkpoint; JSON gives it back unchanged."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`. Raises ValueError when its fields are not ours."""
-        if state.keys() != vars(self).keys():
-            raise ValueError(
-                f"sentinel state has fields {sorted(state)}, expected {sorted(vars(self))}; "
-                "resume with the version that wrote the checkpoint, or start a new run"
-            )
         vars(self).update(copy.deepcopy(dict(state)))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """
-        Judge one step. An evaluation alone is welcome too: check(0, {"eval/avg": 0.5}).
+        Judge one step, or an evaluation alone: check(0, {"eval/avg": 0.5}).
 
         Args:
-            step: for the message alone.
-            metrics: numbers by the names of metrics.METRICS; others are ignored. What is missing,
-                None or not finite was not measured; but a loss or a gradient norm that is not
-                finite was measured, and is broken.
-        Returns: alarms in the order of RULES; empty for a healthy step.
+            step: for the message.
+            metrics: by the names of metrics.METRICS. A number that is missing, None or not finite
+                was not measured, but a loss or gradient norm that is not finite counts as broken.
+        Returns: alarms; empty for a healthy step.
         """
         alarms = [self._judge(step, reading) for reading in self._readings(metrics)]
         return [alarm for alarm in alarms if alarm]
 
     def _readings(self, metrics: Mapping[str, Any]) -> Iterator[Reading]:
-        """What was measured, each against the past that is then moved on by it."""
+        """Each measurement against the run's past, which it then joins."""
         if norm := _finite(metrics.get("policy/grad_norm")):  # 0: every mini-batch was skipped
-            if len(self.grad_norms) >= FEWEST_GRAD_NORMS:
-                usual = max(median(self.grad_norms), LEAST_GRAD_NORM)
+            if len(self.grad_norms) >= NUM_GRAD_NORMS:
+                usual = max(median(self.grad_norms), MIN_GRAD_NORM)
                 text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
                 yield "grad_norm", norm, RULES["grad_norm"].limits(times=usual), text
             self.grad_norms = [*self.grad_norms, norm][-RECENT_GRAD_NORMS:]
@@ -196,8 +178,8 @@ class Sentinels:
         if skipped is not None:
             text = f"{skipped:g} mini-batches skipped: their loss or gradient was not finite"
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
-        # NOTE: a mini-batch skipped half-way leaves its other half in the sums, so these means are
-        # too small on such a step: an entropy of 0 there is no collapse of entropy.
+        # A mini-batch skipped half-way leaves the means too small: an entropy of 0 in such a step
+        # is not a collapse.
         means = {} if skipped else metrics
         entropy = _finite(means.get("policy/entropy"))
         if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
@@ -237,8 +219,8 @@ class Sentinels:
             _finite(metrics.get(f"train/{name}"))
             for name in ("groups", "groups_zero_variance", "success_rate")
         )
-        if groups and flat is not None and success is not None:  # else all were lost
-            value = success if flat >= groups else math.inf  # with signal healthy whatever succeeds
+        if groups and flat is not None and success is not None:  # otherwise all were lost
+            value = success if flat >= groups else math.inf  # healthy with any signal
             warn_at, stop_at = RULES["no_signal"].limits()
             limits = (warn_at, stop_at if self.best_success > stop_at else -math.inf)
             text = f"{success:.1%} success and no group with signal, at best it was "
@@ -266,7 +248,7 @@ class Sentinels:
 
 
 def _skipped(metrics: Mapping[str, Any]) -> float | None:
-    """Mini-batches that were not finite; None: there was no update to judge."""
+    """Number of mini-batches that were not finite; None if there was no update."""
     counts = [metrics.get(f"{part}/skipped_steps") for part in ("policy", "critic")]
     skipped = sum(_finite(count) or 0.0 for count in counts)
     shown = [metrics.get(name) for name in ("policy/loss", "policy/grad_norm")]
@@ -283,5 +265,5 @@ def _finite(value: Any) -> float | None:
 
 
 def _standard(recent: list[float]) -> float:
-    """What the last rates say can be done: their median, once there are 5."""
+    """The median of the last rates, once there are 5."""
     return median(recent) if len(recent) == RECENT_RATES else 0.0

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from config import RunConfig
 from envs import env_name, names_of
 from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
-from reporting.metrics import MetricsLogger, by_world
+from reporting.metrics import MetricsLogger, by_env
 from reporting.sentinels import Sentinels
 from reporting.table import columns_of
 from reporting.trackers import TrackerError, Trackers
@@ -262,8 +262,8 @@ class Session(Generic[WorkerType]):
         solved = {env: row["avg"]["value"] for env, row in rows.items()}
         passed = {env: row["pass"]["value"] for env, row in rows.items()}
         returns = {env: row["return_mean"] for env, row in rows.items()}
-        metrics = by_world("eval/avg", solved, fmean) | by_world("eval/pass", passed, fmean)
-        metrics |= by_world("eval/return_mean", returns, fmean)
+        metrics = by_env("eval/avg", solved, fmean) | by_env("eval/pass", passed, fmean)
+        metrics |= by_env("eval/return_mean", returns, fmean)
         self.note_evaluation(step, metrics["eval/avg"])
         return metrics
 

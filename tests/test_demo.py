@@ -11,7 +11,7 @@ import pytest
 from envs import load_tasks
 from recipes import careless
 from recipes.common import change, percent
-from reporting.intervals import bootstrap
+from reporting.scoring import bootstrap
 from runtime.starts import STARTS, hash_of
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,8 @@ from advantages import reinforce_plus_plus, whiten_each
 from config import complete, options
 from demonstrations import Manner, shown_in_each
 from envs import get_env, settings_of
-from reporting.curves import read_run
 from reporting.evalconfig import as_in_run
+from reporting.plots import read_run
 from rollout import draw, drawn
 from run.worker import plan
 from runtime.mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
@@ -281,7 +281,7 @@ def test_a_run_plays_measures_and_logs_every_world(worlds, tmp_path, capsys):
     summary = json.loads((folder / "eval" / "step_000002.json").read_text())
     assert [row["items"] for row in summary["worlds"].values()] == [3, 3]
     drawn = read_run(folder)
-    assert drawn.worlds() == ["far", "near"]
+    assert drawn.envs() == ["far", "near"]
     assert [step for step, _ in drawn.held_out_in("far")] == [0, 2]
     for name in NAMES:  # as they were trained on: each world's mean is 0
         own = [line for line in lines if line["env"] == name and line["used_in_loss"]]

@@ -1,17 +1,12 @@
 """reporting/plots.py draws what was logged, and nothing that was not."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from reporting.figures import BLUE, band, figure, plot_estimates, running_mean
 from reporting.metrics import MetricsLogger
-from reporting.plots import command_line, plot
-
-ROOT = Path(__file__).resolve().parent.parent
+from reporting.plots import BLUE, band, figure, main, plot, plot_estimates, plot_evaluation
 
 
 def estimate(value):
@@ -30,12 +25,38 @@ def drawn(monkeypatch):
     return figures
 
 
-@pytest.mark.parametrize("options", [{}, {"fill": False}, {"fill": False, "shift": 3.0}])
-def test_intervals_are_inside_the_picture_however_they_are_drawn(tmp_path, options):
+def test_estimates_are_drawn_in_percent_where_they_have_a_value(tmp_path, drawn):
+    points = [{"turns": n, **estimate(n / 10)} for n in (2, 4)]
+    points.insert(1, {"turns": 3, "value": None, "low": None, "high": None})
+    plot_estimates(tmp_path / "a.png", [("base", BLUE, points)], "turns", ("turns", "%"), "a note")
+    (axis,) = drawn[0].axes
+    (line,) = axis.get_lines()
+    assert (line.get_label(), line.get_color()) == ("base", BLUE)
+    assert list(line.get_xdata()) == [2, 4]
+    assert list(line.get_ydata()) == pytest.approx([20, 40])
+    bars = [path.vertices[:, 1] for path in axis.collections[1].get_paths()]
+    assert [list(bar) for bar in bars] == [pytest.approx([10, 30]), pytest.approx([30, 50])]
+
+
+def test_shifted_intervals_are_inside_the_picture(tmp_path):
     with figure(tmp_path / "a.png", (4, 3)) as (_, axis):
-        band(axis, [(10.0, estimate(0.2)), (30.0, estimate(0.6))], BLUE, "a", **options)
+        points = [(10.0, estimate(0.2)), (30.0, estimate(0.6))]
+        band(axis, points, BLUE, "a", fill=False, shift=3.0)
         (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
     assert left <= 10 < 30 <= right < 40 and 0 <= bottom <= 0.1 < 0.7 <= top < 0.8
+
+
+def test_an_evaluation_is_drawn_over_turns_and_over_samples(tmp_path, drawn):
+    summary = {
+        "samples": 2,
+        "overall": {"items": 3},
+        "rounds_curve": [{"max_rounds": n, "avg": estimate(n / 10)} for n in (2, 4)],
+        "pass_curve": [{"k": k, **estimate(k / 4)} for k in (1, 2)],
+    }
+    plot_evaluation(summary, tmp_path / "curves.png")
+    left, right = drawn[0].axes
+    assert list(left.get_lines()[0].get_xdata()) == [2, 4]
+    assert list(right.get_lines()[0].get_ydata()) == [0.25, 0.5]
 
 
 def test_the_plot_draws_what_was_logged(tmp_path, drawn):
@@ -91,34 +112,6 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     assert list(lines["KL"].get_xdata()) == list(range(1, 13))
 
 
-def test_without_a_kl_term_there_is_no_empty_axis_for_it(tmp_path, drawn):
-    with MetricsLogger(tmp_path) as logger:
-        logger.log(1, {"policy/entropy": 0.5, "policy/kl": None})
-    plot(tmp_path)
-    assert len(drawn[0].axes) == 4
-
-
-def test_a_run_without_any_step_still_draws(tmp_path):
-    MetricsLogger(tmp_path).close()
-    assert plot(tmp_path).stat().st_size > 1000
-
-
-def test_estimates_are_drawn_in_percent_where_they_have_a_value(tmp_path, drawn):
-    points = [{"turns": n, **estimate(n / 10)} for n in (2, 4)]
-    points.insert(1, {"turns": 3, "value": None, "low": None, "high": None})
-    path = tmp_path / "figures" / "curve.png"
-    plot_estimates(path, [("base", BLUE, points)], "turns", ("turns", "solved, %"), "a note")
-    assert [file.name for file in path.parent.iterdir()] == ["curve.png"]
-    (axis,) = drawn[0].axes
-    (line,) = axis.get_lines()
-    assert (line.get_label(), line.get_color()) == ("base", BLUE)
-    assert list(line.get_xdata()) == [2, 4]
-    assert list(line.get_ydata()) == pytest.approx([20, 40])
-    bars = [path.vertices[:, 1] for path in axis.collections[1].get_paths()]
-    assert [list(bar) for bar in bars] == [pytest.approx([10, 30]), pytest.approx([30, 50])]
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("turns", "solved, %")
-
-
 def test_a_figure_that_fails_leaves_the_old_picture(tmp_path):
     path = tmp_path / "curve.png"
     path.write_text("old")
@@ -128,14 +121,11 @@ def test_a_figure_that_fails_leaves_the_old_picture(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["curve.png"]
 
 
-def test_the_running_mean_never_looks_ahead():
-    assert running_mean([0.0] * 5 + [1.0] * 5, window=3)[:6] == [0.0] * 5 + [pytest.approx(1 / 3)]
-
-
 def test_where_all_reward_is_for_success_the_two_are_one_curve(tmp_path, drawn):
     with MetricsLogger(tmp_path) as logger:
         logger.log(1, {"train/return_mean": 0.5, "train/success_rate": 0.5})
     plot(tmp_path)
+    assert len(drawn[0].axes) == 4  # none for the KL, which was not logged
     labels = drawn[0].axes[0].get_legend_handles_labels()[1]
     assert labels == ["training: return"]
     assert [axis.texts[0].get_text() for axis in drawn[0].axes[1:]] == ["nothing logged yet"] * 3
@@ -169,7 +159,7 @@ def runs(tmp_path):
 
 
 def test_runs_are_laid_over_each_other_over_steps_and_turns_played(runs, tmp_path, drawn, capsys):
-    assert command_line(runs) == 0
+    assert main(runs) == 0
     path = tmp_path / "runs/compare.png"
     assert capsys.readouterr().out == f"{path}\n"
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -180,59 +170,31 @@ def test_runs_are_laid_over_each_other_over_steps_and_turns_played(runs, tmp_pat
     assert [list(line.get_ydata()) for line in held_out.get_lines()] == [[0.0, 0.4], [0.1, 0.9]]
     ends = held_out_over_turns.get_lines()[1].get_xdata()
     assert list(ends) == pytest.approx([0, 0.096])
-    bars = [path.vertices[:, 1] for path in held_out.collections[1].get_paths()]
-    assert [list(bar) for bar in bars] == [pytest.approx([0, 0.2]), pytest.approx([0.8, 1.0])]
-
-
-def test_a_label_is_the_directory_and_the_options_that_differ(runs, drawn):
-    command_line(runs)
-    (legend,) = drawn[0].legends
-    texts = [text.get_text().replace("\u00a0", " ") for text in legend.get_texts()]
+    texts = [text.get_text().replace("\u00a0", " ") for text in drawn[0].legends[0].get_texts()]
     assert texts == ["short · rounds 6", "long · rounds 10 20"]
-    colors = [line.get_color() for line in drawn[0].axes[0].get_lines()]
-    assert len(set(colors)) == 2
+    assert len({line.get_color() for line in top.get_lines()}) == 2
 
 
 def test_runs_may_be_drawn_over_hours_into_a_file_of_ones_own(runs, tmp_path, drawn):
-    assert command_line([*runs, "--over", "hours", "--out", str(tmp_path / "new/ab.png")]) == 0
+    assert main([*runs, "--over", "hours", "--out", str(tmp_path / "new/ab.png")]) == 0
     assert (tmp_path / "new/ab.png").exists()
     xs = [list(line.get_xdata()) for line in drawn[0].axes[0].get_lines()]
     assert xs == [[0.25, 0.5, 0.75, 1.0]] * 2
 
 
-MISUSE = {
-    "no run": ([], "required"),
-    "a folder that is not there": (["nowhere"], "nowhere/metrics.jsonl is not there"),
-    "one of two": (["short", "nowhere"], "nowhere/metrics.jsonl is not there"),
-    "a file": (["short/config.json"], "give directories that train.py wrote"),
-    "the same twice": (["short", "./short"], "short is named twice"),
-    "another format": (["short", "--out", "x.pdf"], "--out x.pdf must end in .png"),
-    "an unknown axis": (["short", "long", "--over", "days"], "--over"),
-    "an unknown flag": (["short", "--smooth"], "--smooth"),
-    "a log that is none": (["broken"], "broken/metrics.jsonl line 1"),
-}
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_one_line(case, runs, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["short", "nowhere"], "nowhere/metrics.jsonl is not there"),
+        (["short", "./short"], "named twice"),
+        (["broken"], "broken/metrics.jsonl line 1"),
+    ],
+)
+def test_misuse_is_one_line(argv, message, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "runs")
     broken = Path("broken")
     broken.mkdir()
     (broken / "metrics.jsonl").write_text("no log\n{}\n")
-    argv, message = MISUSE[case]
-    assert command_line(argv) == 2
+    assert main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("plots: ") and err.count("\n") == 1 and message in err
-    assert not list(Path().rglob("*.p??"))
-
-
-def test_the_command_draws_one_run_again(tmp_path):
-    with MetricsLogger(tmp_path) as logger:
-        logger.log(1, {"train/return_mean": 0.5})
-    done = subprocess.run(
-        [sys.executable, "-m", "reporting.plots", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str(tmp_path / "reward.png"), done.stderr

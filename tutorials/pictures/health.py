@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.figures import running_mean
+from reporting.plots import running_mean
 from reporting.sentinels import Alarm, Sentinels
 from tutorials.pictures.svg import Sheet
 
