@@ -1,32 +1,24 @@
-"""From one process to many: what is split over them, what is summed, and what all must know.
+"""From one process to many: what is split over ranks, and what every rank holds.
 
-`accelerate launch` (or torchrun) starts the same `train.py` W times; every copy is a *rank*. Ranks
-differ in three things only:
+`accelerate launch` (or torchrun) starts the same `train.py` W times; each copy is a *rank*:
 
-    tasks          rank r rolls out every W-th task of the step with an engine and environment
-                   sessions of its own; all samples of a task stay on one rank
-    weights        each rank holds 1/W of every parameter, gradient and optimizer moment (FSDP2:
-                   a parameter is a DTensor, cut along its first dimension)
+    tasks          rank r rolls out every W-th task of the step with its own engine and sessions;
+                   all samples of a task stay on one rank
+    weights        1/W of every parameter, gradient and optimizer moment (FSDP2: a parameter is a
+                   DTensor, cut along its first dimension)
     micro-batches  each rank runs forward and backward on its share of a mini-batch
 
-Everything else is the same everywhere, because trajectories are gathered once, right after the
-rollout, and what follows is computed on all of them by every rank: metrics, advantages (group
-means, whitening), the order of mini-batches, the denominator N. Token lists are small beside
-weights, and nothing that is computed twice can differ between ranks:
+Trajectories are gathered once, after the rollout. Everything computed from them is computed by
+every rank on all of them: metrics, advantages, the order of mini-batches, the denominator N.
 
-    rollout on r ──gather──> all trajectories ──> advantages ──> micro-batches, dealt out
-                                                                   │
-                    g = Σ_ranks Σ_own micro-batches ∇ ℓ / N  <─────┘    reduce-scatter: each rank
-                                                                        receives its part of the sum
+    g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so losses are times W
 
-FSDP averages gradients over ranks, so losses are multiplied by W: with one denominator for all, the
-result is the sum that one process would have got. Averaging per-rank means instead, as most
-trainers do, gives a token on a rank with few of them more weight.
+With one N for all, g is what one process would get. A mean of per-rank means, as most trainers
+take, would give the tokens of a rank with few of them more weight.
 
-Gathering a layer's weights is a *collective*: all ranks must do it, the same number of times. A
-rank with less work therefore repeats a small micro-batch with its loss times 0 (`own_passes`). And
-where ranks work apart, an error on one must reach the others before they wait for it in a
-collective: `apart` runs a function on every rank and gathers results and errors together.
+Gathering a layer's weights is a *collective*: all ranks must do it, equally often. So a rank with
+less work repeats a micro-batch with its loss times 0 (`own_passes`), and an error on one rank must
+reach the others before they wait for it (`apart`).
 
 Run:   accelerate launch --config_file recipes/fsdp2_cpu.yaml train.py --env textcraft --model tiny
        torchrun --nproc-per-node 8 train.py --env textcraft
@@ -52,16 +44,14 @@ from scale.memory import keep_for_backward
 
 T = TypeVar("T")
 
-# The longest that ranks may wait for each other: one may roll out, or warm up a model, alone.
-TIMEOUT = datetime.timedelta(hours=3)
+TIMEOUT = datetime.timedelta(hours=3)  # one rank may roll out, or warm up a model, alone
 
 
 def join() -> None:
     """Meet the other ranks, if a launcher started any.
 
-    NOTE: accelerate's launcher asks by default for "RAM efficient loading": transformers then fills
-    the model with zeros on all ranks of a node but one, for accelerate to broadcast the weights
-    later. `shard` cuts the weights that each rank has read, and would cut zeros, without an error.
+    NOTE: accelerate's "RAM efficient loading", on by default, fills the model with zeros on all
+    ranks of a node but one. `shard` cuts what each rank has read, and would cut zeros.
     """
     from accelerate import PartialState
 
@@ -75,7 +65,7 @@ def make_accelerator(mixed_precision: str) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    # A process has one precision, for accelerate; a second run from Python may want another.
+    # accelerate allows one precision per process; a second run from Python may want another.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
         AcceleratorState._reset_state()
     return Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
@@ -90,9 +80,8 @@ def meet() -> None:
 def leave() -> None:
     """Close the connections between ranks.
 
-    NOTE: with gloo's threads alive at interpreter exit, up to one process in three aborts after its
-    work is done ("terminate called without an active exception"). Sharded models are part of
-    reference cycles that hold the group, hence the two collections.
+    NOTE: with gloo's threads alive at exit, up to one process in three aborts after its work is
+    done. Sharded models lie in reference cycles that hold the group, hence the two collections.
     """
     if dist.is_initialized():
         gc.collect()
@@ -106,7 +95,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Which one this is, 0 .. W-1. Rank 0 writes the files and speaks."""
+    """Which one this is, 0 .. W-1. Rank 0 writes the files and prints."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -122,22 +111,19 @@ def say(line: str) -> None:
 def shard(accelerator: Any, model: Any) -> Any:
     """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole.
 
-    A layer's parameters are gathered when it runs and dropped after it, layer by layer; what
-    belongs to no layer (embedding, norm, head) forms the root. In bf16 layers compute in bfloat16
-    on float32 master weights, and gradients are summed in float32.
-
-    Options of accelerate's FSDP config are read from the launcher's environment:
-    `fsdp_reshard_after_forward`, `fsdp_offload_params`, `fsdp_activation_checkpointing`.
+    A layer's parameters are gathered when it runs and dropped after it; the root holds what belongs
+    to no layer (embedding, norm, head). In bf16 layers compute in bfloat16 on float32 master
+    weights, and gradients are summed in float32. The launcher's `fsdp_reshard_after_forward`,
+    `fsdp_offload_params` and `fsdp_activation_checkpointing` apply.
     """
     if world_size() == 1:
-        # NOTE: a launcher's only process is "distributed" for accelerate, which would wrap the
-        # model for gradients to be averaged, and hide its attributes. Evaluation mode does not.
+        # NOTE: evaluation mode, or accelerate wraps the model of a launcher's only process.
         return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
     return shard_over_ranks(accelerator, model)
 
 
 def shard_over_ranks(accelerator: Any, model: Any) -> Any:
-    """`shard` with however many ranks the group has, one too (benchmarks/gpu.py)."""
+    """`shard` with any number of ranks, one too (benchmarks/gpu.py)."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     options = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -160,12 +146,12 @@ def shard_over_ranks(accelerator: Any, model: Any) -> Any:
 
 
 def forget(accelerator: Any, model: Any) -> None:
-    """Let go of a model that `shard` has seen: accelerate keeps what it has prepared."""
+    """Drop accelerate's reference to a model that `shard` has prepared."""
     accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter in one piece on this device. Collective when it is sharded."""
+    """A parameter in one piece. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -214,7 +200,7 @@ def own_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
     return passes + [(cuts[cheapest], False)] * (most - len(passes))
 
 
-# ------------------------------------------------------------------------- what all ranks must know
+# --------------------------------------------------------------------------- between the ranks
 
 
 def gather(thing: T) -> list[T]:
@@ -236,9 +222,9 @@ def summed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def apart(doing: str, work: Callable[[], T]) -> list[T]:
-    """Run `work`, which uses no collective, on every rank; the results of all, in order of rank.
+    """Run `work`, which uses no collective, on every rank; all results, in order of rank.
 
-    This is where ranks meet again: if one was interrupted all raise KeyboardInterrupt, and if one
+    Ranks meet again at its end: if one was interrupted all raise KeyboardInterrupt, and if one
     failed all raise RankError with its message. One process raises what `work` raises.
     """
     if world_size() == 1:
@@ -249,14 +235,13 @@ def apart(doing: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except (Exception, KeyboardInterrupt) as error:
         failure = error
-    reports = gather((None if failure is None else _line(failure), result))
-    lines = [line for line, _ in reports if line is not None]
+    reports = gather((failure and _line(failure), result))
+    lines = [line for line, _ in reports]
     if INTERRUPTED in lines:
         raise KeyboardInterrupt from failure
-    for number, (line, _) in enumerate(reports):
+    for number, line in enumerate(lines):
         if line is not None:
-            message = f"rank {number} of {world_size()}, {doing}: {line}"
-            raise RankError(message) from failure
+            raise RankError(f"rank {number} of {world_size()}, {doing}: {line}") from failure
     return [part for _, part in reports]  # type: ignore[misc]
 
 
@@ -268,7 +253,7 @@ def first(doing: str, work: Callable[[], T]) -> T:
     if world_size() == 1:
         return work()
     report: list[Any] = [None, None]
-    failure: BaseException | None = None
+    failure: Exception | None = None
     if rank() == 0:
         try:
             report[1] = work()
@@ -278,18 +263,16 @@ def first(doing: str, work: Callable[[], T]) -> T:
     if report[0] is None:
         return report[1]
     known = RankError(f"rank 0 of {world_size()}, {doing}: {report[0]}")
-    if failure is not None:
-        raise failure from known  # so that rank 0 knows that the others do (is_known_to_all)
-    raise known
+    raise (failure or known) from (failure and known)  # `is_known_to_all` looks for `known`
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Do all ranks raise `error`, so that rank 0 alone need say it?"""
+    """Whether all ranks raise `error`, so that rank 0 alone prints it."""
     return isinstance(error, RankError) or (error is not None and is_known_to_all(error.__cause__))
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Is this what a collective raises when another rank is gone?"""
+    """Whether a collective raised this because another rank is gone."""
     names = ("gloo", "nccl", "connection reset by peer", "connection closed by peer", "store")
     return isinstance(error, dist.DistError) or (
         world_size() > 1
@@ -302,7 +285,7 @@ INTERRUPTED = "KeyboardInterrupt"
 
 
 def _line(error: BaseException) -> str:
-    """An error as one line, with its class where the message alone would not say what it is."""
+    """An error as one line, with its class."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,32 +3,22 @@
 `--lora-rank r` freezes the model and corrects each linear layer of its body (arXiv 2106.09685):
 
     W' = W + (α/r) B A        W (out, in) frozen,  A (r, in) and B (out, r) trained
-    A ~ U(-1/√in, 1/√in), B = 0        so that W' = W at the start: the first policy is the base
-    α = 2 r                            so that α/r is 2 whatever the rank
+    A ~ U(-1/√in, 1/√in), B = 0        W' = W at the start: the first policy is the base model
+    α = 2 r                            α/r is 2 whatever the rank
 
-What shrinks is the memory. With float32 weights, Adam and a KL term, P parameters in the model and
-P_r in the adapters (305,280 · r for SmolLM2-135M: 4.9M beside its 135M for r = 16):
+With P parameters and P_r in the adapters (305,280 · r for SmolLM2-135M: 4.9M for r = 16), float32:
 
     bytes   full: 4 P weights + 12 P gradient, two moments + 4 P frozen reference = 20 P
-            LoRA: 4 P weights + 16 P_r adapters                                   = 4 P + 16 P_r
+            LoRA: 4 P weights + 16 P_r adapters     (the reference is `adapters_off`)
 
-The reference costs nothing because it is the policy with its adapters off (`adapters_off`).
-"LoRA Without Regret" (Schulman et al., 2025) reports that in policy-gradient RL ranks as low as 1
-learn like full training, at about 10 times its learning rate.
+Samplers and checkpoints hold ordinary models: `merged_weights` streams W' in the place of W. The
+output head is not adapted: it is often the embedding, and merging would separate the two.
+"LoRA Without Regret" (Schulman et al., 2025) reports that for policy gradients rank 1 learns like
+full training, at about 10 times the learning rate.
 
-The sampler and everyone who loads a checkpoint know nothing of adapters: `merged_weights` streams
-the state dict of an ordinary model, W' in the place of W, one tensor at a time, so that a second
-whole model never exists. What only the trainer needs, A and B, is small: `is_adapter` picks it out
-of a state dict, `save_adapter` writes it in the format of peft.
-
-The output head is not adapted: it is often the embedding again, from which merging would part it.
-
-Only `add_lora` imports peft, which takes seconds. It changes the model in place: layer `q_proj`
-becomes a layer of peft around the old one, in a state dict
-
-    q_proj.weight  ->  q_proj.base_layer.weight  q_proj.lora_A.default.weight  ..lora_B.default..
-
-Run: `python train.py --lora-rank 16`. Read next: `engines.py`, where merged weights go.
+peft adapts the model in place: q_proj.weight becomes, in a state dict,
+q_proj.base_layer.weight, q_proj.lora_A.default.weight and q_proj.lora_B.default.weight.
+Run: `python train.py --lora-rank 16`. Read next: `engines.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ import torch
 from torch import nn
 
 ALPHA_PER_RANK = 2  # α/r
-ADAPTER = "default"  # the name peft gives to the only adapter of a model
+ADAPTER = "default"  # peft's name for a model's only adapter
 FILE = "adapter_model.safetensors"
 
 Full = Callable[[torch.Tensor], torch.Tensor]
@@ -59,15 +49,10 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
 
     Args:
         lm: a causal LM of transformers; it stays the same object and computes the same as before.
-        rank: r >= 1.
         seed: decides A; the global random numbers are neither used nor advanced.
     Raises:
-        ValueError: rank < 1, adapters are there already, or the body has no linear layer.
+        ValueError: the body has no linear layer.
     """
-    if rank < 1:
-        raise ValueError(f"--lora-rank {rank} must be at least 1; without it all weights train")
-    if adapted_layers(lm):
-        raise ValueError(f"this {type(lm).__name__} has adapters already; load the model anew")
     head = lm.get_output_embeddings()
     targets = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if not targets:
@@ -75,7 +60,7 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
             f"--lora-rank {rank} adapts linear layers, the body of {type(lm).__name__} has none; "
             "train all weights or choose another --model"
         )
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
     config = LoraConfig(
         r=rank, lora_alpha=ALPHA_PER_RANK * rank, lora_dropout=0.0, target_modules=targets
@@ -93,18 +78,12 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Name -> layer with adapters, in the module's order; empty for a model without any."""
+    """Name -> layer with adapters, in the module's order."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name of a state dict is an adapter's: what a LoRA checkpoint has to keep.
-
-    >>> is_adapter("lm.model.layers.0.mlp.up_proj.lora_B.default.weight")
-    True
-    >>> is_adapter("lm.model.layers.0.mlp.up_proj.base_layer.weight")
-    False
-    """
+    """Whether a name of a state dict is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -112,22 +91,21 @@ def is_adapter(name: str) -> bool:
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Inside, `module` is exactly the base model: the frozen reference.
 
-    NOTE: peft's own `enable_adapters` also sets requires_grad, which a sharding wrapper has on
-    parameters of its own: the flag it reads in `forward` is set alone.
+    NOTE: not peft's `enable_adapters`, which also sets requires_grad: a sharding wrapper has
+    parameters of its own. Only the flag that `forward` reads is set.
     """
     layers = list(adapted_layers(module).values())
-    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
     try:
-        for layer in layers:
-            layer._disable_adapters = True
         yield
     finally:
-        for layer, off in zip(layers, before, strict=True):
-            layer._disable_adapters = off
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged_weights(lm: Any, full: Full = identity) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state dict of the model that `lm` acts as: no adapters, W' in the place of W.
+    """The state dict of the model that `lm` acts as, one tensor at a time: W' in the place of W.
 
     Args:
         full: makes a whole tensor of a sharded one, called on W, A and B before the arithmetic. In
@@ -163,18 +141,13 @@ def save_adapter(
         folder: gets adapter_config.json and adapter_model.safetensors; None on the ranks of a
             sharded run that only take part in `full`.
         base_model_path: the model that the adapters belong to, noted in the config.
-        dtype: of the file.
-    Raises:
-        ValueError: `lm` has no adapters.
     """
-    if not adapted_layers(lm):
-        raise ValueError(f"this {type(lm).__name__} has no adapters to save; add_lora comes first")
     from safetensors.torch import save_file
 
     tensors = {}
     for name, tensor in lm.state_dict().items():
         if is_adapter(name):
-            tensors[key_of(name)] = full(tensor.detach()).to("cpu", dtype).contiguous()
+            tensors[_peft_name(name)] = full(tensor.detach()).to("cpu", dtype).contiguous()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,20 +168,15 @@ def load_adapter(lm: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(folder / FILE)
-    ranks = {tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key}
-    add_lora(lm, max(ranks, default=0))
+    add_lora(lm, max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name))
     state = {name: t for name, t in lm.state_dict().items() if is_adapter(name)}
-    shapes = {key_of(name): t.shape for name, t in state.items()}
-    if shapes != {key: tensor.shape for key, tensor in tensors.items()}:
+    shapes = {_peft_name(name): t.shape for name, t in state.items()}
+    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise ValueError(f"the adapters in {folder} do not fit {type(lm).__name__}")
     for name, tensor in state.items():
-        tensor.copy_(tensors[key_of(name)])
+        tensor.copy_(tensors[_peft_name(name)])
 
 
-def key_of(name: str) -> str:
-    """An adapter's name in peft's files.
-
-    >>> key_of("model.layers.0.mlp.up_proj.lora_A.default.weight")
-    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
-    """
+def _peft_name(name: str) -> str:
+    """An adapter's name in peft's files."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")

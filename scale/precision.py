@@ -1,14 +1,12 @@
-"""In which number format the networks compute: measured once on this machine, then remembered.
-
-bfloat16 halves the bytes of every product and is far faster where the processor multiplies matrices
-in it (a GPU, AMX); elsewhere numbers are converted back and forth and it may be slower. Flags alone
-do not tell which, so a small model's forward and backward pass are timed in both formats, once:
+"""The number format of a run: bf16 or fp32, measured once per machine.
 
     bf16    float32 master weights, products under autocast; the sampler's weights in bfloat16
     fp32    everything in float32
 
-Weights, gradients, moments and checkpoints are the same in both, so that a run may be resumed in
-the other. `--deterministic` computes in float32 wherever it runs.
+bfloat16 halves the bytes of every product and is far faster on hardware that multiplies matrices in
+it (a GPU, AMX). Elsewhere numbers are converted back and forth, and it may be slower. CPU flags do
+not tell which, so `auto` times a small model in both formats and remembers the result. Weights,
+gradients, moments and checkpoints are float32 either way: a run may be resumed in the other format.
 
 Read next: `models.py`.
 """
@@ -16,7 +14,6 @@ Read next: `models.py`.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from contextlib import suppress
@@ -29,7 +26,7 @@ from run.files import cache_dir, write_json
 
 Format = Literal["bf16", "fp32"]
 DTYPES: dict[Format, str] = {"bf16": "bfloat16", "fp32": "float32"}
-# The model that is timed: two layers of SmolLM2-135M, a micro-batch, its policy tokens.
+# What is timed: two layers of SmolLM2-135M, a micro-batch and its policy tokens.
 SHAPE: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -68,7 +65,7 @@ def choose(asked: str, deterministic: bool = False) -> Precision:
     if torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Precision("bf16", "on a GPU")
-        return Precision("fp32", "this GPU has no bfloat16")  # a T4, say; nor would vLLM take it
+        return Precision("fp32", "this GPU has no bfloat16")  # a T4; vLLM would refuse it too
     seconds = measured()
     faster, slower = sorted(seconds, key=seconds.__getitem__)
     ratio = seconds[slower] / seconds[faster]
@@ -76,10 +73,10 @@ def choose(asked: str, deterministic: bool = False) -> Precision:
 
 
 def measured() -> dict[Format, float]:
-    """Seconds of a small model's pass in each format on this processor; known ones are read."""
+    """Seconds of a small model's pass in each format on this processor, from the cache if known."""
     file = cache_dir() / "precision.json"
     known = {}
-    with suppress(OSError, ValueError):  # none yet, or half of one
+    with suppress(OSError, ValueError):  # no file, or a damaged one
         known = json.loads(file.read_text(encoding="utf-8"))
     key = f"{processor()}, one thread, torch {torch.__version__}"
     if key not in known:
@@ -90,28 +87,25 @@ def measured() -> dict[Format, float]:
 
 
 def processor() -> str:
-    """Its model and what it computes with, as the system tells."""
-    with suppress(OSError):
+    """Model name and the flags that matter: a virtual machine may hide some."""
+    try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        facts = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
-        name = facts.get("model name", platform.processor())
-        numbers = "/".join(facts.get(n, "?") for n in ("cpu family", "model", "stepping"))
-        flags = [f for f in facts.get("flags", "").split() if f.startswith(("amx", "avx512_bf16"))]
-        return " ".join([name, numbers, *flags])
-    return platform.processor() or os.uname().machine
+    except OSError:
+        return platform.processor()
+    facts = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
+    flags = [f for f in facts.get("flags", "").split() if f.startswith(("amx", "avx512_bf16"))]
+    return " ".join([facts.get("model name", platform.processor()), *flags])
 
 
 def time_formats() -> dict[Format, float]:
-    """Processor seconds of a small model's forward and backward pass in each format, the best of
-    some interleaved repeats, on one thread: what other processes take is left out. On two threads
-    of a busy machine each waits for the other: the slower format can seem the faster one, and that
-    is remembered.
+    """Processor seconds of a forward and backward pass per format, the best of some repeats.
 
-    A model, not a product: norms, rotations, conversions and attention are part of the answer.
+    On one thread and in processor time: beside other processes, two threads wait for each other,
+    and the slower format may win. A model, not a product: norms, conversions and attention count.
     """
     from transformers import LlamaConfig, LlamaModel
 
-    with torch.random.fork_rng(devices=[]):  # a measurement moves no run's random numbers
+    with torch.random.fork_rng(devices=[]):  # the run's random numbers must not move
         lm = LlamaModel(LlamaConfig(**SHAPE))
         head = torch.nn.Linear(SHAPE["hidden_size"], SHAPE["vocab_size"], bias=False)
         tokens = torch.randint(SHAPE["vocab_size"], (ROWS, TOKENS))

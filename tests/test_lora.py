@@ -1,9 +1,6 @@
 """LoRA starts as the base, trains adapters only, and leaves as an ordinary model."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from config import Objective
-from engines import TransformersEngine
 from models import load_policy
 from scale.default_models import resolve_model
 from scale.lora import (
@@ -27,7 +23,6 @@ from scale.lora import (
 )
 from update import forward_policy
 
-ROOT = Path(__file__).resolve().parent.parent
 RANK = 3
 PLAIN, SHARED = Objective(share_prefix=False), Objective(share_prefix=True)
 
@@ -70,7 +65,7 @@ def adapters(lm):
     return {name: tensor.clone() for name, tensor in lm.state_dict().items() if is_adapter(name)}
 
 
-# ------------------------------------------------------------------------------- adapting
+# ------------------------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize("objective", [PLAIN, SHARED])
@@ -91,11 +86,9 @@ def test_the_correction_is_alpha_over_r_times_b_a_beside_every_linear_layer(tiny
         for row in range(len(x)):
             expected[row] += ALPHA_PER_RANK * (b @ (a @ x[row]))
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
-    inside = [m for layer in layers for m in layer.modules()]
-    others = [m for m in policy.modules() if isinstance(m, nn.Linear)]
-    assert [m for m in others if not any(m is i for i in inside)] == [
-        policy.lm.get_output_embeddings()
-    ]
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    others = [m for m in policy.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
+    assert others == [policy.lm.get_output_embeddings()]
 
 
 def test_only_the_adapters_get_gradients_and_all_of_them_do(tiny, batch):
@@ -129,12 +122,16 @@ def test_adapters_of_a_bfloat16_model_are_float32_and_merge_into_bfloat16(tiny):
     assert {tensor.dtype for _, tensor in merged_weights(lm)} == {torch.bfloat16}
 
 
-def test_the_seed_alone_decides_the_adapters(tiny):
+def test_the_seed_alone_decides_the_adapters_and_global_random_numbers_stay(tiny):
     torch.manual_seed(5)
     first = adapters(adapted(tiny, change=False, seed=7).lm)
-    torch.manual_seed(6)
-    again = adapters(adapted(tiny, change=False, seed=7).lm)
-    other = adapters(adapted(tiny, change=False, seed=8).lm)
+    policy = load_policy(tiny)
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    add_lora(policy.lm, RANK, seed=7)
+    assert torch.equal(torch.rand(3), expected)
+    again, other = adapters(policy.lm), adapters(adapted(tiny, change=False, seed=8).lm)
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
         if ".lora_A." in name:
@@ -143,18 +140,6 @@ def test_the_seed_alone_decides_the_adapters(tiny):
             assert 0.9 * bound < tensor.abs().max() <= bound, name
         else:
             assert not tensor.any(), name
-
-
-def test_adding_adapters_takes_no_global_random_numbers(tiny):
-    policy = load_policy(tiny)
-    torch.manual_seed(9)
-    expected = torch.rand(3)
-    torch.manual_seed(9)
-    add_lora(policy.lm, RANK)
-    assert torch.equal(torch.rand(3), expected)
-
-
-# --------------------------------------------------------------------------- adapters off
 
 
 @pytest.mark.parametrize("objective", [PLAIN, SHARED])
@@ -166,26 +151,16 @@ def test_with_the_adapters_off_the_policy_is_the_base(tiny, batch, objective):
     with adapters_off(policy):
         assert torch.equal(log_probs(policy, batch, objective), expected)
     assert torch.equal(log_probs(policy, batch, objective), changed)
-
-
-def test_adapters_off_nests_and_ends_with_an_exception(tiny, batch):
-    policy = adapted(tiny)
-    changed = log_probs(policy, batch)
-    with adapters_off(policy):
-        with adapters_off(policy.lm):
-            base = log_probs(policy, batch)
-        assert torch.equal(log_probs(policy, batch), base)  # the outer one still holds
-    assert not torch.equal(changed, base)
     with pytest.raises(KeyError), adapters_off(policy):
         raise KeyError
-    assert torch.equal(log_probs(policy, batch), changed)
+    assert torch.equal(log_probs(policy, batch, objective), changed)
     assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
 
 
-# --------------------------------------------------------------------------------- leaving
+# ------------------------------------------------------------------------- leaving the trainer
 
 
-def test_merged_weights_in_a_plain_model_say_what_the_adapted_one_says(tiny, batch):
+def test_merged_weights_in_a_plain_model_act_like_the_adapted_one(tiny, batch):
     policy, plain = adapted(tiny), load_policy(tiny)
     plain.lm.load_state_dict(dict(merged_weights(policy.lm)))
     for objective in (PLAIN, SHARED):
@@ -205,34 +180,19 @@ def test_merged_names_are_the_base_models_the_output_head_included(tiny, tied):
 
     base, lm = load(), load()
     add_lora(lm, RANK)
-    merged = list(merged_weights(lm))
+    merged, plain = list(merged_weights(lm)), list(merged_weights(base))
     state = base.state_dict()
-    assert [(name, t.shape, t.dtype) for name, t in merged] == [
-        (name, t.shape, t.dtype) for name, t in state.items()
-    ]
+    described = [(name, t.shape, t.dtype) for name, t in state.items()]
+    assert [(name, t.shape, t.dtype) for name, t in merged] == described
+    assert all(torch.equal(tensor, state[name]) for name, tensor in plain)
     weights = dict(merged)
     assert torch.equal(weights["lm_head.weight"], state["lm_head.weight"])
     head_is_embedding = torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     assert head_is_embedding == tied
 
 
-def test_a_sampler_takes_the_merged_weights_and_misses_none(tiny):
-    policy, engine = adapted(tiny), TransformersEngine(tiny)
-    engine.load_weights(merged_weights(policy.lm))
-    for name, tensor in merged_weights(policy.lm):
-        assert torch.equal(engine.lm.state_dict()[name], tensor), name
-
-
-def test_a_model_without_adapters_streams_its_state_dict(tiny):
-    lm = load_policy(tiny).lm
-    seen = []
-    streamed = dict(merged_weights(lm, full=lambda t: seen.append(t.shape) or t))
-    assert list(streamed) == list(lm.state_dict()) and len(seen) == len(streamed)
-    assert all(torch.equal(streamed[name], t) for name, t in lm.state_dict().items())
-
-
 def test_every_tensor_is_made_whole_before_it_is_used(tiny, tmp_path):
-    """A shard of zeros stands for every tensor here; `full` alone knows what is in it."""
+    """A shard of zeros stands for every tensor here; only `full` knows the values."""
     lm, whole = adapted(tiny).lm, {}
     for p in lm.parameters():
         whole[p.data_ptr()] = p.detach().clone()
@@ -240,7 +200,7 @@ def test_every_tensor_is_made_whole_before_it_is_used(tiny, tmp_path):
     asked = []
     with torch.no_grad():
         for p in lm.parameters():
-            p.zero_()  # what is left on this rank says nothing
+            p.zero_()
 
     def full(tensor):
         asked.append(tensor.data_ptr())
@@ -255,8 +215,6 @@ def test_every_tensor_is_made_whole_before_it_is_used(tiny, tmp_path):
     asked.clear()
     save_adapter(lm, None, tiny, full)  # a rank that does not write takes part all the same
     assert len(asked) == len(adapters(lm))
-    save_adapter(lm, tmp_path, tiny, full)
-    assert len(asked) == 2 * len(adapters(lm))
 
 
 @pytest.mark.filterwarnings("error")
@@ -264,11 +222,12 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     from peft import PeftModel, get_peft_model_state_dict
 
     policy = adapted(tiny)
-    save_adapter(policy.lm, tmp_path / "adapter", tiny)
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    for name in ("adapter", "again"):
+        save_adapter(policy.lm, tmp_path / name, tiny)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    for name in files:
+        contents = [(tmp_path / folder / name).read_bytes() for folder in ("adapter", "again")]
+        assert contents[0] == contents[1]
     base = AutoModelForCausalLM.from_pretrained(tiny)
     ids = torch.arange(3, 40)[None]  # (1, T)
     with torch.no_grad():
@@ -284,79 +243,37 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
     assert (config["r"], config["lora_alpha"]) == (RANK, 2 * RANK)
     assert config["target_modules"] == sorted(config["target_modules"])
+    assert policy.lm.peft_config["default"].inference_mode is False  # still in training
 
 
-def test_saved_adapters_are_loaded_back_and_refused_by_another_model(tiny, batch, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_adapters_are_loaded_back(tiny, batch, tmp_path, dtype):
     trained, fresh = adapted(tiny), load_policy(tiny)
-    save_adapter(trained.lm, tmp_path, tiny)
-    load_adapter(fresh.lm, tmp_path)
-    assert torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
-    config = AutoConfig.from_pretrained(tiny)
-    config.num_hidden_layers = 1
-    other = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="do not fit Qwen2"):
-        load_adapter(other, tmp_path)
-
-
-def test_adapters_in_bfloat16_act_nearly_as_in_float32(tiny, batch, tmp_path):
-    trained, fresh = adapted(tiny), load_policy(tiny)
-    save_adapter(trained.lm, tmp_path, tiny, dtype=torch.bfloat16)
+    save_adapter(trained.lm, tmp_path, tiny, dtype=dtype)
     load_adapter(fresh.lm, tmp_path)
     expected, plain = log_probs(trained, batch), log_probs(load_policy(tiny), batch)
     off = (log_probs(fresh, batch) - expected).abs().max()
-    assert 0 < off < 0.02 * (plain - expected).abs().max()
+    if dtype == torch.float32:
+        assert off == 0
+    else:
+        assert 0 < off < 0.02 * (plain - expected).abs().max()
 
 
-def test_saving_an_adapter_leaves_the_one_in_training_as_it_is(tiny, batch, tmp_path):
-    policy = adapted(tiny)
-    before = log_probs(policy, batch)
-    for folder in ("a", "b"):
-        save_adapter(policy.lm, tmp_path / folder, tiny)
-    assert policy.lm.peft_config["default"].inference_mode is False
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    assert torch.equal(log_probs(policy, batch), before)
-    assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
-
-
-def test_the_trainable_part_of_a_state_dict_restores_a_policy(tiny, batch):
+def test_the_adapters_of_a_state_dict_restore_a_policy(tiny, batch):
     trained, fresh = adapted(tiny), adapted(tiny, change=False, seed=1)
     kept = {name: t for name, t in trained.state_dict().items() if is_adapter(name)}
     assert set(kept) == {name for name, p in trained.named_parameters() if p.requires_grad}
-    assert not torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
     missing, unexpected = fresh.load_state_dict(kept, strict=False)
     assert not unexpected and not any(is_adapter(name) for name in missing)
     assert torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
 
 
-# ---------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("rank", [0, -4])
-def test_a_rank_below_one_is_refused_in_one_line(tiny, rank):
-    lm = load_policy(tiny).lm
-    with pytest.raises(ValueError, match=f"^--lora-rank {rank} must be at least 1.*$"):
-        add_lora(lm, rank)
-    assert all(p.requires_grad for p in lm.parameters())
-
-
-def test_a_model_in_which_nothing_can_be_adapted_is_refused_in_one_line():
+def test_models_that_adapters_do_not_fit_are_refused(tiny, tmp_path):
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1))  # no nn.Linear
-    with pytest.raises(
-        ValueError, match=r"^--lora-rank 2 adapts linear .*GPT2LMHeadModel has none"
-    ):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has none"):
         add_lora(lm, 2)
-
-
-def test_adapters_on_adapters_and_saving_none_are_refused(tiny, tmp_path):
-    policy = load_policy(tiny)
-    with pytest.raises(ValueError, match="no adapters to save"):
-        save_adapter(policy.lm, tmp_path, tiny)
-    add_lora(policy.lm, RANK)
-    with pytest.raises(ValueError, match="has adapters already"):
-        add_lora(policy.lm, RANK)
-
-
-def test_importing_the_module_does_not_import_peft():
-    code = "import sys, scale.lora; sys.exit('peft' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    save_adapter(adapted(tiny).lm, tmp_path, tiny)
+    config = AutoConfig.from_pretrained(tiny)
+    config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match="do not fit Qwen2"):
+        load_adapter(AutoModelForCausalLM.from_config(config), tmp_path)
