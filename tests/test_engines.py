@@ -586,13 +586,6 @@ def test_vllm_is_asked_for_no_more_than_what_is_read(on_a_gpu):
 # ------------------------------------------------------------------------------- make_engine
 
 
-def test_an_engine_that_does_not_exist_or_cannot_repeat_itself_is_refused():
-    with pytest.raises(ValueError, match="--engine sglang is unknown; use vllm or transformers"):
-        make_engine("sglang", "nowhere", 512)
-    with pytest.raises(ValueError, match="--deterministic needs --engine transformers"):
-        make_engine("vllm", "nowhere", 512, deterministic=True)
-
-
 def test_make_engine_gives_the_engine_that_was_named(checkpoint):
     engine = make_engine("transformers", checkpoint, 512, deterministic=True)
     assert isinstance(engine, TransformersEngine) and engine.max_batch == 1
