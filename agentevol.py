@@ -5,42 +5,34 @@
                      ├──> 1 the evolving set ──> 2 imitate it ──> 3 measure
     the policy plays ┘        each iteration: what it explored and earned joins the set
 
-Why that should raise the return. What is wanted is the chance that a trajectory is a good one,
+Why should that raise the return? The goal is the chance that a trajectory is a good one,
 
     log E_π[R] = log Σ_τ π(τ) R(τ)  ≥  Σ_τ q(τ) log( π(τ) R(τ) / q(τ) )      for any q (Jensen)
 
-and the right side is equal to the left where q(τ) ∝ π(τ) R(τ). So two steps climb it in turn,
-expectation-maximisation:
+with equality where q(τ) ∝ π(τ) R(τ). Two steps climb the bound in turn, expectation-maximisation:
 
-    explore   q is what the policy does, weighted by what it earned: sample, and keep R > 0
-    learn     maximise E_q[log π(τ)]: imitation with the weights R, over the tokens it wrote
+    explore   q is what the policy does, weighted by the return: sample, and keep R > 0
+    learn     maximise E_q[log π(τ)]: imitation with weights R, over the tokens it wrote
 
-    L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    w = R for each time that
-                                                                         it was played so, and 1
-                                                                         for a demonstration
-(N: tokens of the batch with loss_mask 1.) What an iteration played alike joins the set as one row
-that counts as often: q is π R, and how often is all that a sample shows of π. A set in which each
-text counts once lifts the rare success beside the common one, and pulls the policy apart.
+    L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    N tokens with loss_mask 1
 
-An iteration goes on from the weights of the one before, and what it explored joins the
-demonstrations. The paper learns anew from the base policy each time, which is where the run began,
-its warm start included, from a set that grows (--learn-from base --merge-with all): nothing of an
-iteration's mistakes is left in the weights, and as far as the last one came has to be gone again.
-Without exploration it is behaviour cloning, and it is no more than that where what is explored
-never enters the set: of each iteration the run keeps the set, with where each trajectory is from,
-what it earned and how much it counts, in `evolving/iteration_001.jsonl`.
+w is 1 for a demonstration. Trajectories with the same text join the set as one row, whose w is the
+sum of their returns: how often a text was sampled is all that a sample shows of π. A set that
+counts each text once would lift the rare success as much as the common one.
 
-Against RL: no baseline and no negative example, so that a mistake is never made less likely, only
-crowded out; and an iteration's data is used for several steps, for imitation need not be on-policy.
+An iteration continues from the last one's weights, and its exploration joins the demonstrations.
+The paper instead restarts from the base policy, with a set that grows (--learn-from base
+--merge-with all): mistakes of an iteration do not stay in the weights, but its progress has to be
+made again. AgentGym's script also learns once before it explores; here the first exploration is
+the start's, which therefore needs a warm start.
 
-(AgentGym's script learns before it explores for the first time, and makes an epoch of each set;
-here the first exploration is the start's, which wants a warm start, and iterations have as many
-steps.)
+The set of each iteration is in `evolving/iteration_001.jsonl`: where each trajectory is from, what
+it earned, how much it counts. Against RL: no baseline and no negative example, so a mistake is
+never made less likely, only crowded out; but the data serves several steps.
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
     python agentevol.py --env textcraft --learn-from base --merge-with all
-    python agentevol.py --resume --run-dir runs/NAME
 
 Read first: sft.py. Read next: train.py.
 """
@@ -49,33 +41,117 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from config import Misuse, refusing
-from conversations import ROUNDING, Conversation, unit_return_of
+from config import Misuse
+from data import ROUNDING, Example, Record, encode
 from reporting.sentinels import Sentinels
 from rollout import portion
 from run import shell
 from run.clock import Clock
 from run.methodworker import (
-    Kept,
+    DATA_SHOWS,
+    IMITATED,
+    IteratedConfig,
+    IterationFiles,
+    MethodConfig,
     MethodWorker,
+    check_method,
     count_learned,
     fitting,
-    shown_by,
+    read_examples,
     sync_if_measured,
 )
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, at_work
-from runtime.methods import EvolConfig, check_method, is_kept
 from scale import distributed
 from update import imitate
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
+DEMONSTRATED = "demonstration"  # an origin; the others are "iteration 1", "iteration 2", ...
 
-DEMONSTRATED = "demonstration"  # an origin; others are "iteration 1", "iteration 2", ...
+
+@dataclass(frozen=True)
+class EvolConfig(IteratedConfig):
+    """AgentEvol: explore, keep what earned something, imitate it, again."""
+
+    method: ClassVar[str] = "agentevol"
+    program: ClassVar[str] = "agentevol.py"
+    folder: ClassVar[str] = "evolving"
+    unwatched: ClassVar[frozenset[str]] = IMITATED
+    large: ClassVar[dict[str, Any]] = MethodConfig.large | {
+        "learn_from": "base",
+        "merge_with": "all",
+    }
+
+    # The evolving set
+    data: tuple[str, ...] = ()
+    """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the
+    environment's oracle demonstrates training tasks, as it did for the warm start"""
+    num_demonstrations: int = 32
+    """demonstrations of the oracle, of each environment, without --data (episodes)"""
+    iterations: int = 3
+    """times that the policy explores; each is followed by an equal part of the steps"""
+    tasks_per_iteration: int = 64
+    """tasks that it explores (tasks)"""
+    min_return: float = 0.0
+    """least return of a trajectory that is kept, or taken from --data; a return of 0 never is
+    (0..1)"""
+    keep_per_task: int = 8
+    """trajectories kept of one task and iteration, the best first (trajectories)"""
+    weighting: Literal["played", "return", "one"] = "played"
+    """how much a kept trajectory counts: played: its return, as often as it was played alike;
+    return: once; one: 1, as a demonstration"""
+    ignore_returns: bool = False
+    """control: keep what is explored first, whatever it earned, as if it had earned 1"""
+    merge_with: Literal["all", "demonstrations"] = "demonstrations"
+    """what an iteration's exploration joins: all that was there before, or only the demonstrations
+    [paper: all]"""
+    learn_from: Literal["base", "last"] = "last"
+    """the weights that an iteration begins with: the run's start, or the last iteration's [paper:
+    base]"""
+    # How it learns
+    steps: int = 12
+    """training steps in total, in equal parts (steps)"""
+    mini_batch_size: int = 64
+    """trajectories of a step, which is one optimizer step (trajectories)"""
+    learning_rate: float = 4e-5
+    """of the policy, AdamW, at the beginning of each iteration [paper: 1e-5]"""
+    eval_every: int = 4
+    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never;
+    the steps of an iteration show what each has learned (steps)"""
+    save_every: int = 4
+    """write a checkpoint every so many steps, and after the last (steps)"""
+
+    def check(self) -> None:
+        super().check()
+        self.require("keep_per_task", self.keep_per_task >= 1, "must be at least 1")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.data:
+            yield "num_demonstrations", DATA_SHOWS
+        if self.ignore_returns:
+            if self.weighting == "return":
+                yield "weighting", "one or played, --ignore-returns looks at no return"
+            yield "min_return", "leave it out, --ignore-returns looks at no return"
+        if self.iterations == 1:
+            yield "learn_from", "leave it out, one iteration begins once"
+            yield "merge_with", "leave it out, the only iteration joins the demonstrations"
+
+    @property
+    def learns_from_play(self) -> bool:
+        return True
+
+    @property
+    def plays(self) -> bool:
+        return True
+
+    @property
+    def steps_in_a_row(self) -> int:
+        return self.steps_per_iteration
 
 
 def train(config: EvolConfig) -> Run:
@@ -84,27 +160,26 @@ def train(config: EvolConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: why the run ended, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
-    length = config.steps_per_iteration
-    given = demonstrated(config)
+    demonstrations = first_set(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
-        kept = Kept.in_run("evolving", session, length)
+        files = IterationFiles.of(session)
         session.evaluate_start()
-        evolving: list[Conversation] = []
+        evolving: list[Example] = []
         for step in session.steps_left():
             clock = Clock(vars(config))
-            iteration, place = divmod(step - 1, length)
+            iteration, place = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
             if place == 0 or not evolving:
                 with session.saving_on_failure(), clock("time/rollout_s"):
-                    evolving, found = evolve(session, kept, step, given)
+                    evolving, explored = evolve(session, files, step, demonstrations)
                     w.rest()  # while the weights are still those of a step
                 if place == 0:
-                    metrics |= found
+                    metrics |= explored
                     if iteration:  # the first begins with the start as it is
                         begin_again(w, config)
                         if config.learn_from == "base":
@@ -131,34 +206,40 @@ def train(config: EvolConfig) -> Run:
 # ------------------------------------------------------------------------------ the evolving set
 
 
-def demonstrated(config: EvolConfig) -> list[Conversation]:
-    """What the set begins with: demonstrations, each counting 1, and of --data what has a return
-    by that, as what is explored. Collective.
+def first_set(config: EvolConfig) -> list[Record]:
+    """The demonstrations that the set begins with, of weight 1; what has a return in --data counts
+    by it, like exploration. Collective.
 
     Raises:
         Misuse: nothing is left of it.
     """
-    if is_kept(config):
-        return []  # the run has them already, in the set of its first iteration
-    found = []
-    for record in shown_by(config):
-        with refusing():
-            earned = unit_return_of(record)
-        if earned is None or config.ignore_returns:
-            found.append(record | {"origin": DEMONSTRATED, "weight": 1.0})
-        elif is_enough(earned, config):
-            weight = 1.0 if config.weighting == "one" else earned
-            found.append(record | {"origin": DEMONSTRATED, "weight": weight})
-    if not found:
-        raise Misuse(f"nothing in --data {what_is_enough(config)}")
-    return fitting(config, found, "demonstrations")
+    if config.has_material:
+        return []  # the run holds them already, in the set of its first iteration
+    chosen = []
+    for example in read_examples(config):
+        total, weight = example.total_return, 1.0
+        if total is not None and not -ROUNDING <= total <= 1 + ROUNDING:
+            raise Misuse(
+                f'--data: conversation {example.task_id}: "return" is {total:g}, expected 0 to 1: '
+                "divide returns by the highest possible one"
+            )
+        if total is not None and not config.ignore_returns:
+            if not is_enough(total, config):
+                continue
+            weight = 1.0 if config.weighting == "one" else total
+        noted = {"origin": DEMONSTRATED, "weight": weight}
+        chosen.append(replace(example, record=example.record | noted))
+    if not chosen:
+        raise Misuse(f"nothing in --data {describe_enough(config)}")
+    fit = fitting(config, chosen, "demonstrations", lambda example: [example])
+    return [example.record for example in fit]
 
 
 def evolve(
-    session: Session[MethodWorker], kept: Kept, step: int, given: Sequence[Conversation]
-) -> tuple[list[Conversation], dict[str, Any]]:
-    """The set of a step's iteration, and metrics of how it came: found in the run, or what was
-    there before and what the policy, as it is now, has explored.
+    session: Session[MethodWorker], files: IterationFiles, step: int, first: Sequence[Record]
+) -> tuple[list[Example], dict[str, Any]]:
+    """The set of a step's iteration, and metrics of how it came about: read back from the run, or
+    the set before and what the policy, as it is now, explores.
 
     Raises:
         TrainingError: the run has lost the set of an iteration that has begun.
@@ -166,103 +247,97 @@ def evolve(
     w, config = session.worker, session.config
     assert isinstance(config, EvolConfig)
     iteration, place = divmod(step - 1, config.steps_per_iteration)
-
-    def make() -> tuple[list[Conversation], dict[str, Any]]:
-        before = kept.of(iteration)[0] if iteration else list(given)
+    saved = files.read(iteration + 1, must_exist=place > 0)
+    if saved is None:
+        before = list(first)
+        if iteration and (last := files.read(iteration, must_exist=True)):
+            before = last[0]
         if config.merge_with == "demonstrations":
             before = [record for record in before if record["origin"] == DEMONSTRATED]
-        said, metrics = w.explore(
-            iteration + 1, step, config.tasks_per_iteration, config.group_size
-        )
-        new = selected(said, config, f"iteration {iteration + 1}", before)
+        examples, metrics = w.explore(step)
+        explored = [example.record for example in examples]
+        new = selected(explored, config, f"iteration {iteration + 1}", before)
         evolving = before + new
         origins = Counter(record["origin"] for record in evolving)
-        told = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
-        distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {told}")
+        counts = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
+        distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {counts}")
         if not new:
-            count = sum(config.ignore_returns or is_enough(r["return"], config) for r in said)
-            which = what_is_enough(config)
-            which += " and is not in the set already" if count else ""
-            whole = config.merge_with == "all"
-            rest = "the set stays as it was" if whole else "the demonstrations are the set"
-            distributed.say(
-                f"iteration {iteration + 1}: nothing of {len(said)} explored {which}; {rest}"
-            )
+            distributed.say(f"iteration {iteration + 1}: {why_none(explored, config)}")
         metrics |= {
             "train/trajectories_used": len(new),
             "data/evolving": len(evolving),
             "data/evolving_weight": sum(record["weight"] for record in evolving) / len(evolving),
         }
-        return evolving, {"metrics": metrics, "origins": dict(origins)}
-
-    evolving, summary = kept.of(iteration + 1, None if place else make)
-    return evolving, summary["metrics"]
+        saved = evolving, {"metrics": metrics, "origins": dict(origins)}
+        files.write(iteration + 1, *saved)
+    records, summary = saved
+    return [encode(w.chat, record) for record in records], summary["metrics"]
 
 
 def selected(
-    said: Sequence[Conversation],
-    config: EvolConfig,
-    origin: str,
-    before: Sequence[Conversation] = (),
-) -> list[Conversation]:
-    """What of an iteration's exploration joins the set: of each task the best, each with its origin
-    and its weight. What was played alike joins as one, with the sum of what it earned each time,
-    for q(τ) ∝ π(τ) R(τ), and π is seen in nothing else. Without --weighting played it counts once,
-    and not at all where the set had it before (an easy task would count once more each time)."""
-    chosen: list[Conversation] = []
-    per_task: Counter[str] = Counter()
+    explored: Sequence[Record], config: EvolConfig, origin: str, before: Sequence[Record] = ()
+) -> list[Record]:
+    """The explored records that join the set, each with its origin and weight: the best of each
+    task. Equal texts join as one; with --weighting played its weight is the sum of what they
+    earned, for q(τ) ∝ π(τ) R(τ). Otherwise it counts once, and not again if the set had it before
+    (an easy task would gain weight with each iteration)."""
     blind, played = config.ignore_returns, config.weighting == "played"
-    good = [r for r in said if blind or is_enough(r["return"], config)]
+    good = [r for r in explored if blind or is_enough(r["return"], config)]
     sums: dict[Any, float] = {}
     for record in good:
-        earned = 1.0 if blind else record["return"]
-        sums[_alike(record)] = sums.get(_alike(record), 0.0) + earned
+        total = 1.0 if blind else record["return"]
+        sums[_identity(record)] = sums.get(_identity(record), 0.0) + total
+    chosen: list[Record] = []
+    per_task: Counter[str] = Counter()
     joined: set[Any] = set()
-    had = set() if played else {_texts(record) for record in before}
+    known = set() if played else {texts_of(record) for record in before}
     for record in good if blind else sorted(good, key=lambda r: -r["return"]):  # stable: as played
-        alike, task = _alike(record), record["item_id"]
-        if per_task[task] >= config.keep_per_task or alike in joined or alike[1] in had:
+        key, task = _identity(record), record["item_id"]
+        if per_task[task] >= config.keep_per_task or key in joined or key[1] in known:
             continue
         per_task[task] += 1
-        joined.add(alike)
+        joined.add(key)
         once = 1.0 if blind or config.weighting == "one" else record["return"]
-        chosen.append(record | {"origin": origin, "weight": sums[alike] if played else once})
+        chosen.append(record | {"origin": origin, "weight": sums[key] if played else once})
     return chosen
 
 
-def _alike(record: Conversation) -> tuple[str, tuple[str, ...]]:
-    return record["item_id"], _texts(record)
+def _identity(record: Record) -> tuple[str, tuple[str, ...]]:
+    return record["item_id"], texts_of(record)
 
 
-def is_enough(earned: float, config: EvolConfig) -> bool:
-    """--min-return, and in any case something: what counts 0 teaches nothing."""
-    return earned > ROUNDING and earned > config.min_return - ROUNDING
-
-
-def what_is_enough(config: EvolConfig) -> str:
-    least = config.min_return
-    return f"earned --min-return {least:g}" if least else "earned anything"
-
-
-def _texts(record: Conversation) -> tuple[str, ...]:
-    """What the world said and what was answered, up to the last action; the world's last word is
-    not always kept."""
+def texts_of(record: Record) -> tuple[str, ...]:
+    """Observations and actions up to the last action: the answer to it is not always kept."""
     values = [turn["value"] for turn in record["conversations"]]
     return tuple(values[: -1 if record["conversations"][-1]["from"] == "human" else None])
 
 
+def is_enough(total: float, config: EvolConfig) -> bool:
+    """--min-return, and in any case above 0: with weight 0 nothing would be learned from it."""
+    return total > ROUNDING and total > config.min_return - ROUNDING
+
+
+def describe_enough(config: EvolConfig) -> str:
+    least = config.min_return
+    return f"earned --min-return {least:g}" if least else "earned anything"
+
+
+def why_none(explored: Sequence[Record], config: EvolConfig) -> str:
+    is_known = any(config.ignore_returns or is_enough(r["return"], config) for r in explored)
+    which = describe_enough(config) + (" and is not in the set already" if is_known else "")
+    rest = "the set stays" if config.merge_with == "all" else "the demonstrations are the set"
+    return f"nothing of {len(explored)} explored {which}; {rest}"
+
+
 def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
-    """An iteration's first weights: the run's start, or, with a fresh optimizer, the last ones. The
-    sampler rests by then."""
+    """An iteration's first weights: the run's start, or the last ones with a fresh optimizer. The
+    sampler is asleep by then."""
     if config.learn_from == "base":
         with phase("back to the base policy"):
             worker.forget_policy()
             worker.policy = worker.fresh_policy()
     else:
         worker.policy = worker.renewed(worker.policy)
-
-
-# --------------------------------------------------------------------------------- the command line
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,11 @@ from jinja2 import TemplateError
 USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
 
 
+def is_sound(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    return text.isascii() or text.encode("utf-8", "ignore").decode() == text
+
+
 class ChatTemplate:
     """The pieces of a tokenizer's chat template.
 

@@ -1,76 +1,179 @@
 """Direct preference optimization: of two trajectories of a task, make the better one likelier than
 the other, compared with the policy as the iteration began.
 
-    pair files, runs, experts against experience, or the policy's own play
-                           │
-                           1 pairs: at the beginning of an iteration, with the reference's log-probs
-                           │
-                           2 update: the margin of the step's pairs grows
-                           │
-                           3 measure, log, save ──> next step
+RLHF learns a reward from pairs, then maximises it under a penalty for leaving a reference policy.
+The maximum is known in closed form,
+
+    π*(τ | x) = 1/Z(x) · π_ref(τ | x) · exp( R(x, τ) / β )
+
+Inverting this, every policy implies a reward for which it is optimal, R = β log π/π_ref + β log Z.
+In the Bradley-Terry model of a comparison, p(τ⁺ wins) = σ(R⁺ − R⁻), the intractable Z(x) cancels if
+both trajectories have the same x, and a loss on the policy alone remains (arXiv 2305.18290):
 
     h = (log π_θ(τ⁺) − log π_ref(τ⁺)) − (log π_θ(τ⁻) − log π_ref(τ⁻))        L = −log σ(β h)
 
-log π(τ) sums over the tokens that the policy wrote (preferences.py). π_ref is the policy as it was
-when the iteration began: its log-probs are computed once, before the first step, and kept with the
-pairs in `pairs/iteration_001.jsonl`, so that no second copy of the model is ever held.
+For agents τ is a whole trajectory and log π(τ) sums over the tokens that the policy wrote (arXiv
+2403.02502). π_ref is the policy at the start of the iteration: its log-probs are computed once and
+kept with the pairs in `pairs/iteration_001.jsonl`, so there is never a second copy of the model.
 
-A pair is two rows of one group: what both open with is computed once (scale/prefix.py), and a
-micro-batch never parts them, for the loss is not a sum over rows.
+    pair files, runs, experts against experience, or the policy's own play
+      ──> 1 pairs, with the reference's log-probs ──> 2 update ──> 3 measure, log, save
 
-The loss sees margins alone. Both likelihoods may fall, and where the chosen one's falls far the
-policy does something third: watch preference/chosen_log_prob. A failure is longer than a success,
-and most of its moves were right ones, so agents unlearn by that: --sft-coef holds the chosen side
-up (arXiv 2404.19733; RESULTS.md has what happened without). Offline pairs teach about what was
-tried; with --iterations the policy plays anew and is compared with itself.
+The loss sees margins alone: both likelihoods may fall, and if the chosen one falls far the policy
+does some third thing: watch preference/chosen_log_prob. A failure is longer than a success, and
+most of its moves were right, so agents unlearn by that: --sft-coef holds the chosen side up (arXiv
+2404.19733; RESULTS.md shows runs without it).
 
     python dpo.py --env textcraft                                     # plays for its pairs
-    python dpo.py --env textcraft --iterations 3 --steps 30           # anew every 10 steps
     python dpo.py --data runs/NAME                                    # what a run has tried
     python dpo.py --expert demos.json --experience runs/NAME          # a teacher against the policy
     python dpo.py --pairs pairs.json --model X --warm-start never     # files: docs/data.md
 
-Read first: preferences.py, pairs.py. Read next: agentevol.py.
+Shapes: P pairs, B = 2P rows. Read first: sft.py. Read next: agentevol.py.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from batching import Batch
+from batching import Batch, make_batch
+from chat import ChatTemplate
 from config import Misuse, Objective
-from conversations import return_of
-from pairs import (
-    Pair,
-    PairSettings,
-    encode_pairs,
-    from_agentgym,
-    pairs_of,
-    pairs_of_experts,
-    read_pairs,
-    to_agentgym,
-    why_left_out,
-)
-from preferences import preference_loss
+from data import ROUNDING, Example, Record, encode, items_of, return_of, turns_of
 from rollout import portion
 from run import shell
 from run.clock import Clock, advice
-from run.methodworker import Kept, MethodWorker, count_learned, fitting, sync_if_measured
+from run.methodworker import (
+    IteratedConfig,
+    IterationFiles,
+    MethodWorker,
+    chat_of,
+    check_method,
+    count_learned,
+    encode_all,
+    fitting,
+    records_in,
+    sync_if_measured,
+)
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, TrainingError, at_work
-from runtime.methods import DpoConfig, check_method, conversations_of, counted, is_kept
 from scale import distributed
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class DpoConfig(IteratedConfig):
+    """Direct preference optimization: the better of two trajectories gains on the other."""
+
+    method: ClassVar[str] = "dpo"
+    program: ClassVar[str] = "dpo.py"
+    folder: ClassVar[str] = "pairs"
+    large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
+
+    # The pairs; without any of these files the policy plays for them
+    pairs: tuple[str, ...] = ()
+    """pair files, {"id", "prompt", "chosen", "rejected"}, JSON or a line each"""
+    data: tuple[str, ...] = ()
+    """runs, or conversations with returns: better and worse tries at one task become pairs"""
+    expert: tuple[str, ...] = ()
+    """conversations to choose from, e.g. demonstrations; with --experience"""
+    experience: tuple[str, ...] = ()
+    """conversations to reject from: what the policy did at the tasks of --expert"""
+    min_gap: float = 0.5
+    """least difference of returns within a pair (0..1)"""
+    min_return: float = 0.0
+    """least return of a chosen trajectory (0..1)"""
+    pairs_per_task: int = 4
+    """pairs of one task, at most, the largest gaps first; of --pairs the first in the file
+    (pairs)"""
+    # The loss
+    beta: float = 0.1
+    """how much a margin counts: the smaller, the further from the reference [paper: 0.5]"""
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """sigmoid: DPO; ipo; hinge: as SLiC (PREFERENCES in dpo.py)"""
+    label_smoothing: float = 0.0
+    """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
+    sft_coef: float = 1.0
+    """weight of imitating the chosen one, per token, against likelihoods that both fall; 0: DPO
+    alone [paper: 0]"""
+    # How it learns
+    iterations: int = 6
+    """times that the policy plays, each followed by an equal part of the steps; pairs from files
+    are one iteration"""
+    tasks_per_iteration: int = 48
+    """tasks that it plays then (tasks)"""
+    steps: int = 18
+    """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size,
+    rounded up (steps)"""
+    mini_batch_size: int = 64
+    """trajectories of a step, which is one optimizer step, two of each pair (trajectories)"""
+    learning_rate: float = 4e-5
+    """of the policy, AdamW [paper: 5e-7]"""
+    eval_every: int = 9
+    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never
+    (steps)"""
+    save_every: int = 9
+    """write a checkpoint every so many steps, and after the last (steps)"""
+
+    def check(self) -> None:
+        super().check()
+        self.require("pairs_per_task", self.pairs_per_task >= 1, "must be at least 1")
+        self.require("min_gap", 0 <= self.min_gap <= 1, "must be a difference of returns, 0 to 1")
+        self.require("beta", 0 < self.beta < math.inf, "must be above 0, and finite")
+        self.require("label_smoothing", 0 <= self.label_smoothing < 0.5, "must be in [0, 0.5)")
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise Misuse("--label-smoothing needs --loss sigmoid; leave it out")
+        is_even = self.mini_batch_size % 2 == 0
+        self.require("mini_batch_size", is_even, "must be even: a pair is two trajectories")
+        if bool(self.expert) != bool(self.experience):
+            raise Misuse(
+                "--expert needs --experience, and the reverse: chosen from one, rejected "
+                "from the other"
+            )
+        if sum(map(bool, (self.pairs, self.data, self.expert))) > 1:
+            raise Misuse("--pairs, --data and --expert each say where pairs come from; give one")
+        if self.learns_from_play:
+            self.require("group_size", self.group_size >= 2, "leaves no second one to compare")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from self.unplayed()
+        if not self.learns_from_play:
+            for name in ("iterations", "tasks_per_iteration", "group_size", "env_weights"):
+                yield name, "leave it out, the pairs are given and nothing is played for them"
+
+    @property
+    def num_iterations(self) -> int:
+        return self.iterations if self.learns_from_play else 1
+
+    @property
+    def learns_from_play(self) -> bool:
+        return not (self.pairs or self.data or self.expert or self.experience)
+
+    @property
+    def plays(self) -> bool:
+        return self.learns_from_play or super().plays
+
+
+# ---------------------------------------------------------------------------------------- the loop
 
 
 def train(config: DpoConfig) -> Run:
@@ -79,33 +182,36 @@ def train(config: DpoConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: why the run ended, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
-    length = config.steps_per_iteration
-    given = given_pairs(config)
+    given = None if config.learns_from_play else pairs_in_files(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
-        kept = Kept.in_run("pairs", session, length)
+        files = IterationFiles.of(session)
         session.evaluate_start()
-        judged, known = Judged(), -1
+        pairs, ref_sums, current = list[Pair](), torch.empty(0, 2), -1
         for step in session.steps_left():
             clock = Clock(vars(config))
-            iteration, place = divmod(step - 1, length)
+            iteration, place = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
-            if known != iteration:
+            if current != iteration:
                 with session.saving_on_failure(), clock("time/rollout_s"):
-                    judged, found = pairs_for(session, kept, step, given)
-                metrics |= found if place == 0 else {}
-                known = iteration
+                    pairs, ref_sums, played = pairs_for(session, files, step, given)
+                metrics |= played if place == 0 else {}
+                current = iteration
 
             # ----------------------------------------------------------------------------- 2 update
             batch = None
-            if not judged.pairs:
+            if not pairs:
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
             else:
-                batch, epochs = step_of(w, judged, place + 1, iteration)
+                key = f"dpo/{config.seed}/{iteration}"
+                size = config.mini_batch_size // 2
+                chosen, epochs = portion(place + 1, len(pairs), size, key)
+                batch = batch_of([pairs[i] for i in chosen], w.pad_id)  # B = 2 rows a pair
+                batch.ref_sums = ref_sums[chosen].flatten()  # (B,)
                 with session.saving_on_failure():
                     w.rest()
                 w.set_learning_rates(step)
@@ -120,170 +226,78 @@ def train(config: DpoConfig) -> Run:
     return session.run
 
 
-class Judged(NamedTuple):
-    """Pairs, and log π_ref of each one's chosen and rejected trajectory."""
-
-    pairs: Sequence[Pair] = ()
-    sums: Sequence[tuple[float, float]] = ()
+# ---------------------------------------------------------------------------------------- the loss
 
 
-def step_of(worker: MethodWorker, judged: Judged, turn: int, iteration: int) -> tuple[Batch, float]:
-    """The pairs of an iteration's `turn`-th step, and the epochs that are done with it."""
-    per_step, key = worker.config.mini_batch_size // 2, f"dpo/{worker.config.seed}/{iteration}"
-    chosen, epochs = portion(turn, len(judged.pairs), per_step, key)
-    batch = encode_pairs(worker.chat, [judged.pairs[place] for place in chosen], worker.pad_id)
-    batch.ref_sums = torch.tensor([each for place in chosen for each in judged.sums[place]])
-    return batch, epochs
+class PreferenceLoss(NamedTuple):
+    """Scalars. loss carries the gradient; the rest are detached means over pairs."""
+
+    loss: Tensor
+    margin: Tensor  # chosen_reward − rejected_reward = β h; 0 where the policy is the reference
+    accuracy: Tensor  # share of pairs with a margin above 0
+    chosen_reward: Tensor  # β (log π − log π_ref) of the better trajectory
+    rejected_reward: Tensor  # of the worse one
 
 
-# ------------------------------------------------------------------------------------------ pairs
+# f(h, β), (P,) -> (P,), of `preference_loss`. A new kind is a function here.
+PREFERENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    # DPO (arXiv 2305.18290, eq. 7). NOTE: −log(sigmoid(x)) would be inf from x = −89 on.
+    "sigmoid": lambda h, beta: -logsigmoid(beta * h),
+    "ipo": lambda h, beta: (h - 1 / (2 * beta)).square(),  # IPO (arXiv 2310.12036): aims at one h
+    "hinge": lambda h, beta: (1 - beta * h).relu(),  # as SLiC (arXiv 2309.06657): done at β h = 1
+}
 
 
-def settings_of(config: DpoConfig) -> PairSettings:
-    return PairSettings(config.min_gap, config.min_return, config.pairs_per_task, config.seed)
+def preference_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    kind: str = "sigmoid",
+    denominator: float | None = None,
+) -> PreferenceLoss:
+    """Direct preference optimization: of two trajectories of a task the better gains on the worse.
 
+        h = (log π(τ⁺) − log π_ref(τ⁺)) − (log π(τ⁻) − log π_ref(τ⁻))
+        L = 1/N Σ_pairs f(h)                           f = −log σ(β h), or another of PREFERENCES
 
-def given_pairs(config: DpoConfig) -> list[Pair] | None:
-    """The pairs of files and runs; None: the policy plays for them. Collective.
+    log π(τ) is the sum over *policy tokens alone*. The probability of a whole trajectory has a
+    factor for each observation as well, but those are the environment's: they are the same under π
+    and π_ref, and cancel in the ratio.
 
+    L does not fix the level of the likelihoods: both may fall, that of the chosen trajectory too,
+    as long as the margin grows. Watch chosen_reward.
+
+    Args:
+        chosen, rejected: (P,) log π, summed over each trajectory's policy tokens, with gradient.
+        ref_chosen, ref_rejected: (P,) the same of the frozen reference.
+        beta: β; the smaller, the farther from the reference a pair may pull.
+        label_smoothing: ε, how probable it is that a pair is the wrong way round ("conservative"
+            DPO): f becomes (1 − ε) f(h) + ε f(−h). With "sigmoid" only.
+        kind: a key of PREFERENCES.
+        denominator: N, pairs of the *whole* mini-batch; None: of this call.
     Raises:
-        Misuse: a file that cannot be read, or holds no pair; says why none is left.
+        ValueError: shapes differ or are not (P,), or P is 0.
     """
-    if config.learns_from_play:
-        return None
-    if is_kept(config):
-        return []  # the run has them already, with the reference's log-probs
-    distributed.join()
-    counts: Counter[str] = Counter()
-
-    def read() -> list[Pair]:
-        settings = settings_of(config)
-        if config.pairs:
-            return read_pairs([Path(name) for name in config.pairs], settings, counts)
-        if config.data:
-            return pairs_of(conversations_of("data", config.data), settings, counts)
-        expert = conversations_of("expert", config.expert)
-        experience = conversations_of("experience", config.experience)
-        return pairs_of_experts(expert, experience, settings, counts)
-
-    try:
-        found, left_out = distributed.first("reading pairs", lambda: (read(), why_left_out(counts)))
-    except (ValueError, OSError) as error:
-        raise Misuse(str(error)) from error
-    if not found:
-        problem = f"no pair left ({left_out or 'nothing was given'})"
-        if not config.pairs:
-            problem += (
-                '; tries at one task have one "item_id", or "id", and open with the same words'
-            )
-        raise Misuse(problem)
-    if config.min_gap != DpoConfig.min_gap and all(pair.gap is None for pair in found):
-        least = f"--min-gap {config.min_gap:g}"
-        raise Misuse(f"{least} compares returns, and no pair here has both; leave it out")
-    if config.min_return and all(return_of(pair.chosen) is None for pair in found):
-        least = f"--min-return {config.min_return:g}"
-        raise Misuse(f"{least} chooses by return, and nothing here has one; leave it out")
-    distributed.say(f"{len(found)} pairs" + (f"; left out: {left_out}" if left_out else ""))
-    return fitting(config, found, "pairs", lambda pair: (pair.chosen, pair.rejected))
-
-
-def within_reach(pairs: Sequence[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
-    """As many as the iteration's steps take, by chance: of what none of them comes to nobody need
-    ask the reference."""
-    most = config.steps_per_iteration * config.mini_batch_size // 2
-    if len(pairs) <= most:
-        return list(pairs)
-    distributed.say(
-        f"{most} of {len(pairs)} pairs, as many as {config.steps_per_iteration} steps take; a run "
-        "that is given more steps later goes over these again"
-    )
-    chance = random.Random(f"dpo/{config.seed}/{iteration}")
-    return [pairs[place] for place in sorted(chance.sample(range(len(pairs)), most))]
-
-
-def pairs_for(
-    session: Session[MethodWorker],
-    kept: Kept,
-    step: int,
-    given: Sequence[Pair] | None,
-) -> tuple[Judged, dict[str, Any]]:
-    """An iteration's pairs with the reference's log-probs, and metrics of how they came: found in
-    the run, or made by the policy as it is now, which is the reference. None at all: what it played
-    earned alike, there is nothing to prefer.
-
-    Raises:
-        TrainingError: there is no pair in the first iteration, and says why; or the run has lost
-            those of an iteration that has begun.
-    """
-    w, config = session.worker, session.config
-    assert isinstance(config, DpoConfig)
-    iteration, place = divmod(step - 1, config.steps_per_iteration)
-
-    def make() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        counts: Counter[str] = Counter()
-        metrics: dict[str, Any] = {}
-        found = list(given) if given is not None else []
-        if given is None:
-            said, metrics = w.explore(
-                iteration + 1, step, config.tasks_per_iteration, config.group_size
-            )
-            found = pairs_of(said, settings_of(config), counts)
-        left_out = why_left_out(counts)
-        if not found:
-            problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
-            if not iteration and given is None:
-                problem += (
-                    "; begin with a model that solves some of its tasks and not all (--model, "
-                    "--warm-start), play more of them (--tasks-per-iteration, --group-size), or "
-                    "lower --min-gap"
-                )
-            if not iteration:
-                raise TrainingError(problem)
-            distributed.say(f"{problem}; its steps change no weight")
-            return [], {"metrics": metrics | {"data/pairs": 0}, "left_out": counted(counts)}
-        distributed.say(
-            f"iteration {iteration + 1}: {len(found)} pairs"
-            + (f"; left out: {left_out}" if left_out else "")
+    shapes = [tuple(x.shape) for x in (chosen, rejected, ref_chosen, ref_rejected)]
+    if chosen.dim() != 1 or len(set(shapes)) > 1 or not len(chosen):
+        raise ValueError(
+            f"chosen, rejected and their references are {shapes}, expected (pairs,) each: sum the "
+            "log-probs of a trajectory over its policy tokens, and skip a mini-batch without pairs"
         )
-        found = within_reach(found, config, iteration)
-        sums = reference_of(w, found)
-        lines = [
-            to_agentgym(pair) | {"ref_chosen": sums[2 * i], "ref_rejected": sums[2 * i + 1]}
-            for i, pair in enumerate(found)
-        ]
-        metrics |= {"data/pairs": len(found)}
-        return lines, {"metrics": metrics, "left_out": counted(counts)}
-
-    lines, summary = kept.of(iteration + 1, None if place else make)
-    pairs = [from_agentgym(line, str(line["id"])) for line in lines]
-    sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
-    return Judged(pairs, sums), summary["metrics"]
-
-
-def reference_of(worker: MethodWorker, pairs: Sequence[Pair]) -> list[float]:
-    """log π of both sides of each pair under the policy as it is now: sums over policy tokens.
-    Collective.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came, which no weight waits for.
-    """
-    worker.rest()
-    sums: list[float] = []
-    size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
-    in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short
-    with in_time, phase("the reference's log-probs", total, "trajectories") as tick:
-        for start in range(0, len(pairs), size):
-            if worker.stop.agreed():
-                raise KeyboardInterrupt
-            part = encode_pairs(worker.chat, pairs[start : start + size], worker.pad_id)
-            objective = worker.portions(len(part))
-            log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
-            sums += (log_probs * part.loss_mask).sum(1).tolist()
-            tick(len(part))
-    return sums
-
-
-# -------------------------------------------------------------------------------------- the update
+    num_pairs = len(chosen) if denominator is None else denominator
+    chosen_ratio = chosen - ref_chosen.detach()  # (P,)
+    rejected_ratio = rejected - ref_rejected.detach()  # (P,)
+    h = chosen_ratio - rejected_ratio  # (P,)
+    losses = PREFERENCES[kind](h, beta)  # (P,)
+    if label_smoothing:
+        swapped = PREFERENCES[kind](-h, beta)  # (P,)
+        losses = (1 - label_smoothing) * losses + label_smoothing * swapped
+    metrics = (beta * h, (h > 0).to(h.dtype), beta * chosen_ratio, beta * rejected_ratio)
+    means = [x.detach().sum() / num_pairs for x in metrics]
+    return PreferenceLoss(losses.sum() / num_pairs, *means)
 
 
 def prefer(
@@ -298,7 +312,7 @@ def prefer(
     """
     objective, device = suited(objective, batch), learner.accelerator.device
 
-    def loss_of(part: Batch, num_pairs: float) -> tuple[torch.Tensor, Metrics]:
+    def loss_of(part: Batch, num_pairs: float) -> tuple[Tensor, Metrics]:
         log_probs, _ = forward_policy(learner.model, part, objective, device)  # (B, T)
         b = part.to(device)
         assert b.ref_sums is not None
@@ -338,7 +352,8 @@ def prefer(
 
 
 def pair_cuts(batch: Batch, rows: Sequence[int], objective: Objective) -> list[list[int]]:
-    """Rows of a mini-batch -> rows of its micro-batches, in which every pair is whole.
+    """Rows of a mini-batch -> rows of its micro-batches. A pair is never cut in two, since the loss
+    is not a sum over rows.
 
     With shared openings a pair is a packed row and a micro-batch; padded, pairs of like length lie
     together. A pair over the budget gets its own.
@@ -359,7 +374,371 @@ def pair_cuts(batch: Batch, rows: Sequence[int], objective: Objective) -> list[l
     return cuts
 
 
-# --------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------------- the pairs
+# Both sides of a pair have one task and the same opening x, the prompt and first observation:
+#
+#     x ├─ a₀ o₁ a₁ o₂ a₂    return 1
+#       ├─ a₀ o₁ a₁          return 0.5    1 > 0 is a pair, the gap is 1; with a min_gap of 0.5
+#       └─ a₀                return 0      1 > 0.5 and 0.5 > 0 are two more
+#
+# An environment's seed must be the same too, where it is known: otherwise the better one may have
+# had the easier episode, and the pair teaches luck.
+
+
+class Pair(NamedTuple):
+    """Two trajectories of one task that open alike; the chosen one is better."""
+
+    chosen: Example
+    rejected: Example
+
+    @property
+    def task_id(self) -> str:
+        return self.chosen.task_id
+
+    @property
+    def gap(self) -> float | None:
+        """Difference of returns; None where one is unknown."""
+        better, worse = self.chosen.total_return, self.rejected.total_return
+        return None if better is None or worse is None else better - worse
+
+
+Group = tuple[str, tuple[tuple[str, str], ...]]  # task, opening
+
+
+def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
+    """Trajectories that earned more against those that earned less, of the same task and opening.
+    The result does not depend on the order of `examples`.
+
+    Args:
+        counts: what is left out is added here, per pair; "no partner" counts openings at which no
+            trajectory was better than another.
+    Raises:
+        ValueError: an example without a return; says which.
+    """
+    groups = _grouped(examples)
+    for members in groups.values():
+        for example in members:
+            if example.total_return is None:
+                raise ValueError(
+                    f'conversation {example.task_id} has no "return", which decides which of two '
+                    "is better; a run's trajectories have one"
+                )
+        members.sort(key=lambda example: -(example.total_return or 0.0))
+    met = {key: [Pair(*two) for two in combinations(group, 2)] for key, group in groups.items()}
+    return _select(met, config, counts)
+
+
+def pairs_of_experts(
+    expert: Iterable[Example],
+    experience: Iterable[Example],
+    config: DpoConfig,
+    counts: Counter[str],
+) -> list[Pair]:
+    """What an expert did against what the policy did from the same opening. Where one of the two
+    has no return the expert counts as better, unless it said the same."""
+    experts, others = _grouped(expert), _grouped(experience)
+    met = {
+        key: [Pair(*two) for two in product(experts.get(key, ()), others.get(key, ()))]
+        for key in experts.keys() | others.keys()
+    }
+    return _select(met, config, counts)
+
+
+def _grouped(examples: Iterable[Example]) -> dict[Group, list[Example]]:
+    """By task and opening, each group in an order that depends only on its members."""
+    groups: dict[Group, list[Example]] = defaultdict(list)
+    for example in examples:
+        groups[example.task_id, example.parts[0]].append(example)
+    for members in groups.values():
+        members.sort(key=lambda example: json.dumps(example.record, sort_keys=True))
+    return groups
+
+
+def _select(met: dict[Group, list[Pair]], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
+    """The best pairs of each task: largest gap first, chance among equals."""
+    tasks: dict[str, list[Pair]] = defaultdict(list)
+    for group in sorted(met):
+        pairs = []
+        for pair in met[group]:
+            seeds = {example.record.get("seed") for example in pair}
+            if len(seeds - {None}) > 1:
+                counts["two seeds"] += 1
+            else:
+                pairs.append(pair)
+        if any(pair.gap is None or pair.gap > ROUNDING for pair in pairs):
+            tasks[group[0]] += pairs
+        else:
+            counts["no partner"] += 1
+    ordered: list[Pair] = []
+    for task_id, pairs in tasks.items():
+        random.Random(f"{config.seed}/{task_id}").shuffle(pairs)
+        ordered += sorted(pairs, key=lambda pair: -round(pair.gap or 0.0, 6))
+    return list(_kept(ordered, config, counts))
+
+
+def _kept(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> Iterator[Pair]:
+    """The pairs to learn from; each of the others is counted once."""
+    per_task: Counter[str] = Counter()
+    seen: set[Any] = set()
+    for pair in pairs:
+        total = pair.chosen.total_return
+        (opening, said), (_, other) = pair.chosen.parts, pair.rejected.parts
+        if pair.gap is not None and pair.gap <= max(ROUNDING, config.min_gap - ROUNDING):
+            counts["gap"] += 1
+        elif total is not None and total < config.min_return - ROUNDING:
+            counts["low return"] += 1
+        elif said[::2] == other[::2] or (opening, said, other) in seen:  # [::2]: the actions
+            counts["equal texts"] += 1
+        elif per_task[pair.task_id] >= config.pairs_per_task:
+            counts["over pairs per task"] += 1
+        else:
+            per_task[pair.task_id] += 1
+            seen.add((opening, said, other))
+            yield pair
+
+
+def batch_of(pairs: Sequence[Pair], pad_id: int) -> Batch:
+    """Rows 2i and 2i + 1 are chosen and rejected of pair i, and form group i, so that their opening
+    is computed once (scale/prefix.py)."""
+    sides = [(i, example) for i, pair in enumerate(pairs) for example in pair]
+    return make_batch([replace(e.trajectory, group_id=i) for i, e in sides], pad_id)
+
+
+def pairs_for(
+    session: Session[MethodWorker], files: IterationFiles, step: int, given: Sequence[Pair] | None
+) -> tuple[list[Pair], Tensor, dict[str, Any]]:
+    """An iteration's pairs, the reference's log-probs (P, 2), and metrics of how they came about:
+    read back from the run, or made by the policy as it is now, which is the reference.
+
+    Args:
+        given: pairs from files; None: the policy plays.
+    Raises:
+        TrainingError: there is no pair in the first iteration, and why; or the run has lost those
+            of an iteration that has begun.
+    """
+    w, config = session.worker, session.config
+    assert isinstance(config, DpoConfig)
+    iteration, place = divmod(step - 1, config.steps_per_iteration)
+    if (saved := files.read(iteration + 1, must_exist=place > 0)) is not None:
+        lines, summary = saved
+        pairs = [pair_in(w.chat, line, str(line["id"])) for line in lines]
+        sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
+        return pairs, torch.tensor(sums).reshape(-1, 2), summary["metrics"]
+    counts: Counter[str] = Counter()
+    metrics: dict[str, Any] = {}
+    pairs = list(given or ())
+    if given is None:
+        played, metrics = w.explore(step)
+        pairs = pairs_of(played, config, counts)
+    left_out = describe(counts)
+    if pairs:
+        out = f"; left out: {left_out}" if left_out else ""
+        distributed.say(f"iteration {iteration + 1}: {len(pairs)} pairs{out}")
+        pairs = sample_for_steps(pairs, config, iteration)
+    else:
+        problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
+        if not iteration:
+            raise TrainingError(
+                f"{problem}; start from a model that solves some of its tasks and not all (--model,"
+                " --warm-start), play more (--tasks-per-iteration, --group-size), or lower "
+                "--min-gap"
+            )
+        distributed.say(f"{problem}; its steps change no weight")
+    ref_sums = reference_sums(w, pairs) if pairs else torch.empty(0, 2)
+    lines = [
+        to_line(pair) | {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+        for pair, (ref_chosen, ref_rejected) in zip(pairs, ref_sums.tolist(), strict=True)
+    ]
+    metrics |= {"data/pairs": len(pairs)}
+    summary = {"metrics": metrics, "left_out": dict(sorted(counts.items()))}
+    files.write(iteration + 1, lines, summary)
+    return pairs, ref_sums, metrics
+
+
+def sample_for_steps(pairs: Sequence[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
+    """Sample as many pairs as this iteration will use; the rest is not scored under the
+    reference."""
+    most = config.steps_per_iteration * config.mini_batch_size // 2
+    if len(pairs) <= most:
+        return list(pairs)
+    distributed.say(
+        f"{most} of {len(pairs)} pairs, as many as {config.steps_per_iteration} steps take; a run "
+        "that is given more steps later goes over these again"
+    )
+    rng = random.Random(f"dpo/{config.seed}/{iteration}")
+    return [pairs[place] for place in sorted(rng.sample(range(len(pairs)), most))]
+
+
+def reference_sums(worker: MethodWorker, pairs: Sequence[Pair]) -> Tensor:
+    """log π of both sides of each pair under the policy as it is now, summed over policy tokens:
+    (P, 2). Collective.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed; no weight has changed.
+    """
+    worker.rest()
+    sums: list[Tensor] = []
+    size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
+    in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short
+    with in_time, phase("the reference's log-probs", total, "trajectories") as tick:
+        for start in range(0, len(pairs), size):
+            if worker.stop.agreed():
+                raise KeyboardInterrupt
+            part = batch_of(pairs[start : start + size], worker.pad_id)
+            objective = worker.portions(len(part))
+            log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
+            sums.append((log_probs * part.loss_mask).sum(1))
+            tick(len(part))
+    return torch.cat(sums).reshape(-1, 2)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def pairs_in_files(config: DpoConfig) -> list[Pair]:
+    """The pairs of files and runs. Collective.
+
+    Raises:
+        Misuse: a file that cannot be read, or no pair is left, and why.
+    """
+    if config.has_material:
+        return []  # the run holds them already, with the reference's log-probs
+    distributed.join()
+    chat = chat_of(config)
+
+    def read() -> tuple[list[Pair], Counter[str]]:
+        counts: Counter[str] = Counter()
+        if config.pairs:
+            paths = [Path(name) for name in config.pairs]
+            return read_pairs(chat, paths, config, counts), counts
+        if config.data:
+            examples = encode_all(chat, records_in(config, "data"))
+            return pairs_of(examples, config, counts), counts
+        expert = encode_all(chat, records_in(config, "expert"))
+        experience = encode_all(chat, records_in(config, "experience"))
+        return pairs_of_experts(expert, experience, config, counts), counts
+
+    try:
+        pairs, counts = distributed.first("reading pairs", read)
+    except (ValueError, OSError) as error:
+        raise Misuse(str(error)) from error
+    left_out = describe(counts)
+    if not pairs:
+        raise Misuse(
+            f"no pair left ({left_out or 'nothing was given'}); tries at one task have one "
+            '"item_id", or "id", and open with the same words'
+        )
+    if config.min_gap != DpoConfig.min_gap and all(pair.gap is None for pair in pairs):
+        problem = f"--min-gap {config.min_gap:g} compares returns, and no pair has two"
+        raise Misuse(f"{problem}; leave it out")
+    if config.min_return and all(pair.chosen.total_return is None for pair in pairs):
+        problem = f"--min-return {config.min_return:g} chooses by return, and nothing here has one"
+        raise Misuse(f"{problem}; leave it out")
+    distributed.say(f"{len(pairs)} pairs" + (f"; left out: {left_out}" if left_out else ""))
+    return fitting(config, pairs, "pairs", lambda pair: pair)
+
+
+def read_pairs(
+    chat: ChatTemplate, paths: Sequence[Path], config: DpoConfig, counts: Counter[str]
+) -> list[Pair]:
+    """The pairs of files, in their order; of a task the first ones.
+
+        {"id": "textcraft_31", "prompt": [{"from": "human", "value": "Goal: ..."}],
+         "chosen": [{"from": "gpt", "value": ...}, {"from": "human", ...}, ...], "rejected": [...]}
+
+    Messages ({"role", "content"}) and texts will do as well; without a prompt, two whole
+    conversations.
+
+    Raises:
+        ValueError: names file, line and what is wrong there.
+        OSError: a file cannot be read.
+    """
+
+    def read() -> Iterator[Pair]:
+        for where, content, name in items_of(paths):
+            try:
+                yield pair_in(chat, content, name)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+
+    return list(_kept(read(), config, counts))
+
+
+def pair_in(chat: ChatTemplate, content: Any, name: str) -> Pair:
+    """The pair of an object of a pair file; `name` is its task if it says none.
+
+    Raises:
+        ValueError: it is not a pair; says why.
+    """
+    sides = ("chosen", "rejected")
+    if not isinstance(content, dict) or not all(side in content for side in sides):
+        keys = list(content) if isinstance(content, dict) else content
+        raise ValueError(f'{repr(keys)[:80]}: expected {{"id", "prompt", "chosen", "rejected"}}')
+    objects = [content, *(content[side] for side in sides if isinstance(content[side], dict))]
+    task_ids = [o["item_id"] for o in objects if o.get("item_id") is not None]
+    if len(set(map(str, task_ids))) > 1:
+        raise ValueError(f"a pair of two tasks, {' and '.join(map(str, task_ids))}; expected one")
+    task_ids += [task_id for task_id in (content.get("id"), name) if task_id is not None]
+    examples = []
+    for side in sides:
+        try:
+            prompt = _turns(content.get("prompt"), "human")
+            prompt = [turn | {"loss": False} if turn.get("loss") else turn for turn in prompt]
+            turns = [
+                {"loss": True, **turn} if turn.get("from") == "gpt" else turn
+                for turn in _turns(content[side], "gpt")
+            ]
+            record = {"item_id": task_ids[0], "conversations": prompt + turns}
+            of_side = content[side] if isinstance(content[side], dict) else {}
+            total = content.get(f"{side}_return", of_side.get("return", of_side.get("reward")))
+            if total is not None:
+                record["return"] = total
+            return_of(record)
+            examples.append(encode(chat, record))
+        except ValueError as error:
+            raise ValueError(f"{side}: {error}") from None
+    pair = Pair(*examples)
+    if pair.chosen.parts[0] != pair.rejected.parts[0]:
+        raise ValueError(
+            "chosen and rejected open with different prompts, expected the same messages up to the "
+            "first observation"
+        )
+    return pair
+
+
+def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
+    """A text, messages or turns, by themselves or in a conversation, as turns."""
+    if isinstance(content, dict):
+        content = content.get("conversations", content.get("messages"))
+    if content is None and speaker == "human":  # the sides are whole conversations
+        return []
+    if isinstance(content, str) and content:
+        return [{"from": speaker, "loss": speaker == "gpt", "value": content}]
+    if not content or not isinstance(content, list) or not isinstance(content[0], dict):
+        raise ValueError(
+            f"{repr(content)[:60]}: expected a text, or a list of "
+            '{"from", "value"} or {"role", "content"}'
+        )
+    return turns_of(content) if "role" in content[0] else content
+
+
+def to_line(pair: Pair) -> Record:
+    """The object of a pair file from which `pair_in` makes this pair again."""
+    length = len(pair.chosen.parts[0])
+    line: Record = {"id": pair.chosen.record.get("item_id", pair.task_id)}
+    line["prompt"] = pair.chosen.record["conversations"][:length]
+    for name, example in zip(("chosen", "rejected"), pair, strict=True):
+        # `loss` is written out: an action without it is learned.
+        turns = example.record["conversations"][length:]
+        line[name] = [{"loss": None, **turn} for turn in turns]
+        if "return" in example.record:
+            line[f"{name}_return"] = example.record["return"]
+    return line
+
+
+def describe(counts: Counter[str]) -> str:
+    """What was left out, in words: '12 gap, 3 equal texts'."""
+    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if count)
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

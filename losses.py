@@ -10,7 +10,7 @@ policy as it was before the step, the gradient is taken at the policy as it is n
 N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
 `policy_objective` adds an entropy bonus and a penalty for leaving the reference model (below). The
 critic's loss and that of imitation stand by themselves; that of preferences (DPO) is in
-preferences.py.
+dpo.py.
 
 One rule holds for every mean in this file: *token-level over a global denominator*. The caller
 counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes

@@ -3,23 +3,21 @@
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
 loss_mask is 1 on the actions that were shown, their end-of-turn included, and 0 on prompt and
-observations: an agent does not write what the world says; N is how many tokens of the batch have
-the 1. A conversation is encoded by the path that sampling takes, token for token
-(conversations.py).
+observations, which the agent does not write; N is the number of tokens in the batch with mask 1.
 
     files, runs, an oracle ──> 1 conversations of the step ──> 2 update ──> 3 measure, log, save
 
-Imitation needs no reward and no exploration, and learns fast. It learns to do what was shown where
-it was shown; after its own first mistake the agent is where no teacher has been, and held-out
-success says more than the loss. What reinforcement adds to it: train.py.
+Imitation needs no reward and no exploration, and learns fast. It learns what to do in the states
+that were shown; after its own first mistake the agent is in a state that no teacher visited, so
+held-out success says more than the loss. For what reinforcement adds, see train.py.
 
     python sft.py --env textcraft                                  # an oracle's demonstrations
     python sft.py --data mine.jsonl --hold-out 0.1                 # your own: docs/data.md
-    python sft.py --data runs/NAME --min-return 1                  # what earned so much in a run
+    python sft.py --data runs/NAME --min-return 1                  # the good episodes of a run
     python sft.py --resume --run-dir runs/NAME                     # goes on where it was stopped
 
 Several processes, adapters, evaluation, Ctrl-C and the run's files are as in train.py. Read first:
-conversations.py. Read next: dpo.py, agentevol.py.
+data.py. Read next: dpo.py, agentevol.py.
 """
 
 from __future__ import annotations
@@ -29,26 +27,85 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from config import Misuse
-from conversations import Conversation
+from data import Example
 from rollout import portion
 from run import shell
 from run.clock import Clock, advice
-from run.methodworker import MethodWorker, count_learned, fitting, shown_by, sync_if_measured
+from run.methodworker import (
+    DATA_SHOWS,
+    IMITATED,
+    MethodConfig,
+    MethodWorker,
+    check_method,
+    count_learned,
+    fitting,
+    read_examples,
+    sync_if_measured,
+)
 from run.rundir import Run
 from run.session import Session, at_work, is_due
-from runtime.methods import SftConfig, check_method
 from scale import distributed
 from update import imitate, score_policy
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
+DATA = "data.json"  # of a run: a digest of the conversations that it learns from
 
-DATA = "data.json"  # of a run: which conversations it learns from
+
+@dataclass(frozen=True)
+class SftConfig(MethodConfig):
+    """Supervised fine-tuning: make what was shown likelier."""
+
+    method: ClassVar[str] = "sft"
+    program: ClassVar[str] = "sft.py"
+    unwatched: ClassVar[frozenset[str]] = IMITATED
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"steps"})  # --epochs decide then
+
+    # What is imitated
+    data: tuple[str, ...] = ()
+    """conversations: files of AgentTraj or messages, JSON or a line each, and runs; none: the
+    environment's oracle demonstrates training tasks"""
+    min_return: float | None = None
+    """of a run in --data: only trajectories with at least this return; solved ones have 1 in
+    textcraft, less in babyai (none: all)"""
+    num_demonstrations: int = 128
+    """demonstrations of the oracle, of each environment, without --data (episodes)"""
+    hold_out: float = 0.0
+    """share of the conversations, all of a task or none, that is not learned but measured: its loss
+    at each evaluation, or after each epoch when nothing is played; the lowest is `best` (0..1)"""
+    # How it learns
+    steps: int = 0
+    """training steps in total, also on resume; 0: as many as --epochs take (steps)"""
+    epochs: int = 2
+    """passes over the conversations, without --steps (epochs)"""
+    warm_start: str = "never"
+    """never: from --model as it is; auto: from its warm start; or a folder"""
+    env_weights: tuple[int, ...] = ()
+    """of train.py, dpo.py and agentevol.py; here each environment shows as many"""
+
+    def check(self) -> None:
+        super().check()
+        self.require("epochs", self.epochs >= 1, "must be at least 1")
+        self.require("hold_out", 0 <= self.hold_out < 1, "must be a share: 0 or more, and below 1")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from self.unplayed()
+        if self.data:
+            yield "num_demonstrations", DATA_SHOWS
+        else:
+            yield "min_return", "it chooses from --data: give that too"
+        if self.steps:
+            yield "epochs", f"--steps {self.steps} decides how far; give one of the two"
+        yield "env_weights", "nothing is played to learn from, each environment shows as many"
+
+    @property
+    def needs_world(self) -> bool:
+        return super().needs_world or not self.data  # its oracle demonstrates
 
 
 def train(config: SftConfig) -> Run:
@@ -57,33 +114,29 @@ def train(config: SftConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: what ended it, in a line; what was saved stays.
+        shell.FAILURES: why the run ended, in a line; what was saved stays.
     """
     config = shell.checked(config, check_method)
-    records = shown_by(config, config.min_return)
-    fit = fitting(config, records, "conversations")  # which decides how many steps there are
-    parts = parted([str(r.get("item_id")) for r in fit], config.hold_out, config.seed)
-    shown, hidden = ([fit[i] for i in part] for part in parts)
-    if hidden:
-        tasks = len({str(record.get("item_id")) for record in hidden})
-        distributed.say(f"held out: {len(hidden)} of {len(fit)} conversations, of {tasks} tasks")
-    epoch = math.ceil(len(shown) / config.mini_batch_size)  # steps
+    examples = read_examples(config, config.min_return)
+    digest = digest_of(examples)
+    learned, held_out = split(config, fitting(config, examples, "conversations", lambda e: [e]))
+    epoch = math.ceil(len(learned) / config.mini_batch_size)  # steps
     config = replace(config, steps=config.steps or config.epochs * epoch)
-    require_same(records, config)
+    require_same(digest, config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
-        session.run.write_json(DATA, digest_of(records))
+        session.run.write_json(DATA, digest)
         session.evaluate_start()
-        if hidden and not session.completed_step:
-            loss = loss_on(w, hidden)
+        if held_out and not session.completed_step:
+            loss = loss_on(w, held_out)
             distributed.say(f"step 0: held-out loss {loss:.4f} nats a token")
             note_loss(session, 0, loss)
         for step in session.steps_left():
             clock = Clock(vars(config))
             # ---------------------------------------------------------------------- 1 conversations
             key = f"sft/{config.seed}"
-            rows, epochs = portion(step, len(shown), config.mini_batch_size, key)
-            batch = w.batch_of([shown[row] for row in rows])
+            rows, epochs = portion(step, len(learned), config.mini_batch_size, key)
+            batch = w.batch_of([learned[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
             with session.saving_on_failure():
@@ -95,10 +148,10 @@ def train(config: SftConfig) -> Run:
             metrics |= {"train/trajectories_used": len(batch)}
 
             # ---------------------------------------------------------------- 3 measure, log, save
-            if hidden and is_due(step, config.eval_every or epoch, config.steps):
+            if held_out and is_due(step, config.eval_every or epoch, config.steps):
                 in_time = advice("time/log_probs_s", vars(config))  # where memory is short
                 with session.saving_on_failure(learned=True), in_time:
-                    metrics["eval/loss"] = loss_on(w, hidden)
+                    metrics["eval/loss"] = loss_on(w, held_out)
                     note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_measured(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
@@ -106,12 +159,23 @@ def train(config: SftConfig) -> Run:
     return session.run
 
 
-def parted(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Which conversations are learned, and which are held out: all of a task on one side, for a run
-    has tried each several times, and what is learned word for word would be measured.
+def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """What is learned, and what is held out."""
+    task_ids = [example.task_id for example in examples]
+    learned, held_out = (
+        [examples[i] for i in part] for part in parted(task_ids, config.hold_out, config.seed)
+    )
+    if held_out:
+        num_tasks = len({example.task_id for example in held_out})
+        distributed.say(
+            f"held out: {len(held_out)} of {len(examples)} conversations, of {num_tasks} tasks"
+        )
+    return learned, held_out
 
-    Args:
-        tasks: each conversation's.
+
+def parted(task_ids: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Places of the conversations that are learned, and of those held out. A task is on one side
+    only: a run has tried it several times, often in the same words.
 
     >>> learned, held_out = parted(["a", "b", "a", "c", "a", "d", "e", "b", "a", "f"], 0.2, seed=0)
     >>> held_out, sorted(learned + held_out) == list(range(10))
@@ -121,29 +185,29 @@ def parted(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], li
         Misuse: nothing would be left to learn.
     """
     members: dict[str, list[int]] = {}
-    for place, task in enumerate(tasks):
+    for place, task in enumerate(task_ids):
         members.setdefault(task, []).append(place)
-    wanted, held_out = max(1, round(share * len(tasks))) if share else 0, list[int]()
+    wanted, held_out = max(1, round(share * len(task_ids))) if share else 0, list[int]()
     for task in random.Random(f"hold out {seed}").sample(list(members), len(members)):
         if len(held_out) + len(members[task]) <= wanted:
             held_out += members[task]
-    if wanted and not held_out:  # every task has more: the smallest
+    if wanted and not held_out:  # every task has more than the share: take the smallest
         held_out = min(members.values(), key=len)
-    learned = sorted(set(range(len(tasks))) - set(held_out))
+    learned = sorted(set(range(len(task_ids))) - set(held_out))
     if not learned:
         raise Misuse(
-            f"--hold-out {share} leaves none of {len(tasks)} conversations ({len(members)} tasks) "
-            "to learn from"
+            f"--hold-out {share} leaves none of {len(task_ids)} conversations ({len(members)} "
+            "tasks) to learn from"
         )
     return learned, sorted(held_out)
 
 
-def loss_on(worker: MethodWorker, records: Sequence[Conversation]) -> float:
-    """The loss of what is not learned (nats a token of its actions). Collective."""
+def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
+    """The loss on held-out examples (nats per action token). Collective."""
     worker.rest()
     total, tokens, size = 0.0, 0.0, worker.config.mini_batch_size
-    for start in range(0, len(records), size):
-        batch = worker.batch_of(records[start : start + size])
+    for start in range(0, len(examples), size):
+        batch = worker.batch_of(examples[start : start + size])
         objective = worker.portions(len(batch))
         log_probs = score_policy(worker.policy.model, batch, objective, worker.device)  # (B, T)
         total -= float((log_probs * batch.loss_mask).sum())
@@ -152,31 +216,25 @@ def loss_on(worker: MethodWorker, records: Sequence[Conversation]) -> float:
 
 
 def note_loss(session: Session[MethodWorker], step: int, loss: float) -> None:
-    """Where nothing is played the lowest held-out loss says which checkpoint is the best."""
+    """When nothing is played, the lowest held-out loss decides which checkpoint is the best."""
     if not session.config.plays:
         session.note_evaluation(step, -loss)
 
 
-def digest_of(records: Sequence[Conversation]) -> dict[str, Any]:
-    """What tells the conversations from others."""
+def digest_of(examples: Sequence[Example]) -> dict[str, Any]:
     digest = hashlib.sha256()
-    for record in records:
-        digest.update(json.dumps(record, sort_keys=True).encode())
-    return {"conversations": len(records), "sha256": digest.hexdigest()}
+    for example in examples:
+        digest.update(json.dumps(example.record, sort_keys=True).encode())
+    return {"conversations": len(examples), "sha256": digest.hexdigest()}
 
 
-def require_same(records: Sequence[Conversation], config: SftConfig) -> None:
-    """A resumed run learns from what it began with, or not at all.
-
-    Raises:
-        Misuse: the files have changed since.
-    """
+def require_same(digest: dict[str, Any], config: SftConfig) -> None:
+    """Refuse to resume with other conversations than the run began with."""
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
-        if not config.resume or not path.exists():
-            return True
-        return bool(json.loads(path.read_text(encoding="utf-8")) == digest_of(records))
+        is_new = not config.resume or not path.exists()
+        return is_new or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
 
     if not distributed.first("comparing the data", is_same):
         what = f"--data {' '.join(config.data)}" if config.data else "what the oracle shows"

@@ -7,48 +7,53 @@ no valid TextCraft action in 240 tries. A few minutes of imitation change that.
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-loss_mask is 1 on the demonstrated actions, their end-of-turn included, and 0 on prompt and
-observations. A demonstration is encoded by the same `RolloutHandler` that sampling uses, so that
-the policy is warmed up on exactly the token sequences it will see; there is no second path to drift
-away from it. The loop is RL's own, `update.optimize`, with another loss: it trains whole or sharded
-models, all weights or adapters.
-
-A run begins with `start_model`, which has an oracle demonstrate (demonstrations.py), warms up the
-small models and keeps the result under a key of model, data and settings. By hand, for a folder
-that `--warm-start` takes (imitation as a method, evaluated and resumable, is sft.py):
+A run begins with `start_model`, which has an oracle demonstrate (data.py), warms up the small
+models and caches the result under a key of model, data and settings. The project comes with some
+(recipes/starts/): LoRA adapters, used where training would see the same model, texts and settings.
+By hand, for a folder that `--warm-start` takes:
 
     python warmstart.py --env textcraft --out runs/warm
 
-Read next: `train.py`, `sft.py`.
+It stands apart from sft.py, which is a whole run with evaluation and resume, because every run
+begins here. Read next: train.py, sft.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Misuse, Objective, RunConfig, refusing
-from conversations import Conversation, from_agenttraj, was_encoded_again
-from demonstrations import PLAIN, Manner, demonstrations, shown_in_each
+from config import SMALL_MODELS, Misuse, Objective, RunConfig, flag, refusing
+from data import (
+    PLAIN,
+    Manner,
+    Record,
+    demonstrations,
+    demonstrations_for,
+    encode,
+    read_records,
+    was_encoded_again,
+)
 from envclient import EnvError
 from envs import env_name, load_tasks
 from models import load_policy, load_tokenizer, stop_ids_of
 from run.errors import complain
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
-from runtime import starts
-from runtime.startconfig import SftSettings, StartConfig, data_of, settings_of, start_options
+from runtime.cli import parse_command_line
+from runtime.find_model import check_model
 from scale import distributed, precision
 from scale.default_models import resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
@@ -58,6 +63,45 @@ from update import Learner, suited
 from update import imitate as imitate_batch
 
 PROG, SUMMARY = "warmstart.py", (__doc__ or "").split("\n\n")[0]
+STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters, and ABOUT
+ABOUT = "sft.json"  # how a start was trained, and a hash of what on
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """How a warm start is trained; part of its cache key."""
+
+    num_demonstrations: int = 128
+    slips: float = 0.0
+    """chance that the oracle makes a wrong move before a right one: it is not imitated, and what
+    follows shows how to recover from it (0..1)"""
+    thoughts: bool = True
+    """whether the oracle says why it acts; --no-thoughts: turns are actions alone"""
+    epochs: int = 2
+    learning_rate: float = 1e-4
+    batch_size: int = 8
+    """demonstrations per optimizer step"""
+    max_tokens: int = 2048
+    """of a micro-batch"""
+    max_trajectory_tokens: int = 2048
+    """longer demonstrations are left out and counted"""
+    lora_rank: int = 0
+    """train adapters of this rank, merged into the checkpoint (0: all weights)"""
+    share_prefix: bool = True
+    """compute what all demonstrations begin with once a step; --no-share-prefix for models whose
+    attention is not plain and causal"""
+    seed: int = 0
+
+    def num_steps(self, num_records: int) -> int:
+        """Optimizer steps over so many demonstrations."""
+        return self.epochs * math.ceil(num_records / self.batch_size)
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.slips, self.thoughts)
+
+
+# ---------------------------------------------------------------------------------------- training
 
 
 def imitate(
@@ -68,8 +112,7 @@ def imitate(
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
     """Minimise the action loss; returns the loss of every optimizer step (nats per action token).
-
-    The learning rate falls linearly to a tenth over the run.
+    The learning rate falls linearly to a tenth.
 
     Args:
         steps: overrides epochs x batches.
@@ -98,30 +141,27 @@ def imitate(
     return losses
 
 
-def encode(
-    chat: ChatTemplate, records: list[Conversation], settings: SftSettings, pad_id: int
+def batch_of(
+    chat: ChatTemplate, records: Sequence[Record], settings: SftSettings, pad_id: int
 ) -> Batch:
-    """Conversations -> tensors; those over the token limit are left out, and counted in a line."""
-    handlers = [from_agenttraj(chat, record) for record in records]
-    kept = [h for h in handlers if len(h.input_ids) <= settings.max_trajectory_tokens]
+    """Records -> tensors; those over the token limit are left out and counted in a line."""
     limit = settings.max_trajectory_tokens
-    if len(kept) < len(handlers):
-        out = f"{len(handlers) - len(kept)} of {len(handlers)} demonstrations"
-        distributed.say(f"{out} have more than {limit} tokens and are left out")
-    if not kept:
+    examples = [encode(chat, record) for record in records]
+    fit = [e.trajectory for e in examples if len(e.trajectory.input_ids) <= limit]
+    if len(fit) < len(examples):
+        num_out = f"{len(examples) - len(fit)} of {len(examples)} demonstrations"
+        distributed.say(f"{num_out} have more than {limit} tokens and are left out")
+    if not fit:
         raise ValueError(f"--max-trajectory-tokens {limit} leaves no demonstration; raise it")
-    again = sum(map(was_encoded_again, handlers, records))
-    if again:
-        distributed.say(f"{again} trajectories of another tokenizer were encoded again, from text")
-    return make_batch(kept, pad_id)
+    if num_again := sum(map(was_encoded_again, examples)):
+        distributed.say(
+            f"{num_again} trajectories are from another tokenizer: encoded again, from text"
+        )
+    return make_batch(fit, pad_id)
 
 
 def train_to(
-    folder: Path | None,
-    model: str,
-    records: list[Conversation],
-    settings: SftSettings,
-    accelerator: Any,
+    folder: Path | None, model: str, records: list[Record], settings: SftSettings, accelerator: Any
 ) -> None:
     """Fine-tune `model` and save a checkpoint, with its data and losses beside it, and adapters
     also by themselves. Collective.
@@ -135,26 +175,21 @@ def train_to(
         if settings.lora_rank:
             add_lora(policy.lm, settings.lora_rank, settings.seed)
         chat = ChatTemplate(tokenizer, stop_ids_of(path))
-        batch = encode(chat, records, settings, tokenizer.pad_token_id or 0)
+        batch = batch_of(chat, records, settings, tokenizer.pad_token_id or 0)
     keep_for_backward(policy, what_to_keep(False, accelerator.device))
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
-    total = settings.num_steps(len(batch))
-    with phase("warm start", total, "steps") as tick:
-
-        def show(loss: float) -> None:
-            tick(loss=f"{loss:.3f}")
-
-        losses = imitate(Learner(accelerator, policy, optimizer), batch, settings, on_step=show)
+    with phase("warm start", settings.num_steps(len(batch)), "steps") as tick:
+        learner = Learner(accelerator, policy, optimizer)
+        losses = imitate(learner, batch, settings, on_step=lambda loss: tick(loss=f"{loss:.3f}"))
     export_policy(accelerator, policy, tokenizer, folder)
     if settings.lora_rank:
         target = folder / "adapter" if folder is not None else None
         save_adapter(policy.lm, target, model, distributed.whole, torch.bfloat16)
     if folder is not None:
-        sft = {"model": model, "settings": asdict(settings), "losses": losses}
-        sft["records"] = starts.hash_of(records)
-        write_json(folder / "sft.json", sft)
+        about = {"model": model, "settings": asdict(settings), "losses": losses}
+        write_json(folder / ABOUT, about | {"records": hash_of(records)})
         write_json(folder / "sft_data.json", records)
     distributed.forget(accelerator, policy)
     last = sum(losses[-8:]) / len(losses[-8:])
@@ -171,41 +206,44 @@ def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) ->
     distributed.forget(accelerator, policy)
 
 
-def build(folder: Path, train: Callable[[Path | None], None]) -> None:
-    """`train` into `folder`, which exists when all of it is there. Collective."""
+def build(folder: Path, make: Callable[[Path | None], None]) -> None:
+    """`make` into `folder`, which exists once all of it is there. Collective."""
     if distributed.rank() == 0:
-        build_folder(folder, train)
+        build_folder(folder, make)
     else:
-        train(None)
+        make(None)
     distributed.meet()
+
+
+# ---------------------------------------------------------------------------------- of a run
 
 
 def warm_start(
     model: str,
     env: str,
-    demonstrate: Callable[[], list[Conversation]],
+    demonstrate: Callable[[], list[Record]],
     settings: SftSettings,
     accelerator: Any,
 ) -> str:
-    """Path of `model` warmed up on what `demonstrate` shows of `env`; trained once, or come with
-    the project, then cached. Collective."""
+    """Path of `model` warmed up on what `demonstrate` returns: trained once, or shipped with the
+    project, then cached. Collective."""
 
-    def play() -> tuple[list[Conversation], bool]:
-        with refusing():
-            records = demonstrate()
-        return records, folder_of(records).exists()
-
-    def folder_of(records: list[Conversation]) -> Path:
+    def folder_of(records: list[Record]) -> Path:
         key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
         name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
         return cache_dir() / "warm_starts" / name
+
+    def play() -> tuple[list[Record], bool]:
+        with refusing():
+            records = demonstrate()
+        return records, folder_of(records).exists()
 
     records, is_there = distributed.first("demonstrations", play)
     folder = folder_of(records)
     if is_there:
         return str(folder)
     about = f"{len(records)} demonstrations, {settings.epochs} epochs"
-    adapters = starts.shipped(model, env, records, settings)
+    adapters = shipped(model, env, records, settings)
     if adapters is not None:
         distributed.say(f"warm start: {about}; comes with the project, nothing to train")
         make = partial(unpack, model=model, adapters=adapters, accelerator=accelerator)
@@ -219,18 +257,14 @@ def warm_start(
     return str(folder)
 
 
-def manner_of(settings: SftSettings) -> Manner:
-    """How the oracle shows what such a start imitates."""
-    return Manner(settings.slips, settings.thoughts)
+def begins_warm(config: RunConfig) -> bool:
+    return config.warm_start == "auto" and config.model in SMALL_MODELS
 
 
-def manner_in(config: RunConfig, env: str) -> Manner:
-    """How a run's oracle shows one of its worlds: as it did to the start that the run begins with,
-    lest it teach another way to speak; plainly where the run begins with none. Of several worlds
-    each has the slips and thoughts of a run of its own."""
-    if config.warm_start != "auto" or config.model not in SMALL_MODELS:
-        return PLAIN
-    return manner_of(starts.settings_for(config.model, env))
+def manner_for(config: RunConfig, env: str) -> Manner:
+    """How a run's oracle demonstrates: as it did for the start that the run begins with, so that it
+    does not teach a second way of speaking; plainly if the run begins with none."""
+    return settings_for(config.model, env).manner if begins_warm(config) else PLAIN
 
 
 def given_model(config: RunConfig) -> str:
@@ -242,50 +276,113 @@ def given_model(config: RunConfig) -> str:
 
 
 def start_model(config: RunConfig, accelerator: Any) -> str:
-    """Path of the weights that RL starts from: as given, or warmed up on demonstrations.
+    """Path of the weights that a run starts from: as given, or warmed up on demonstrations.
     Collective."""
     path = given_model(config)
-    if config.warm_start != "auto" or config.model not in SMALL_MODELS:
+    if not begins_warm(config):
         return path
-    settings = starts.settings_for(config.model, config.env)
-    count, seed = settings.num_demonstrations, settings.seed  # of several worlds one for all
-    show = partial(shown_in_each, config, count, seed, partial(manner_in, config))
+    settings = settings_for(config.model, config.env)
+    count, seed = settings.num_demonstrations, settings.seed  # one start for all environments
+    show = partial(demonstrations_for, config, count, seed, partial(manner_for, config))
     return warm_start(config.model, config.env, show, settings, accelerator)
 
 
-def main(config: StartConfig) -> int:
-    settings = settings_of(config)
+# ------------------------------------------------------------------ starts shipped with the project
+
+
+def hash_of(records: Sequence[Record]) -> str:
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
+
+
+def settings_for(model: str, env: str) -> SftSettings:
+    """How a warm start of `model` in `env` is trained: like the shipped one, if there is one."""
+    about = _about(model, env)
+    return SftSettings(**about["settings"]) if about else SftSettings()
+
+
+def shipped(model: str, env: str, records: Sequence[Record], settings: SftSettings) -> Path | None:
+    """The folder of the adapters that training on these records would give; None if the project has
+    none."""
+    about = _about(model, env)
+    if not about or about["records"] != hash_of(records):
+        return None
+    is_same = SftSettings(**about["settings"]) == settings
+    return STARTS / f"{model}-{env_name(env)}" if is_same else None
+
+
+def _about(model: str, env: str) -> dict[str, Any] | None:
+    file = STARTS / f"{model}-{env_name(env)}" / ABOUT
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+@dataclass(frozen=True)
+class StartConfig(SftSettings):
+    """A warm start by hand: supervised fine-tuning, without evaluation."""
+
+    env: str = "textcraft"
+    """environment whose oracle demonstrates"""
+    model: str = "smollm2-135m"
+    """what to start from: smollm2-135m, tiny, a path or a hub id"""
+    out: str = "runs/sft"
+    """folder of the checkpoint; must not exist"""
+    data: tuple[str, ...] = ()
+    """conversations to imitate instead: files and runs, as in sft.py"""
+    tasks: str | None = None
+    """id list for the oracle; default: the environment's training split"""
+    subtasks: tuple[str, ...] = ()
+    """only these sub-tasks, e.g. "depth 1" "depth 2" """
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """number format to compute in; auto: the faster one on this machine"""
+
+    def check(self) -> None:
+        """Raise Misuse for what cannot work here."""
+        positive = ("num_demonstrations", "epochs", "batch_size", "max_tokens", "learning_rate")
+        for name in (*positive, "max_trajectory_tokens"):
+            if not getattr(self, name) > 0:
+                raise Misuse(f"{flag(name)} {getattr(self, name)} must be above 0")
+        if not 0 <= self.slips < 1:
+            raise Misuse(f"--slips {self.slips} must be a chance, 0 to 1")
+        if Path(self.out).exists():
+            raise Misuse(f"--out {self.out} exists; choose another folder")
+        check_model(self.model)
+
+    def records(self) -> list[Record]:
+        if self.data:
+            try:
+                records = list(read_records([Path(name) for name in self.data]))
+            except (OSError, ValueError) as error:
+                raise Misuse(f"--data {error}") from error
+            if not records:
+                raise Misuse(f"--data {' '.join(self.data)} holds no conversation")
+            return records
+        with refusing():
+            split = None if self.tasks else "train"
+            tasks = load_tasks(self.env, split, self.tasks, self.subtasks)
+            count = self.num_demonstrations
+            return demonstrations(self.env, tasks, count, self.seed, manner=self.manner)
+
+
+def main(config: StartConfig) -> None:
+    settings = SftSettings(**{f.name: getattr(config, f.name) for f in fields(SftSettings)})
     distributed.join()
     accelerator = distributed.make_accelerator(precision.choose(config.precision).autocast)
-
-    def shown() -> list[Conversation]:
-        if config.data:
-            return list(data_of(config))
-        split = None if config.tasks else "train"
-        tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-        count, manner = settings.num_demonstrations, manner_of(settings)
-        return demonstrations(config.env, tasks, count, settings.seed, manner=manner)
-
-    with refusing():
-        records = distributed.first("demonstrations", shown)
-    train = partial(
-        train_to,
-        model=config.model,
-        records=records,
-        settings=settings,
-        accelerator=accelerator,
-    )
-    build(Path(config.out), train)
+    records = distributed.first("demonstrations", config.records)
+    train = partial(train_to, model=config.model, records=records, settings=settings)
+    build(Path(config.out), partial(train, accelerator=accelerator))
     distributed.say(f"saved {config.out}")
-    return 0
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, run; misuse is one line and exit code 2, a failure at run time one line and code 1."""
     try:
-        code = main(start_options(argv, PROG, SUMMARY))
+        config = parse_command_line(StartConfig, argv, PROG, description=SUMMARY)
+        config.check()
+        main(config)
         distributed.leave()
-        return code
+        return 0
     except Misuse as error:
         complain(PROG, error)
         return 2

@@ -33,10 +33,9 @@ import update  # noqa: E402
 from batching import Batch  # noqa: E402
 from benchmarks import common, groups  # noqa: E402
 from config import Config, Objective  # noqa: E402
+from dpo import DpoConfig, preference_loss  # noqa: E402
 from losses import imitation_loss  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
-from preferences import preference_loss  # noqa: E402
-from runtime.methods import DpoConfig  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 from update import cut, forward_policy  # noqa: E402
 

@@ -66,7 +66,7 @@ def run_ours(options: argparse.Namespace) -> None:
     import dpo
     from benchmarks.common import make_learner, one_step
     from config import Config
-    from runtime.methods import DpoConfig
+    from dpo import DpoConfig
     from update import suited
 
     batch, learner = pairs_of(options.start, options.pairs), make_learner(options.start)

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from conversations import NAMES, Conversation  # noqa: E402
+from data import NAMES, Record  # noqa: E402
 from envs import Task, load_tasks  # noqa: E402
 from envs.textcraft.env import TextCraft  # noqa: E402
 from recipes.common import markdown, write_json  # noqa: E402
@@ -68,7 +68,7 @@ def play(
     error: float,
     rng: random.Random,
     max_turns: int = MAX_TURNS,
-) -> tuple[Conversation, bool]:
+) -> tuple[Record, bool]:
     """One episode as an AgentTraj conversation, and whether it was solved in so many turns."""
     observation = world.reset(task_index, seed=rng.randrange(10**9))
     commands = world.state_for_people()["commands"]
@@ -90,7 +90,7 @@ def play(
 
 def demonstrate(
     tasks: Sequence[Task], count: int, error: float, seed: int
-) -> tuple[list[Conversation], dict[str, list[int]]]:
+) -> tuple[list[Record], dict[str, list[int]]]:
     """`count` solved episodes, sub-tasks drawn by SHARES, and the turns of all that were played by
     sub-task, MAX_TURNS + 1 for those that were not solved."""
     rng, world = random.Random(seed), TextCraft()
@@ -99,7 +99,7 @@ def demonstrate(
     for task in tasks:
         by_subtask.get(task.subtask, []).append(task)
     there = [name for name, group in by_subtask.items() if group]
-    records: list[Conversation] = []
+    records: list[Record] = []
     turns: dict[str, list[int]] = {name: [] for name in there}
     while len(records) < count:
         (name,) = rng.choices(there, [SHARES[n] for n in there])

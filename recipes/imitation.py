@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from batching import Batch
     from config import Config
-    from conversations import Conversation
+    from data import Record
     from rollout import RolloutLog
     from run.clock import Clock
     from train import RLWorker as Worker
@@ -77,7 +77,7 @@ def imitation_step(worker: "Worker", step: int, batch: "Batch") -> dict[str, Any
 
 
 def of_a_teacher(
-    records: Callable[["Worker", int], list["Conversation"]], per_step: int
+    records: Callable[["Worker", int], list["Record"]], per_step: int
 ) -> Callable[["Worker"], "LessonAt"]:
     """Each step imitates demonstrations that no step before it saw.
 
@@ -93,7 +93,7 @@ def of_a_teacher(
         if len(taught) < count:
             raise SystemExit(f"only {len(taught)} of {count} demonstrations succeeded")
 
-        def shown_at(step: int) -> list["Conversation"]:
+        def shown_at(step: int) -> list["Record"]:
             return taught[(step - 1) * per_step : step * per_step]
 
         return of_what_is_shown(shown_at, per_step)(worker)
@@ -102,7 +102,7 @@ def of_a_teacher(
 
 
 def of_what_is_shown(
-    shown_at: Callable[[int], list["Conversation"]], per_step: int
+    shown_at: Callable[[int], list["Record"]], per_step: int
 ) -> Callable[["Worker"], "LessonAt"]:
     """Each step imitates what is shown at it, `per_step` demonstrations in one optimizer step.
 
@@ -110,7 +110,7 @@ def of_what_is_shown(
         SystemExit: they would be several.
     """
     from rollout import RolloutLog
-    from warmstart import SftSettings, encode
+    from warmstart import SftSettings, batch_of
 
     def prepare(worker: "Worker") -> "LessonAt":
         require_one_update(worker.config, per_step)
@@ -119,7 +119,7 @@ def of_what_is_shown(
         def lesson_at(step: int, clock: "Clock") -> "Lesson":
             with clock("time/rollout_s"):
                 shown = shown_at(step)
-            return encode(worker.chat, shown, settings, worker.pad_id), {}, RolloutLog()
+            return batch_of(worker.chat, shown, settings, worker.pad_id), {}, RolloutLog()
 
         return lesson_at
 

@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from conversations import NAMES, Conversation  # noqa: E402
+from data import NAMES, Record  # noqa: E402
 from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
 from recipes.common import markdown, read_json, run, write_json  # noqa: E402
 
@@ -76,7 +76,7 @@ def goals(seeds: Sequence[int]) -> list[int]:
 
 def show(
     world: Any, task_index: int, rng: random.Random, error: float = ERROR, turns: int = MAX_TURNS
-) -> tuple[Conversation, bool]:
+) -> tuple[Record, bool]:
     """One episode of the teacher as an AgentTraj conversation, and whether it was solved."""
     observation, solved = world.reset(task_index), False
     told: list[dict[str, Any]] = [
@@ -101,13 +101,13 @@ def read_prompt() -> list[dict[str, str]]:
 
 def demonstrate(
     count: int, seed: int = 0, kinds: Sequence[str] = tuple(TIERS)
-) -> tuple[list[Conversation], str, int]:
+) -> tuple[list[Record], str, int]:
     """`count` solved episodes on the teacher's own seeds, a table of all that it played, and the
     turns of all, of those too that came to nothing."""
     from envs.babyai.env import BabyAI
 
     rng, world = random.Random(seed), BabyAI()
-    shown: list[Conversation] = []
+    shown: list[Record] = []
     tried: Counter[str] = Counter()
     turns: dict[str, list[int]] = {tier: [] for tier in kinds}
     played = 0

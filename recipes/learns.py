@@ -32,7 +32,7 @@ Each run takes 1.0 to 1.3 hours on two CPU cores (the sft arm that for each lear
 `shuffled`, whose episodes grow long as it fails, 2.6), and half an hour for each evaluation of the
 published split, which --test-samples 0 leaves out. It may be killed at any time and goes on from
 its last checkpoint. What follows the known options is handed on to train.py, for all arms alike.
-Read next: imitation.py, learns_report.py; demonstrations.py.
+Read next: imitation.py, learns_report.py; data.py.
 """
 
 import argparse
@@ -63,7 +63,7 @@ from recipes.published import evaluate_test  # noqa: E402
 
 if TYPE_CHECKING:
     from config import Config
-    from conversations import Conversation
+    from data import Record
     from run.worker import Worker
 
 SFT_LEARNING_RATES = (4e-5, 1e-4)  # RL's, and the warm start's
@@ -99,9 +99,9 @@ def arm_arguments(arm: str, seed: int, run_dir: Path, extra: Sequence[str] = ())
 
 def train_sft(config: "Config") -> None:
     """The control: fresh demonstrations of the oracle, as many as fit into RL's time."""
-    from demonstrations import demonstrations
+    from data import demonstrations
 
-    def records(worker: "Worker", count: int) -> list["Conversation"]:
+    def records(worker: "Worker", count: int) -> list["Record"]:
         seed = 1_000_000 * (config.seed + 1)  # far from the warm start's, which are small numbers
         return demonstrations(config.env, worker.tasks, count, seed, config.env_addr)
 

@@ -142,9 +142,11 @@ def arguments_of(arm: Arm, seed: int, run_dir: Path, extra: Sequence[str] = ()) 
 
 def kind_of(arm: Arm) -> Any:
     """The class of its program's options."""
-    from runtime import methods
+    from agentevol import EvolConfig
+    from dpo import DpoConfig
+    from sft import SftConfig
 
-    kinds = (methods.SftConfig, methods.DpoConfig, methods.EvolConfig)
+    kinds = (SftConfig, DpoConfig, EvolConfig)
     return next(kind for kind in kinds if kind.program == arm.program)
 
 

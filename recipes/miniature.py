@@ -68,7 +68,7 @@ from recipes.miniature_plan import (  # noqa: E402
 from recipes.miniature_report import report  # noqa: E402
 
 if TYPE_CHECKING:
-    from conversations import Conversation
+    from data import Record
 
 
 # -------------------------------------------------------------------------------------------- a run
@@ -210,22 +210,20 @@ def learn(learner: str, arguments: Sequence[str]) -> None:
     ]
     per_step = config.tasks_per_step * config.group_size
 
-    def shown_at(step: int) -> list["Conversation"]:
+    def shown_at(step: int) -> list["Record"]:
         rng = random.Random(f"taught {config.seed} {step}")
         return teach(near, per_step, config.evaluation_rounds, rng)
 
     imitation.imitate(config, imitation.of_what_is_shown(shown_at, per_step))
 
 
-def teach(
-    indices: Sequence[int], count: int, horizon: int, rng: random.Random
-) -> list["Conversation"]:
+def teach(indices: Sequence[int], count: int, horizon: int, rng: random.Random) -> list["Record"]:
     """What the careless teacher shows: `count` solved episodes of at most so many turns."""
     from envs import OracleLost
     from envs.babyai.env import BabyAI
 
     world = BabyAI()
-    shown: list[Conversation] = []
+    shown: list[Record] = []
     while len(shown) < count:
         with contextlib.suppress(OracleLost):
             record, solved = laboratory.show(world, rng.choice(indices), rng, turns=horizon)

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from conversations import Conversation  # noqa: E402
+from data import Record  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from envs.babyai.env import BabyAI  # noqa: E402
 from envs.textcraft.env import TextCraft  # noqa: E402
@@ -111,7 +111,7 @@ def write_ids() -> None:
         print(f"recipes/ids/{name}.json: {len(ids)} tasks")
 
 
-def demonstrate(crafted: int, mazes: int) -> tuple[list[Conversation], list[str]]:
+def demonstrate(crafted: int, mazes: int) -> tuple[list[Record], list[str]]:
     """Episodes of both teachers, mixed by chance; and texts that hold the words of all."""
     tasks = [
         t

@@ -60,7 +60,9 @@ METHODS = ("sft", "dpo", "agentevol")
 
 def run_world(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """Train to the end (or resume), then write the result."""
-    from runtime.methods import DpoConfig, EvolConfig, SftConfig
+    from agentevol import EvolConfig
+    from dpo import DpoConfig
+    from sft import SftConfig
 
     kinds = {kind.method: kind for kind in (SftConfig, DpoConfig, EvolConfig)}
     kind, folder = kinds.get(options.method), options.results / "worlds"

@@ -1,13 +1,13 @@
-"""What methods that learn from whole trajectories add to a worker: conversations as batches, play
-for new ones, and what an iteration has made, kept in the run.
+"""What sft.py, dpo.py and agentevol.py share: methods that learn from whole trajectories.
 
-    conversations ──batch_of──> Batch          encoded as sampling encodes
-    tasks ──explore──> conversations           the policy as it is now plays, with returns
-    make ──Kept──> runs/NAME/<name>/iteration_001.jsonl, .json
+    MethodConfig, IteratedConfig   their common options
+    MethodWorker                   a worker that makes batches of examples, and explores
+    read_examples, fitting         --data or an oracle, as examples no longer than the token limit
+    IterationFiles                 what an iteration made, in runs/NAME/<name>/iteration_001.jsonl
 
-An iteration's material (an evolving set, pairs with what the reference thinks of them) is made
-once, by a policy that the steps after it change. So it lies in the run: a run that was killed
-anywhere finds it again, and goes on with the same.
+An iteration's material (an evolving set, or pairs with the reference's log-probs) is made once, by
+a policy that the following steps change. It is written into the run, so that a run killed at any
+point finds it again and goes on with the same.
 
 Read first: run/worker.py. Read next: sft.py, dpo.py, agentevol.py.
 """
@@ -17,18 +17,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, Objective, Portions, refusing
-from conversations import Conversation, as_agenttraj, from_agenttraj, was_encoded_again
-from demonstrations import shown_in_each
+from config import Misuse, Objective, Portions, RunConfig, flag, refusing
+from data import (
+    Example,
+    Record,
+    demonstrations_for,
+    encode,
+    read_records,
+    record_of,
+    was_encoded_again,
+)
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw
@@ -37,158 +45,297 @@ from run.files import write_json, write_text
 from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
-from runtime.methods import EvolConfig, MethodConfig, SftConfig, conversations_of
 from runtime.mixture import held_out_tasks, horizons_of, in_each
 from runtime.saved import LISTS_OF_FILES
 from scale import distributed
-from warmstart import given_model, manner_in
+from warmstart import given_model, manner_for
 
-Lines = list[dict[str, Any]]
-Item = TypeVar("Item")
+# Imitating something definite ends with almost no entropy: that is success, not collapse.
+IMITATED = frozenset({"policy/entropy"})
+DATA_SHOWS = "leave it out, --data says what is shown"
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class MethodConfig(RunConfig):
+    """What methods that learn from whole trajectories share."""
+
+    keeps: ClassVar[frozenset[str]] = frozenset(
+        {"steps", "learning_rate", "learning_rate_decay_steps", "mini_batch_size", "warm_start"}
+    )
+    # For a model of billions of parameters; AgentGym's scripts, agentenv/examples/.
+    large: ClassVar[dict[str, Any]] = {"learning_rate": 1e-5}
+
+    # How it learns
+    rounds: tuple[int, ...] = (6,)
+    """most turns of a trajectory that is played (turns) [paper: 30]"""
+    mini_batch_size: int = 16
+    """trajectories of a step, which is one optimizer step (trajectories)"""
+    learning_rate: float = 1e-4
+    """of the policy, AdamW [paper: 1e-5]"""
+    learning_rate_decay_steps: int = 0
+    """linear decay to 1/N of the rate in N steps, then constant; 0: over all steps, for AgentEvol
+    over those of each iteration (steps)"""
+
+    @property
+    def learns_from_play(self) -> bool:
+        """Whether the policy samples, at --temperature, what it learns from."""
+        return False
+
+    def unplayed(self) -> Iterator[tuple[str, str]]:
+        """Options without effect where nothing is played, neither to learn from nor to measure."""
+        if not self.plays:
+            names = ("temperature", "rounds", "engine", "max_env_failures", "max_sync_error")
+            for name in (*names, "record_state"):
+                yield name, "leave it out, nothing is played without --eval-every"
+
+    def check(self) -> None:
+        """Refuse options that cannot work.
+
+        Raises:
+            Misuse: one line that says what to do.
+        """
+        for own in in_each(self):
+            rounds = " ".join(map(str, own.rounds))
+            if len(own.rounds) != 1 or own.rounds[0] < 1:
+                raise Misuse(f"--rounds {rounds}: {self.program} needs one number, at least 1")
+        for name in ("group_size", "num_demonstrations"):
+            self.require(name, getattr(self, name, 1) >= 1, "must be at least 1")
+        for name in LISTS_OF_FILES:
+            for file in getattr(self, name, ()):
+                if not self.has_material and not Path(file).exists():
+                    raise Misuse(f"{flag(name)} {file} is not there")
+
+    def require(self, name: str, is_fine: bool, problem: str) -> None:
+        if not is_fine:
+            raise Misuse(f"{flag(name)} {getattr(self, name)} {problem}")
+
+    @property
+    def has_material(self) -> bool:
+        """Whether a resumed run holds what its files gave its first iteration: they are not read
+        again."""
+        return False
+
+
+@dataclass(frozen=True)
+class IteratedConfig(MethodConfig):
+    """What methods share that play, learn from it for some steps, and play again."""
+
+    keeps: ClassVar[frozenset[str]] = MethodConfig.keeps | {"eval_every", "save_every"}
+    folder: ClassVar[str] = ""  # of the run, with what each iteration made
+
+    # When it plays
+    iterations: int = 1
+    """times that the policy plays; each is followed by an equal part of the steps"""
+    tasks_per_iteration: int = 32
+    """tasks that it plays then (tasks)"""
+    group_size: int = 8
+    """trajectories per task (trajectories)"""
+
+    def check(self) -> None:
+        super().check()
+        for name in ("iterations", "tasks_per_iteration"):
+            self.require(name, getattr(self, name) >= 1, "must be at least 1")
+        steps, times = self.steps, self.num_iterations
+        if steps > 0 and (rest := steps % times):
+            near = " or ".join(str(n) for n in (steps - rest, steps - rest + times) if n)
+            raise Misuse(
+                f"--steps {steps} cannot be cut into --iterations {times} equal parts; give {near}"
+            )
+
+    @property
+    def num_iterations(self) -> int:
+        return self.iterations
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Of several iterations --steps says where they begin."""
+        return frozenset({"steps"} if self.num_iterations > 1 else ())
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.steps // self.num_iterations
+
+    @property
+    def has_material(self) -> bool:
+        files = Path(self.run_dir or "") / self.folder / "iteration_001.json"
+        return self.resume and files.exists()
+
+
+# ------------------------------------------------------------------------------------------ worker
 
 
 class MethodWorker(Worker):
-    """A worker that encodes conversations, and plays for new ones."""
+    """A worker that makes batches of examples, and plays for new ones."""
 
     config: MethodConfig
 
-    def batch_of(self, records: Sequence[Conversation]) -> Batch:
-        """Conversations as a batch, each weighted by its "weight", 1 where it has none."""
-        batch = make_batch([from_agenttraj(self.chat, r) for r in records], self.pad_id)
-        batch.weights = torch.tensor([float(r.get("weight", 1.0)) for r in records])
+    def batch_of(self, examples: Sequence[Example]) -> Batch:
+        """Examples as a batch, each with the "weight" of its record (1 where it has none)."""
+        batch = make_batch([example.trajectory for example in examples], self.pad_id)
+        batch.weights = torch.tensor([float(e.record.get("weight", 1.0)) for e in examples])
         return batch
 
-    def explore(
-        self, turn: int, step: int, num_tasks: int, group_size: int
-    ) -> tuple[list[Conversation], dict[str, Any]]:
-        """The policy plays for the `turn`-th time: what says something, as conversations with their
-        returns, and the metrics of all."""
-        c, size = self.config, (num_tasks, group_size)
-        horizons = horizons_of(c)
+    def explore(self, step: int) -> tuple[list[Example], dict[str, Any]]:
+        """The policy plays for a new iteration, before `step`: what it played, without lost
+        trajectories, and the metrics of all."""
+        c = self.config
+        assert isinstance(c, IteratedConfig)
+        turn, horizons = (step - 1) // c.steps_per_iteration + 1, horizons_of(c)
+        size = (c.tasks_per_iteration, c.group_size)
         requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
         self.sync_probed(step, self.openings)
         played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)
-        said = [as_agenttraj(t.to_line(), t.trajectory_id) for t in played if t.is_valid]
-        return [r for r in said if r is not None], summarize_trajectories(played, list(horizons))
+        records = [(record_of(t), t) for t in played if t.is_valid]
+        examples = [Example(record, t) for record, t in records if record is not None]
+        return examples, summarize_trajectories(played, list(horizons))
 
     @property
     def returns_to_start(self) -> bool:
-        """Also where each iteration learns from there."""
+        """Also where each iteration begins with the weights that the run began with."""
         return super().returns_to_start or getattr(self.config, "learn_from", "") == "base"
 
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
-        own = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
-        if not getattr(self.config, "learns_from_play", False):
-            own["temperature"] = 1.0  # what is learned from was not sampled at --temperature
-        return Objective(**own | {"mini_batch_size": num_rows})
+        values = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
+        if not self.config.learns_from_play:
+            values["temperature"] = 1.0
+        return Objective(**values | {"mini_batch_size": num_rows})
 
     def decay_steps(self) -> float:
-        """Without an option all of --steps: a run that is given more then falls more slowly."""
+        """Without the option all of --steps: a run that is given more then decays more slowly."""
         return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
 
 
-def alone(record: Conversation) -> list[Conversation]:
-    return [record]
+# ----------------------------------------------------------------------------------------- reading
+
+
+def chat_of(config: MethodConfig) -> ChatTemplate:
+    """The chat template of the model that the options name. Collective."""
+    path = given_model(config)
+    with refusing():
+        return ChatTemplate(load_tokenizer(path), stop_ids_of(path))
+
+
+def records_in(
+    config: MethodConfig,
+    option: str,
+    min_return: float | None = None,
+    counts: Counter[str] | None = None,
+) -> Iterator[Record]:
+    """The records of the files and runs that `option` names; errors begin with its name."""
+    paths = [Path(path) for path in getattr(config, option)]
+    try:
+        yield from read_records(paths, min_return, counts)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        raise ValueError(f"{flag(option)} {error.filename} {problem}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag(option)} {error}") from error
+
+
+def encode_all(chat: ChatTemplate, records: Iterable[Record]) -> list[Example]:
+    """The only place where text from outside becomes tokens."""
+    records = list(records)
+    with phase("encoding", len(records), "conversations") as tick:
+        examples = []
+        for record in records:
+            examples.append(encode(chat, record))
+            tick()
+    return examples
+
+
+def read_examples(config: Any, min_return: float | None = None) -> list[Example]:
+    """The conversations of --data, or the oracle's demonstrations. Collective.
+
+    Args:
+        config: with `data` and `num_demonstrations`.
+        min_return: leave out what earned less; all in --data must then have a return.
+    Raises:
+        Misuse: a file that cannot be read or learned from; nothing in it; the oracle failed.
+    """
+    distributed.join()
+    chat = chat_of(config)
+
+    def read() -> tuple[list[Example], Counter[str]]:
+        counts: Counter[str] = Counter()
+        if config.data:
+            records = list(records_in(config, "data", min_return, counts))
+            # A weight in a file is of another AgentEvol run's set; here all begin alike.
+            records = [{k: v for k, v in r.items() if k != "weight"} for r in records]
+            if not records:
+                which = "" if min_return is None else f" that earned {min_return:g}"
+                raise ValueError(f"--data {' '.join(config.data)} holds no conversation{which}")
+        else:
+            count, manner = config.num_demonstrations, partial(manner_for, config)
+            records = demonstrations_for(config, count, config.seed, manner)
+        return encode_all(chat, records), counts
+
+    with refusing():
+        examples, counts = distributed.first("reading what is shown", read)
+    if num_out := counts["left out"]:
+        why = "lost, or without a turn"
+        why += "" if min_return is None else f", or a return below {min_return:g}"
+        distributed.say(f"{num_out:,} of {counts['read']:,} conversations are left out: {why}")
+    wanted = config.num_demonstrations * len(in_each(config))
+    if not config.data and len(examples) < wanted:
+        distributed.say(
+            f"the oracle gave {len(examples)} of {wanted} demonstrations; the others failed, or "
+            "repeated one"
+        )
+    return examples
+
+
+Item = TypeVar("Item")
 
 
 def fitting(
     config: MethodConfig,
-    records: Sequence[Item],
+    items: Sequence[Item],
     what: str,
-    sides: Callable[[Item], Sequence[Conversation]] = alone,  # type: ignore[assignment]
+    examples_of: Callable[[Item], Sequence[Example]],
 ) -> list[Item]:
-    """Those of at most --max-trajectory-tokens, found before there is a run; how much they are,
-    what was left out, what had to be encoded again for this tokenizer, is said. Collective.
+    """The items whose examples all have at most --max-trajectory-tokens tokens. How many tokens
+    they have, and what was left out, is printed before there is a run.
 
     Args:
-        what: to call them.
-        sides: of a record, all of which must fit.
+        what: the plural to call them by.
     Raises:
-        Misuse: no model, a conversation that is none, or nothing is left.
+        Misuse: nothing is left.
     """
-    limit, path = config.max_trajectory_tokens, given_model(config)
-    with refusing():
-        chat = ChatTemplate(load_tokenizer(path), stop_ids_of(path))
+    limit = config.max_trajectory_tokens
 
-    def look() -> tuple[list[int], int, int, int]:
-        kept, again, tokens, learned = [], 0, 0, 0
-        with phase(f"encoding {what}", len(records), what) as tick:
-            for place, record in enumerate(records):
-                encoded = [(from_agenttraj(chat, side), side) for side in sides(record)]
-                if all(len(handler.input_ids) <= limit for handler, _ in encoded):
-                    kept.append(place)
-                    again += any(was_encoded_again(handler, side) for handler, side in encoded)
-                    tokens += sum(len(handler.input_ids) for handler, _ in encoded)
-                    learned += sum(sum(handler.loss_mask) for handler, _ in encoded)
-                tick()
-        return kept, again, tokens, learned
+    def fits(item: Item) -> bool:
+        return all(len(e.trajectory.input_ids) <= limit for e in examples_of(item))
 
-    with refusing():
-        kept, again, tokens, learned = distributed.first("encoding", look)
-    if len(kept) < len(records):
-        out = f"{len(records) - len(kept)} of {len(records)} {what}"
-        distributed.say(f"{out} have more than {limit} tokens and are left out")
-    if again:
-        distributed.say(f"{again} {what} of another tokenizer are encoded again, from text")
-    if not kept:
+    fit = [item for item in items if fits(item)]
+    examples = [example for item in fit for example in examples_of(item)]
+    if len(fit) < len(items):
+        num_out = f"{len(items) - len(fit)} of {len(items)} {what}"
+        distributed.say(f"{num_out} have more than {limit} tokens and are left out")
+    if num_again := sum(any(map(was_encoded_again, examples_of(item))) for item in fit):
+        distributed.say(f"{num_again} {what} are from another tokenizer: encoded again, from text")
+    if not fit:
         raise Misuse(
-            f"--max-trajectory-tokens {limit} leaves none of {len(records)} {what}; raise it"
+            f"--max-trajectory-tokens {limit} leaves none of {len(items)} {what}; raise it"
         )
-    distributed.say(f"{len(kept):,} {what}: {tokens:,} tokens, {learned:,} of them learned")
-    fit = [records[place] for place in kept]
-    say_what_is_held_out(config, {str(s.get("item_id")) for r in fit for s in sides(r)})
-    return fit
-
-
-def say_what_is_held_out(config: MethodConfig, learned: Collection[str]) -> None:
-    """A note where files or runs show tasks that are measured. (What the world's own lists have in
-    common checks.py notes, before anything is read.)"""
+    num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
+    num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
+    distributed.say(f"{len(fit):,} {what}: {num_tokens:,} tokens, {num_learned:,} of them learned")
     if any(getattr(config, name, ()) for name in LISTS_OF_FILES):
         held_out = {task.task_id for task in held_out_tasks(config)}
-        if both := held_out & set(learned):
+        if both := held_out & {example.task_id for example in examples}:
             distributed.say(
                 f"note: {len(both)} of the {len(held_out)} held-out tasks are in the files that it "
                 "learns from: success there says little about others (--eval-tasks)"
             )
+    return fit
 
 
-def shown_by(config: SftConfig | EvolConfig, min_return: float | None = None) -> list[Conversation]:
-    """The conversations of --data, or the oracle's. Collective.
-
-    Args:
-        min_return: leave out what in --data earned less; all there must then have a return.
-    Raises:
-        Misuse: a file that cannot be read or learned from; nothing in it; the oracle failed.
-    """
-    data, count = config.data, config.num_demonstrations
-
-    def read() -> tuple[list[Conversation], Counter[str]]:
-        counts: Counter[str] = Counter()
-        if data:
-            found = list(conversations_of("data", data, min_return, counts))
-            # A weight there is AgentEvol's own, of another set; here all begin alike.
-            found = [{n: v for n, v in each.items() if n != "weight"} for each in found]
-            if not found:
-                enough = "" if min_return is None else f" that earned {min_return:g}"
-                raise ValueError(f"--data {' '.join(data)} holds no conversation{enough}")
-            return found, counts
-        return shown_in_each(config, count, config.seed, partial(manner_in, config)), counts
-
-    distributed.join()
-    with refusing():
-        records, counts = distributed.first("reading what is shown", read)
-    if out := counts["left out"]:
-        why = "lost, or without a turn"
-        why += "" if min_return is None else f", or a return below {min_return:g}"
-        distributed.say(f"{out:,} of {counts['read']:,} conversations are left out: {why}")
-    wanted = count * len(in_each(config))
-    if not data and len(records) < wanted:
-        distributed.say(
-            f"the oracle showed {len(records)} of {wanted}: else it failed, or did the same"
-        )
-    return records
+# ------------------------------------------------------------------------------------------- steps
 
 
 def count_learned(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
@@ -198,30 +345,28 @@ def count_learned(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
     return {"data/policy_tokens": int(batch.loss_mask.sum()), "data/epoch": epochs}
 
 
-def openings_of(batch: Batch, count: int) -> list[list[int]]:
-    """What the first rows say before their first action: ids to sample behind."""
-    rows = min(count, len(batch))
-    first = [int(batch.loss_mask[row].argmax()) for row in range(rows)]
-    return [batch.input_ids[row, : first[row]].tolist() for row in range(rows)]
-
-
 def sync_if_measured(
     session: Session[Any], step: int, batch: Batch | None, clock: Clock
 ) -> dict[str, Any]:
-    """The policy's weights to the sampler, checked there, where the step is evaluated next."""
+    """Send the weights to the sampler, and compare there, if the step is evaluated next.
+
+    Args:
+        batch: what was learned; None: nothing has changed since the last time.
+    """
     config, worker = session.config, session.worker
-    if not config.plays or not is_due(step, config.eval_every, config.steps):
-        return {}
-    if batch is None:  # nothing has changed since they were sent
+    if batch is None or not (config.plays and is_due(step, config.eval_every, config.steps)):
         return {}
     with session.saving_on_failure(learned=True), clock("time/sync_s"):
-        difference, num_bytes = worker.sync_probed(step, openings_of(batch, worker.num_probes))
+        rows = range(min(len(batch), worker.num_probes))
+        lengths = [int(batch.loss_mask[row].argmax()) for row in rows]  # up to the first action
+        openings = [batch.input_ids[row, : lengths[row]].tolist() for row in rows]
+        difference, num_bytes = worker.sync_probed(step, openings)
         clock.values["sync/bytes"] = num_bytes
         return {"sync/log_prob_diff_mean": difference}
     return {}
 
 
-class Kept:
+class IterationFiles:
     """What each iteration has made, in a folder of the run: lines, and a summary that is written
     last."""
 
@@ -229,56 +374,58 @@ class Kept:
         self.folder, self.writes = folder, writes
 
     @classmethod
-    def in_run(cls, name: str, session: Session[Any], steps_per_iteration: int) -> Kept:
-        """That of a run which begins, without anything, or goes on: what iterations later than its
-        own made is dropped."""
-        kept = cls(session.run.path / name, session.run.writes)
-        begun = session.completed_step // steps_per_iteration + 1
-        kept.forget_after(begun if session.config.resume else 0)
-        return kept
+    def of(cls, session: Session[Any]) -> IterationFiles:
+        """Those of a run, without what it made after the step that it goes on from: that policy is
+        gone. A new run begins with none."""
+        c = session.config
+        assert isinstance(c, IteratedConfig)
+        files = cls(session.run.path / c.folder, session.run.writes)
+        current = session.completed_step // c.steps_per_iteration + 1
+        files.drop_after(current if c.resume else 0)
+        return files
 
-    def of(
-        self, iteration: int, make: Callable[[], tuple[Lines, dict[str, Any]]] | None = None
-    ) -> tuple[Lines, dict[str, Any]]:
-        """The iteration's lines and summary: found, or made and written. Collective.
+    def read(self, iteration: int, must_exist: bool) -> tuple[list[Record], dict[str, Any]] | None:
+        """The iteration's lines and summary; None if it has not made them. Collective.
 
         Raises:
-            TrainingError: they are not there, and there is no way to make them any more.
+            TrainingError: they must exist, as the policy that made them has changed since.
         """
-        found = distributed.first(
-            "reading what an iteration has made", lambda: self._read(iteration)
-        )
-        if found is not None:
-            return found
-        if make is None:
+        summary = self._path(iteration, "json")
+
+        def work() -> tuple[list[Record], dict[str, Any]] | None:
+            if not summary.exists():
+                return None
+            text = self._path(iteration, "jsonl").read_text(encoding="utf-8")
+            # NOTE: not splitlines, which also cuts at U+2028, and JSON leaves that as it is.
+            lines = [json.loads(line) for line in text.split("\n") if line]
+            return lines, json.loads(summary.read_text(encoding="utf-8"))
+
+        content = distributed.first("reading what an iteration has made", work)
+        if content is None and must_exist:
             raise TrainingError(
-                f"{self._path(iteration, 'json')} is gone, which the iteration learns from: put a "
-                "copy back, or start a new run"
+                f"{summary} is gone, which the iteration learns from: put a copy back, or start a "
+                "new run"
             )
-        lines, summary = make()
+        return content
+
+    def write(self, iteration: int, lines: Sequence[Record], summary: dict[str, Any]) -> None:
+        """Collective."""
         if self.writes:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(self._path(iteration, "jsonl"), text)
             write_json(self._path(iteration, "json"), summary)
         distributed.meet()
-        return lines, summary
 
-    def forget_after(self, iteration: int) -> None:
-        """Drop what later iterations made, of a policy that a resumed run has not got any more."""
+    def drop_after(self, iteration: int) -> None:
         if self.writes:
-            for path in sorted(self.folder.glob("iteration_*")):
-                found = re.fullmatch(r"iteration_(\d+)\.jsonl?", path.name)  # no copy of somebody's
-                if found and int(found[1]) > iteration:
+            for path in sorted(self.folder.glob("iteration_*")):  # a summary first
+                match = re.fullmatch(r"iteration_(\d+)\.jsonl?", path.name)  # not a user's copy
+                if match and int(match[1]) > iteration:
                     path.unlink()
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"
 
-    def _read(self, iteration: int) -> tuple[Lines, dict[str, Any]] | None:
-        summary = self._path(iteration, "json")
-        if not summary.exists():
-            return None
-        text = self._path(iteration, "jsonl").read_text(encoding="utf-8")
-        # NOTE: not splitlines, which also cuts at U+2028, and JSON leaves that as it is.
-        lines = [json.loads(line) for line in text.split("\n") if line]
-        return lines, json.loads(summary.read_text(encoding="utf-8"))
+
+def check_method(config: MethodConfig) -> None:
+    config.check()

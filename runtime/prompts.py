@@ -12,13 +12,12 @@ Read next: `chat.py`, which makes token ids of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from chat import is_sound
 from config import Misuse
-from conversations import NAMES, Conversation, is_sound
 from envs import get_env, names_of, problem_of_messages
 
 Messages = list[dict[str, str]]
@@ -56,18 +55,6 @@ def with_prompt(config: Options) -> Options:
 def prompt_of(config: HasPrompt) -> Messages | None:
     """The messages that replace the world's; None: its own."""
     return json.loads(config.prompt) if config.prompt else None
-
-
-def reprompted(
-    records: Sequence[Conversation], env: str, prompt: Messages | None
-) -> list[Conversation]:
-    """Demonstrations that were played under the world's prompt, under `prompt`: how the oracle
-    plays does not depend on it."""
-    if prompt is None:
-        return list(records)
-    opening = [{"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt]
-    begins = len(get_env(env).PROMPT)
-    return [r | {"conversations": opening + r["conversations"][begins:]} for r in records]
 
 
 def _read(file: str) -> str:

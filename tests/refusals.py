@@ -86,7 +86,7 @@ def refusal(program, words, files):
 
 def main():
     sys.path.insert(0, str(ROOT))
-    for shared in ("tyro", "reporting.evalconfig", "runtime.startconfig", "runtime.methods"):
+    for shared in ("tyro", "reporting.evalconfig", "warmstart", "run.methodworker"):
         import_module(shared)
 
     files, started_s = Path(sys.argv[1]), cpu_seconds()

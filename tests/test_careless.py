@@ -64,14 +64,14 @@ def test_demonstrations_repeat_by_seed_are_solved_and_keep_their_shares():
 
 
 def test_the_command_writes_what_sft_reads(tmp_path, capsys):
-    from conversations import read_conversations
+    from data import read_records
 
     out = tmp_path / "demos.json"
     argv = ["--out", str(out), "--count", "5", "--subtasks", "depth 1"]
     assert careless.main(argv) == 0
     assert "| depth 1 | 5 |" in capsys.readouterr().out
     prompt = json.loads(careless.PROMPT_FILE.read_text())
-    for record in read_conversations([out]):
+    for record in read_records([out]):
         assert record["conversations"][0]["value"] == prompt[0]["content"]
     with pytest.raises(SystemExit) as stopped:
         careless.main(["--out", str(out), "--error", "1"])

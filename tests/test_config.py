@@ -10,6 +10,7 @@ import pytest
 
 import config as config_module
 from advantages import ESTIMATORS
+from agentevol import EvolConfig
 from config import (
     PAPER,
     SMALL_MODELS,
@@ -20,11 +21,12 @@ from config import (
     preset_of,
     with_preset,
 )
+from dpo import DpoConfig
 from envs import ENVS, get_env, load_tasks, settings_of
 from runtime import checks, usage
 from runtime.checks import check, remarks
 from runtime.cli import parse_command_line, say_remarks, starting_from, training_options
-from runtime.methods import DpoConfig, EvolConfig, SftConfig
+from sft import SftConfig
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = (

@@ -12,7 +12,7 @@ from envs import load_tasks
 from recipes import careless
 from recipes.common import change, percent
 from reporting.scoring import bootstrap
-from runtime.starts import STARTS, hash_of
+from warmstart import STARTS, hash_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = ROOT / "recipes/results/worlds"

@@ -11,7 +11,7 @@ from envs.babyai.env import BabyAI
 from recipes import laboratory
 from recipes.common import read_json
 from recipes.laboratory import FOLDER, PLAYED, SEEDS, TEACHER_SEEDS, TIERS
-from runtime.starts import hash_of
+from warmstart import hash_of
 
 
 def test_what_is_held_out_is_neither_trained_on_nor_shown():

@@ -9,8 +9,8 @@ import torch
 import models
 from benchmarks.gpu import random_batch, random_policy
 from config import Config, Misuse, Objective, with_preset
+from dpo import DpoConfig
 from runtime.find_model import model_config
-from runtime.methods import DpoConfig, SftConfig
 from scale import memory
 from scale.default_models import resolve_model
 from scale.distributed import make_accelerator
@@ -27,6 +27,7 @@ from scale.memory import (
     shape_of,
     what_to_keep,
 )
+from sft import SftConfig
 from update import Learner, update_policy
 
 LAPTOP, PAPER = with_preset("laptop"), with_preset("paper")

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from test_miniature import result, write
 
+from agentevol import EvolConfig
 from chat import ChatTemplate
-from conversations import from_agenttraj
+from data import from_agenttraj
+from dpo import DpoConfig
 from models import load_tokenizer
 from recipes import laboratory, methods
 from recipes.common import read_json
 from recipes.evidence import end, start
+from run.methodworker import check_method
 from runtime.cli import training_options
-from runtime.methods import DpoConfig, EvolConfig, SftConfig, check_method
+from sft import SftConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TAUGHT = 10.2  # turns that an episode of the teacher costs, his failures included

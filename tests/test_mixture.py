@@ -17,7 +17,7 @@ import agentevol
 import warmstart
 from advantages import reinforce_plus_plus, whiten_each
 from config import complete, options
-from demonstrations import Manner, shown_in_each
+from data import Manner, demonstrations_for
 from envs import get_env, settings_of
 from reporting.evalconfig import as_in_run
 from reporting.plots import read_run
@@ -214,7 +214,7 @@ def test_of_what_a_preset_leaves_open_the_other_worlds_number_holds(worlds, monk
 
 def test_demonstrations_are_of_every_world_under_its_own_prompt(worlds):
     config = options("+".join(worlds), env_addr=LOCAL)
-    shown = shown_in_each(config, 4, seed=0)
+    shown = demonstrations_for(config, 4, seed=0)
     assert Counter(record["item_id"].partition("_")[0] for record in shown) == {"near": 4, "far": 4}
     prompts = {r["item_id"][:3]: r["conversations"][0]["value"] for r in shown}
     assert prompts == {"nea": "Write letters.", "far": "Write first letters."}

@@ -15,8 +15,10 @@ from statistics import fmean
 import pytest
 
 import replay
+from agentevol import EvolConfig
 from config import Config, with_preset
-from conversations import parts_of, read_conversations, return_of
+from data import parts_of, read_records, return_of
+from dpo import DpoConfig, PairSettings, read_pairs
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
@@ -24,7 +26,6 @@ from envs.sciworld.splits import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
 from envs.server import parse
-from pairs import PairSettings, read_pairs
 from recipes import miniature_plan, pushed, worlds
 from recipes.common import difference, mean_over_seeds, percent, pooled_at
 from recipes.evidence import at, brackets, common_budget, compare, end, over_seeds, shares, start
@@ -33,11 +34,12 @@ from recipes.miniature_report import passes
 from recipes.published import analyse_test, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
+from run.methodworker import MethodConfig
 from runtime.cli import training_options
-from runtime.methods import DpoConfig, EvolConfig, MethodConfig, SftConfig
-from runtime.startconfig import StartConfig
+from sft import SftConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
+from warmstart import StartConfig
 
 USED = "train/trajectories_used"
 ROOT = Path(__file__).resolve().parent.parent
@@ -909,7 +911,7 @@ def test_the_examples_of_data_are_read_by_the_programs(tmp_path: Path) -> None:
     assert [len(blocks[name]) for name in ("Conversations", "Pairs")] == [2, 2]
     file = tmp_path / "data.json"
     file.write_text(f"[{','.join(blocks['Conversations'])}]", encoding="utf-8")
-    messages, agenttraj = read_conversations([file])
+    messages, agenttraj = read_records([file])
     assert messages["item_id"] == agenttraj["item_id"] == "maze_7" and return_of(messages) == 1
     for record, actions in ((messages, 2), (agenttraj, 1)):
         prompt, rest = parts_of(record)
@@ -920,6 +922,6 @@ def test_the_examples_of_data_are_read_by_the_programs(tmp_path: Path) -> None:
     assert [pair.task_id for pair in pairs] == ["maze_7", "data.json:2"] and not counts
     file.write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(ValueError, match="expected"):
-        list(read_conversations([file]))
+        list(read_records([file]))
     assert DpoConfig().pairs_per_task == 4 and DpoConfig().steps * 32 == 576
     assert DpoConfig().mini_batch_size == 64

@@ -13,8 +13,8 @@ from config import Config, complete
 from envs import load_tasks
 from recipes import common, learns, learns_report, published, several, worlds
 from runtime.mixture import horizons_of, tasks_of
-from runtime.starts import hash_of
 from train import requests_of
+from warmstart import hash_of
 
 GOALS = [f"textcraft_{n}" for n in range(10)]
 

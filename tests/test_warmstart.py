@@ -11,8 +11,7 @@ from toy_env import fresh_process_state
 import warmstart
 from chat import ChatTemplate
 from config import complete, options
-from conversations import to_agenttraj
-from demonstrations import demonstrate
+from data import demonstrate, to_agenttraj
 from envclient import StepResult, connect, local_server
 from envs import load_tasks
 from envs.textcraft.env import TextCraft

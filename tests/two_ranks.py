@@ -21,8 +21,8 @@ import update
 from advantages import gae, grpo
 from batching import Batch
 from config import Objective
+from dpo import DpoConfig
 from models import CriticModel, PolicyModel
-from runtime.methods import DpoConfig
 from scale import distributed
 from scale.lora import add_lora
 from scale.memory import keep_for_backward

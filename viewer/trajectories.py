@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from conversations import NAMES, ROLES, to_agenttraj
+from data import NAMES, ROLES, to_agenttraj
 from envs import ENVS
 from trajectory import COUNTED, HEAD_END, LOST
 
