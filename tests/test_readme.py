@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from functools import partial
@@ -17,8 +17,7 @@ import pytest
 import replay
 from agentevol import EvolConfig
 from config import Config, with_preset
-from data import parts_of, read_records, return_of
-from dpo import DpoConfig, PairSettings, read_pairs
+from dpo import DpoConfig
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
@@ -903,25 +902,3 @@ def test_the_prefix_figures_are_those_of_the_committed_run_and_so_is_the_switch(
     assert all(len(case["repeats"]) == 2 for case in document["cases"])
     assert "case that saves 14 % of the tokens or more" in MEASURED
     assert f"`update.py` shares from {100 * SHARING_PAYS:.0f} % on" in MEASURED
-
-
-def test_the_examples_of_data_are_read_by_the_programs(tmp_path: Path) -> None:
-    page = PAGES["docs/data.md"].split("\n## ")
-    blocks = {part.split("\n")[0]: re.findall(r"```json\n(.*?)```", part, re.S) for part in page}
-    assert [len(blocks[name]) for name in ("Conversations", "Pairs")] == [2, 2]
-    file = tmp_path / "data.json"
-    file.write_text(f"[{','.join(blocks['Conversations'])}]", encoding="utf-8")
-    messages, agenttraj = read_records([file])
-    assert messages["item_id"] == agenttraj["item_id"] == "maze_7" and return_of(messages) == 1
-    for record, actions in ((messages, 2), (agenttraj, 1)):
-        prompt, rest = parts_of(record)
-        assert sum(turn["from"] == "gpt" for turn in rest) == actions and len(prompt) < 2
-    file.write_text("\n".join(json.dumps(json.loads(b)) for b in blocks["Pairs"]))  # a line each
-    counts: Counter[str] = Counter()
-    pairs = read_pairs([file], PairSettings(), counts)
-    assert [pair.task_id for pair in pairs] == ["maze_7", "data.json:2"] and not counts
-    file.write_text('{"prompt": "a", "completion": "b"}')
-    with pytest.raises(ValueError, match="expected"):
-        list(read_records([file]))
-    assert DpoConfig().pairs_per_task == 4 and DpoConfig().steps * 32 == 576
-    assert DpoConfig().mini_batch_size == 64
