@@ -1,0 +1,201 @@
+"""sampling/vllm_engine.py asleep and awake, over a fake vLLM on a fake GPU."""
+
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_engines import finish, run
+
+from engines import EngineError, Generation, SamplingSettings, TransformersEngine
+from run import clock
+from sampling.vllm_engine import VLLMEngine, make_engine
+from scale.default_models import resolve_model
+
+WEIGHTS = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
+SETTINGS = SamplingSettings(4, stop_token_ids=(3,))
+
+
+class FakeLLM:
+    """vLLM's LLM as far as VLLMEngine knows it: keeps the order of calls, answers [7, 8]."""
+
+    calls: list = []
+    fails: tuple = ()  # the call that raises
+    free = 0  # bytes of the card
+    emptied: list = []  # after how many calls torch was told to return its cached memory
+    GIVEN_BACK = 50  # by sleep
+
+    def __init__(self, **options):
+        assert options["enable_sleep_mode"]
+        self.llm_engine = self
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        cache = SimpleNamespace(kv_cache_max_concurrency=80.9)
+        self.vllm_config = SimpleNamespace(cache_config=cache)
+        self.submitted = []
+
+    def _note(self, *call):
+        self.calls.append(call)
+        if call == self.fails:
+            raise AssertionError("out of memory")
+
+    def add_request(self, request_id, prompt, params):
+        self.submitted.append((request_id, params))
+
+    def step(self):
+        done, self.submitted = self.submitted, []
+        flat = SimpleNamespace(token_ids=[7, 8], logprobs=[-0.5, -0.25])
+        output = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop")
+        return [SimpleNamespace(request_id=n, finished=True, outputs=[output]) for n, _ in done]
+
+    def abort_request(self, request_ids):
+        self.submitted.clear()
+
+    def sleep(self, level):
+        self._note("sleep", level)
+        FakeLLM.free += FakeLLM.GIVEN_BACK
+
+    def wake_up(self, tags):
+        self._note("wake_up", *tags)
+
+    def collective_rpc(self, method, kwargs):
+        for name, _ in kwargs["weights_iterator"]:
+            self._note(method, name)
+
+    def reset_prefix_cache(self):
+        self._note("reset_prefix_cache")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A VLLMEngine over FakeLLM that believes in a GPU."""
+    fake = types.ModuleType("vllm")
+    fake.LLM, fake.SamplingParams = FakeLLM, SimpleNamespace
+    settings = types.ModuleType("vllm.sampling_params")
+    settings.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FakeLLM.free, 100))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: FakeLLM.emptied.append(len(FakeLLM.calls))
+    )
+    monkeypatch.setattr(clock, "asleep_bytes", 0)
+    for name, value in {"free": 30, "emptied": [], "calls": [], "fails": ()}.items():
+        monkeypatch.setattr(FakeLLM, name, value)
+    return VLLMEngine("nowhere", 512)
+
+
+def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(engine):
+    """Weights, cache and the tensors being gathered would not fit side by side."""
+    engine.sleep()
+    engine.sleep()  # nothing more to free
+    assert engine._llm.calls == [("sleep", 2)]
+
+    def weights():
+        for name, tensor in WEIGHTS:
+            FakeLLM.calls.append(("gather", name))
+            yield name, tensor
+
+    engine.load_weights(weights())
+    assert engine._llm.calls[1:] == [
+        ("wake_up", "weights"),
+        *(("gather", "a"), ("reload_weights", "a")),
+        *(("gather", "b"), ("reload_weights", "b")),
+        ("wake_up", "kv_cache"),
+        ("reset_prefix_cache",),
+    ]
+    FakeLLM.calls.clear()
+    engine.load_weights(iter(WEIGHTS))  # awake: nothing to wake
+    assert not [call for call in engine._llm.calls if call[0] == "wake_up"]
+
+
+def test_torchs_cached_memory_goes_back_to_the_card_before_vllm_starts_sleeps_and_wakes(engine):
+    """vLLM's allocator cannot use it: the first GPU run could not wake for lack of memory."""
+    engine.sleep()
+    engine.load_weights(iter(WEIGHTS))
+    assert FakeLLM.emptied == [0, 0, FakeLLM.calls.index(("wake_up", "weights"))]
+
+
+def test_a_sampler_that_cannot_sleep_is_an_engine_error(engine, monkeypatch):
+    """vLLM asserts that there is more room than before; another process may have taken it."""
+    monkeypatch.setattr(FakeLLM, "fails", ("sleep", 2))
+    with pytest.raises(EngineError, match="cannot give its memory back"):
+        engine.sleep()
+
+
+def test_a_peak_leaves_out_what_a_sleeping_sampler_has_given_back(engine, monkeypatch):
+    """torch still counts it as allocated: an update was said to take 146 GB of a card of 150."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 90)
+    assert clock.peak() == 90
+    engine.sleep()
+    engine.sleep()
+    assert clock.peak() == 90 - FakeLLM.GIVEN_BACK
+    engine.load_weights(iter(WEIGHTS))
+    assert clock.peak() == 90
+    engine.sleep()
+    engine.close()
+    assert clock.peak() == 90
+
+
+def test_nothing_is_sampled_between_sleep_and_new_weights(engine):
+    """vLLM would answer noise, without an error."""
+    expected = {"a": Generation("a", [7, 8], [-0.5, -0.25], "stop")}
+    assert run(engine, a=([1, 2], SETTINGS)) == expected
+    engine.sleep()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="vLLM has no weights"):
+            engine.submit("a", [1, 2], SETTINGS)
+    assert engine.num_running == 0
+    engine.load_weights(iter(WEIGHTS))
+    assert run(engine, a=([1, 2], SETTINGS)) == expected
+
+
+@pytest.mark.parametrize("is_asleep", [True, False])
+@pytest.mark.parametrize(
+    "fails", [("wake_up", "weights"), ("reload_weights", "b"), ("wake_up", "kv_cache")]
+)
+def test_weights_that_came_in_part_are_not_sampled_from(engine, monkeypatch, fails, is_asleep):
+    if is_asleep:
+        engine.sleep()
+    elif fails[0] == "wake_up":
+        return
+    monkeypatch.setattr(FakeLLM, "fails", fails)
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.load_weights(iter(WEIGHTS))
+    with pytest.raises(EngineError, match="vLLM has no weights"):
+        engine.submit("a", [1, 2], SETTINGS)
+    monkeypatch.setattr(FakeLLM, "fails", ())
+    engine.load_weights(iter(WEIGHTS))
+    assert len(run(engine, a=([1, 2], SETTINGS))) == 1
+
+
+def test_running_requests_would_be_lost_in_sleep_and_mix_two_policies(engine):
+    engine.submit("a", [1, 2], SETTINGS)
+    for change in (engine.sleep, lambda: engine.load_weights(iter(WEIGHTS))):
+        with pytest.raises(EngineError, match="1 requests are running"):
+            change()
+    assert engine._llm.calls == [] and len(finish(engine)) == 1
+    engine.submit("a", [1, 2], SETTINGS)
+    engine.abort()
+    engine.sleep()
+    assert engine._llm.calls == [("sleep", 2)]
+
+
+def test_vllm_is_asked_for_no_more_than_what_is_read(engine):
+    """One log-prob a token, as numbers, no text, one answer a request."""
+    engine.submit("a", [1, 2], SETTINGS)
+    ((_, params),) = engine._llm.submitted
+    assert (params.logprobs, params.flat_logprobs, params.detokenize) == (0, True, False)
+    assert params.output_kind == "final only" and params.stop_token_ids == [3]
+
+
+def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(engine):
+    assert engine.max_open == 80  # of FakeLLM's cache: 80.9 of the longest
+    assert VLLMEngine("nowhere", 512, max_num_seqs=128).max_open == 128
+
+
+def test_make_engine_gives_the_reference_for_deterministic_runs():
+    engine = make_engine("transformers", resolve_model("tiny"), 512, deterministic=True)
+    assert isinstance(engine, TransformersEngine) and engine.max_batch == 1
+    assert next(engine.lm.parameters()).dtype == torch.float32
