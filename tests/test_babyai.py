@@ -24,10 +24,7 @@ from fastapi.testclient import TestClient
 
 import envs
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
-from envs.babyai.actions import CHECK, available, perform
-from envs.babyai.env import BabyAI
-from envs.babyai.levels import LEVELS, level_and_seed, task_index_of
-from envs.babyai.splits import (
+from envs.babyai.__main__ import (
     MAX_TURNS,
     MORE_TEST_SEEDS,
     TEST_SEEDS,
@@ -35,8 +32,22 @@ from envs.babyai.splits import (
     published_split,
     write_ids,
 )
-from envs.babyai.view import View
-from envs.babyai.world import DONE, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, Level, parts_left
+from envs.babyai.env import BabyAI
+from envs.babyai.levels import LEVELS, level_and_seed, task_index_of
+from envs.babyai.world import (
+    CHECK,
+    DONE,
+    FORWARD,
+    LEFT,
+    PICKUP,
+    RIGHT,
+    TOGGLE,
+    Level,
+    View,
+    available,
+    parts_left,
+    perform,
+)
 from envs.common import oracle_turns
 from envs.server import create_app
 
@@ -776,7 +787,7 @@ def test_the_grid_for_people_has_a_kind_and_a_color_of_every_object():
     """minigrid's own printing writes green and grey alike and open doors without a color."""
     from minigrid.core.world_object import Ball, Box, Door, Key
 
-    from envs.babyai.view import grid_rows
+    from envs.babyai.world import grid_rows
 
     level = Level(1, 0)
     grid, (x, y) = level.env.grid, level.position

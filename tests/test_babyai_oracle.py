@@ -20,9 +20,9 @@ from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
 from envclient import connect, local_server
 from envs import OracleLost
-from envs.babyai.bot import MAX_READS, Bot, Pilot, Stuck
 from envs.babyai.env import BabyAI
 from envs.babyai.levels import LEVELS, SUBTASKS, task_index_of
+from envs.babyai.oracle import MAX_READS, Bot, Pilot, Stuck
 from envs.babyai.world import DONE, DROP, PICKUP, Level
 from envs.server import create_app
 
@@ -180,7 +180,7 @@ def test_the_search_is_minigrids_own_in_every_tie(monkeypatch):
         return found
 
     monkeypatch.setattr(Bot, "_breadth_first_search", both)
-    monkeypatch.setattr("envs.babyai.bot.BOT_ERRORS", (Stuck, DisappearedBoxError))
+    monkeypatch.setattr("envs.babyai.oracle.BOT_ERRORS", (Stuck, DisappearedBoxError))
     env = BabyAI()
     for number in (7, 18, 28):
         env.reset(task_index_of(number, 0))

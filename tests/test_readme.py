@@ -21,7 +21,7 @@ from dpo import DpoConfig
 from envs import load_tasks
 from envs.babyai.env import BabyAI
 from envs.common import oracle_turns
-from envs.sciworld.splits import MAX_TURNS
+from envs.sciworld.__main__ import MAX_TURNS
 from envs.sciworld.tasks import find_task
 from envs.searchqa.questions import own_questions
 from envs.server import parse

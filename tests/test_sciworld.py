@@ -18,8 +18,7 @@ from envclient import EnvServerError, connect, local_server
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, load_tasks
 from envs.common import oracle_turns
 from envs.sciworld import jvm
-from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
-from envs.sciworld.splits import (
+from envs.sciworld.__main__ import (
     MAX_TURNS,
     SHORT_KINDS,
     TEST_PER_KIND,
@@ -27,6 +26,8 @@ from envs.sciworld.splits import (
     benchmark_split,
     write_ids,
 )
+from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
+from envs.sciworld.oracle import EXHAUSTED, thought
 from envs.sciworld.tasks import (
     KINDS,
     NUM_VARIATIONS,
@@ -38,7 +39,6 @@ from envs.sciworld.tasks import (
     test_indices,
     train_indices,
 )
-from envs.sciworld.thoughts import EXHAUSTED, thought
 
 test_indices.__test__ = False  # type: ignore[attr-defined]  # not a test
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.sciworld.paths import LOOK, as_shown, by_teleport, names, renamed, retell, things_of
+from envs.sciworld.oracle import LOOK, as_shown, by_teleport, names, renamed, retell, things_of
 
 OUTSIDE = (
     "Here you see: \n\ta baby mouse\n\ta parrot egg\n\ta cup (containing a substance called tea)"

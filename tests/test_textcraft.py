@@ -23,9 +23,9 @@ from envs import (
     get_env,
     load_tasks,
 )
+from envs.textcraft.__main__ import VARIANT_WORDS, family, plan_length, write_ids
 from envs.textcraft.env import TextCraft
 from envs.textcraft.recipes import FIRST_FILES, recipe_book
-from envs.textcraft.splits import VARIANT_WORDS, family, plan_length, write_ids
 
 ROOT = Path(__file__).parent.parent
 NUM_TASKS = 544

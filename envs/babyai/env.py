@@ -11,11 +11,11 @@ Description
 Action Space
     A line of text: turn left, turn right, move forward, toggle, drop, check available actions, or a
     macro action that walks by itself: go to OBJECT N, pickup OBJECT N, go through DOOR N,
-    toggle and go through DOOR N (envs/babyai/actions.py).
+    toggle and go through DOOR N (envs/babyai/world.py).
 Observation Space
     Text. What happened (at first the goal), then what is in view with distances in steps, walls,
     what is carried; the last line is the list of actions that are possible now. The view is that
-    of the moment (envs/babyai/view.py). An impossible action is answered with the reason and that
+    of the moment (envs/babyai/world.py). An impossible action is answered with the reason and that
     list, the last action of an episode with how it ended.
 Rewards
     1 - 0.9 * steps / max_steps for the action that fulfils the mission, else 0; `steps` counts
@@ -50,7 +50,7 @@ Differences from AgentGym's server, whose numbers are therefore not the same
 Not fast (IS_FAST): a step takes 0.25 ms, but drawing a level 0.4 to 15 ms and the oracle 11 ms on
 average, half a second at worst.
 `python -m envs.babyai` lets you play; `--write-ids` writes its id lists again, as
-envs/babyai/splits.py says. Read next: envs/babyai/levels.py, then envs/babyai/world.py.
+envs/babyai/__main__.py says. Read next: envs/babyai/levels.py, then envs/babyai/world.py.
 """
 
 import base64
@@ -176,7 +176,7 @@ class BabyAI:
             NotResetError, EpisodeEndedError: there is no running episode.
         """
         self._stage.require_running()
-        from envs.babyai.actions import CHECK, Impossible, perform
+        from envs.babyai.world import CHECK, Impossible, perform
 
         level = self._level
         action = " ".join(action.lower().split()) if len(action) <= MAX_ACTION_CHARS else "too long"
@@ -200,8 +200,7 @@ class BabyAI:
         return observation, reward, ended and level.terminated, ended and level.truncated, info
 
     def _look(self) -> str:
-        from envs.babyai.actions import available
-        from envs.babyai.view import View
+        from envs.babyai.world import View, available
 
         self._view = View(self._level)
         self._actions = available(self._level, self._view)
@@ -256,7 +255,7 @@ class BabyAI:
         Raises:
             NotResetError: before the first reset.
         """
-        from envs.babyai.view import grid_rows
+        from envs.babyai.world import grid_rows
 
         self._stage.require_episode()
         level = self._level

@@ -1,31 +1,60 @@
-"""A level of BabyAI, one primitive action at a time: minigrid's world as the text world uses it.
+"""A level of BabyAI for a text agent: the simulated level, what is seen of it, what can be done.
 
-minigrid knows seven primitive actions (turn left, turn right, forward, pick up, drop, toggle, done)
-and a verifier that says after each of them whether the mission succeeded or failed. `Level` keeps
-both and changes three things around them.
-
-One verdict is corrected. "Open the red door, then open the blue door" asks its parts one after the
-other: once the first succeeds, the second is asked *about the same action*. A strict part fails on
-every door that is not its own, so the toggle that rightly opened the red door fails the blue part:
-in OpenDoorsOrderN4Debug every mission of two parts ends as a failure at the first correct door.
-Here a failure in the very action that fulfilled the first part is none:
+`Level` is one episode, one primitive action at a time. minigrid knows seven of them (turn left,
+turn right, forward, pick up, drop, toggle, done) and a verifier that says after each whether the
+mission succeeded or failed. One verdict is corrected. "Open the red door, then open the blue door"
+asks its parts one after the other: once the first succeeds, the second is asked *about the same
+action*, so the toggle that rightly opened the red door fails the blue part. Here a failure in the
+very action that fulfilled the first part does not count:
 
     action       part 1      part 2      minigrid    here
     open red     success     failure     failure     goes on
     open grey    -           failure     failure     failure
     open blue    -           success     success     success
 
-Two costs are saved. minigrid draws up the agent's 7 x 7 x 3 observation after every primitive
-action; the text needs one view at the end of a macro action (envs/babyai/view.py), so that work is
-switched off. And it prints a line whenever a level it drew is rejected, which would fill the log of
-a server; that print is silenced.
+`View` is what the agent sees: a window of 7 x 7 cells in front of it, told in steps ahead and to
+the right (negative: to the left), so the same words mean the same walk wherever the agent is:
 
-A level is built anew for each episode (0.1 ms) instead of being reset: nothing can be inherited.
+    (ahead, right)     (6,-3) ... (6, 3)
+                          :          :
+                       (1,-3) ... (1, 3)
+                       (0,-3)  A  (0, 3)       A faces up
 
-Read next: envs/babyai/view.py, what the agent sees of it.
+Walls and closed doors hide what is behind them, by minigrid's own rule: light spreads from the
+agent's row away from it, and along each row to both sides. Objects are numbered for each colour and
+kind, the nearest first (steps ahead plus steps aside; of equally near ones the one less far ahead,
+then the one further left). Numbers hold for one view only, and nothing is remembered of earlier
+views: what the agent saw before stands in the conversation.
+
+    You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
+
+`perform` plays the actions, most of which are made of several primitive ones:
+
+    turn left, turn right, move forward        one primitive action each
+    toggle                                     open or close the door, open the box one step ahead
+    drop                                       put down what is carried, one step ahead
+    go to OBJECT N                             walk until it is one step ahead
+    pickup OBJECT N                            the same, then take it ("pick up" works, too)
+    go through DOOR N                          walk through an open door to the cell behind it
+    toggle and go through DOOR N               the same for a closed door, or a locked one whose key
+                                               is carried
+    check available actions                    names them again, costs nothing
+
+OBJECT N is a name of the view at hand ("red ball 1"; without a number the nearest is meant). A
+macro action plans the fewest primitive actions over free cells in view and stops where something
+unexpected happens: the mission ends, the steps are used up, something stands behind a door. "go to"
+what is one step ahead already plays minigrid's `done`, because the verifier only looks after an
+action. An impossible action says why, costs nothing and changes nothing.
+
+Read next: envs/babyai/oracle.py, which chooses among these.
 """
 
-from typing import Any
+import re
+from collections import deque
+from typing import Any, NamedTuple, NoReturn
+
+# ---------------------------------------------------------------------------------------- the level
+
 
 try:
     import gymnasium
@@ -131,3 +160,404 @@ def parts_left(instruction: Any) -> list[Any]:
     else:
         return [instruction]
     return [leaf for verdict, part in order if not _is_done(verdict) for leaf in parts_left(part)]
+
+
+# ----------------------------------------------------------------------------------------- the view
+
+
+SIZE, HALF = 7, 3  # minigrid's agent_view_size
+DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (x, y) of minigrid's directions 0..3
+STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of facing ahead, right, back, left
+Cell = tuple[int, int]  # (ahead, right)
+Pose = tuple[int, int, int]  # (ahead, right, facing); (0, 0, 0) is where the agent stands
+
+
+class Seen(NamedTuple):
+    """An object in view."""
+
+    name: str  # "red ball 1"
+    object: Any  # minigrid's object: type, color, for a door is_open and is_locked
+    cell: Cell
+    position: tuple[int, int]  # (x, y) in the full grid
+
+
+def door_state(door: Any) -> str:
+    """ "open", "closed" or "locked"."""
+    return "open" if door.is_open else "locked" if door.is_locked else "closed"
+
+
+def plain(thing: Any) -> str:
+    """Colour and kind of an object without a number: "red ball", "wall"."""
+    return "wall" if thing.type == "wall" else f"{thing.color} {thing.type}"
+
+
+def is_free(thing: Any) -> bool:
+    """Whether one can stand there: empty floor or an open door."""
+    return thing is None or (thing.type == "door" and thing.is_open)
+
+
+class View:
+    """What can be seen from the pose in which `level` is now.
+
+    `cells` maps each visible (ahead, right) to minigrid's object there, None for empty floor, the
+    agent's own cell included (an open door may be there). `objects` are all but walls.
+    """
+
+    def __init__(self, level: Level) -> None:
+        self.carrying = level.env.carrying
+        self._origin, self._direction = level.position, level.direction
+        self.cells = self._visible(level.env.grid)
+        self.objects = self._named()
+        self.by_name = {seen.name: seen for seen in self.objects}
+        self._reached: dict[Pose, tuple[Pose, int] | None] | None = None
+
+    def absolute(self, pose: Pose) -> tuple[tuple[int, int], int]:
+        """Position (x, y) and direction 0..3 in the full grid."""
+        (x, y), (dx, dy) = self._origin, DIRECTIONS[self._direction]
+        ahead, right, facing = pose
+        position = (x + dx * ahead - dy * right, y + dy * ahead + dx * right)
+        return position, (self._direction + facing) % 4
+
+    def _visible(self, grid: Any) -> dict[Cell, Any]:
+        width, height, things = grid.width, grid.height, grid.grid
+        (x, y), (dx, dy) = self._origin, DIRECTIONS[self._direction]
+        cells: dict[Cell, Any] = {}
+        lit = [False] * SIZE  # of the row at hand; index HALF is straight ahead
+        lit[HALF] = True
+        for ahead in range(SIZE):
+            row: list[Any] = []
+            for right in range(-HALF, HALF + 1):
+                i, j = x + dx * ahead - dy * right, y + dy * ahead + dx * right
+                inside = 0 <= i < width and 0 <= j < height
+                row.append(things[j * width + i] if inside else OUTSIDE)
+            lit_next = [False] * SIZE
+            for order, side in ((range(SIZE - 1), 1), (range(SIZE - 1, 0, -1), -1)):
+                for k in order:
+                    if lit[k] and (row[k] is None or row[k].see_behind()):
+                        lit[k + side] = lit_next[k + side] = lit_next[k] = True
+            for k in range(SIZE):
+                if lit[k] and row[k] is not OUTSIDE:
+                    cells[ahead, k - HALF] = row[k]
+            lit = lit_next
+        return cells
+
+    def _named(self) -> list[Seen]:
+        found = [
+            (ahead + abs(right), ahead, right)
+            for (ahead, right), thing in self.cells.items()
+            if thing is not None and thing.type != "wall" and (ahead or right)
+        ]
+        counts: dict[str, int] = {}
+        objects = []
+        for _, ahead, right in sorted(found):
+            thing = self.cells[ahead, right]
+            kind = plain(thing)
+            counts[kind] = counts.get(kind, 0) + 1
+            position, _ = self.absolute((ahead, right, 0))
+            objects.append(Seen(f"{kind} {counts[kind]}", thing, (ahead, right), position))
+        return objects
+
+    def reachable(self) -> dict[Pose, tuple[Pose, int] | None]:
+        """Every pose that free cells in view lead to, nearest first, with the pose before it and
+        the primitive action between the two (None for the pose now)."""
+        if self._reached is None:
+            self._reached = {(0, 0, 0): None}
+            queue = deque(self._reached)
+            while queue:
+                pose = ahead, right, facing = queue.popleft()
+                cell = (ahead + STEPS[facing][0], right + STEPS[facing][1])
+                moves = [
+                    (FORWARD, (*cell, facing)),
+                    (LEFT, (ahead, right, (facing - 1) % 4)),
+                    (RIGHT, (ahead, right, (facing + 1) % 4)),
+                ]
+                if cell not in self.cells or not is_free(self.cells[cell]):
+                    del moves[0]
+                for move, after in moves:
+                    if after not in self._reached:
+                        self._reached[after] = pose, move
+                        queue.append(after)
+        return self._reached
+
+    def has_way(self, seen: Seen) -> bool:
+        """Whether a free way leads to a cell beside the object."""
+        reached = self.reachable()
+        ahead, right = seen.cell
+        return any((ahead - a, right - r, 0) in reached for a, r in STEPS)
+
+    def way(self, seen: Seen) -> tuple[list[int], Pose] | None:
+        """The fewest primitive actions to face the object, and the pose at their end; None if no
+        free way is in view."""
+        reached = self.reachable()
+        ahead, right = seen.cell
+        ends = {
+            (ahead - a, right - r, facing)
+            for facing, (a, r) in enumerate(STEPS)
+            if (ahead - a, right - r, facing) in reached
+        }
+        if not ends:
+            return None
+        end = next(pose for pose in reached if pose in ends)  # breadth first: the nearest
+        moves: list[int] = []
+        step = reached[end]
+        while step is not None:
+            pose, move = step
+            moves.append(move)
+            step = reached[pose]
+        return moves[::-1], end
+
+    def words(self) -> str:
+        """Three lines: objects, walls, what is carried."""
+        lines = []
+        if (here := self.cells[0, 0]) is not None:
+            lines.append(f"You stand in the open {plain(here)}.")
+        seen = ", ".join(f"{s.name} ({_state_and_place(s)})" for s in self.objects)
+        lines.append(f"You see: {seen or 'no objects'}.")
+        walls = [
+            f"{steps} {side}"
+            for side, (ahead, right) in (("ahead", (1, 0)), ("left", (0, -1)), ("right", (0, 1)))
+            if (steps := self._steps_to_wall(ahead, right))
+        ]
+        if walls:
+            lines.append(f"Walls: {', '.join(walls)}.")
+        carrying = f"a {plain(self.carrying)}" if self.carrying else "nothing"
+        lines.append(f"You carry {carrying}.")
+        return "\n".join(lines)
+
+    def _steps_to_wall(self, ahead: int, right: int) -> int:
+        """0 if something else comes first or no wall is in view."""
+        for steps in range(1, SIZE):
+            cell = (ahead * steps, right * steps)
+            if cell not in self.cells:
+                return 0
+            if self.cells[cell] is not None and self.cells[cell].type == "wall":
+                return steps
+        return 0
+
+
+def _state_and_place(seen: Seen) -> str:
+    ahead, right = seen.cell
+    words = [door_state(seen.object)] if seen.object.type == "door" else []
+    if ahead:
+        words.append(f"{ahead} ahead")
+    if right:
+        words.append(f"{abs(right)} {'right' if right > 0 else 'left'}")
+    return ", ".join(words)
+
+
+def grid_rows(level: Level) -> list[str]:
+    """The whole level for people, a row of text for each row of cells, two letters a cell: kind
+    (Wall, Key, bAll, Box, Door, Locked door, Open door), color (Red, Green, Blue, Purple, Yellow,
+    grEy); the agent is an arrow, >> vv << or ^^.
+
+    minigrid's own `pprint_grid` writes green and grey alike, and open doors without a color.
+    """
+    grid, agent = level.env.grid, tuple(level.position)
+    return [
+        "".join(
+            2 * ARROWS[level.direction] if (x, y) == agent else _letters(grid.get(x, y))
+            for x in range(grid.width)
+        )
+        for y in range(grid.height)
+    ]
+
+
+ARROWS = (">", "v", "<", "^")  # of minigrid's directions
+LETTERS = {"wall": "W", "key": "K", "ball": "A", "box": "B", "door": "D"}
+
+
+def _letters(thing: Any) -> str:
+    if thing is None:
+        return "  "
+    kind = LETTERS.get(thing.type, "?")
+    if thing.type == "door" and (thing.is_open or thing.is_locked):
+        kind = "O" if thing.is_open else "L"
+    return kind + ("E" if thing.color == "grey" else thing.color[0].upper())
+
+
+class _Outside:
+    """Beyond the grid; opaque as a wall."""
+
+    type = "wall"
+
+    @staticmethod
+    def see_behind() -> bool:
+        return False
+
+
+OUTSIDE = _Outside()
+
+
+# -------------------------------------------------------------------------------------- the actions
+
+
+TURNS = {"turn left": LEFT, "turn right": RIGHT}
+CHECK = "check available actions"
+MACRO = re.compile(
+    r"(go to|pickup|pick up|go through|toggle and go through) ([a-z ]{1,40}?)( \d+)?"
+)
+
+
+class Impossible(Exception):
+    """The action cannot be played now; the message says why."""
+
+
+def available(level: Level, view: View) -> list[str]:
+    """The actions that `perform` would play, each once, in a fixed order."""
+    actions = list(TURNS)
+    front = level.front_object
+    if is_free(front):
+        actions.append("move forward")
+    for seen in view.objects:
+        if not view.has_way(seen):
+            continue
+        actions.append(f"go to {seen.name}")
+        if seen.object.type != "door":
+            if not view.carrying:
+                actions.append(f"pickup {seen.name}")
+        elif seen.object.is_open:
+            actions.append(f"go through {seen.name}")
+        elif can_toggle(seen.object, view):
+            actions.append(f"toggle and go through {seen.name}")
+    if can_toggle(front, view):
+        actions.append("toggle")
+    if view.carrying and front is None:
+        actions.append("drop")
+    return [*actions, CHECK]
+
+
+def can_toggle(thing: object, view: View) -> bool:
+    """Whether toggling changes it: a box, a door that is not locked or whose key is carried."""
+    kind = getattr(thing, "type", None)
+    if kind != "door":
+        return kind == "box"
+    key = view.carrying
+    color = getattr(thing, "color", None)
+    return door_state(thing) != "locked" or bool(key and key.type == "key" and key.color == color)
+
+
+def perform(level: Level, view: View, action: str) -> str:
+    """Plays an action; returns what happened, in one sentence. CHECK is not played here.
+
+    Raises:
+        Impossible: it cannot be played or is no action; nothing has changed.
+    """
+    if action in TURNS:
+        level.act(TURNS[action])
+        return f"You {action}."
+    if action == "move forward":
+        _require_free(level)
+        level.act(FORWARD)
+        return "You move forward."
+    if action == "toggle":
+        return _toggle(level, view)
+    if action == "drop":
+        return _drop(level, view)
+    match = MACRO.fullmatch(action[:80])
+    if not match:
+        shown = action if len(action) <= 60 else action[:60] + "..."
+        raise Impossible(f"{shown!r} is no action" if shown else "there is no action")
+    verb, seen = match[1], _find(view, f"{match[2]} {(match[3] or ' 1').strip()}")
+    if verb == "go to":
+        return _go_to(level, view, seen)
+    return (
+        _go_through(level, view, seen, verb) if "through" in verb else _pick_up(level, view, seen)
+    )
+
+
+def _find(view: View, name: str) -> Seen:
+    if name not in view.by_name:
+        raise Impossible(f"no {name} is in view")
+    return view.by_name[name]
+
+
+def _way(view: View, seen: Seen) -> list[int]:
+    way = view.way(seen)
+    if way is None:
+        raise Impossible(f"no free way to {seen.name} is in view")
+    return way[0]
+
+
+def _require_free(level: Level) -> None:
+    thing = level.front_object
+    if not is_free(thing):
+        state = door_state(thing) + " " if thing.type == "door" else ""
+        raise Impossible(f"a {state}{plain(thing)} is in the way")
+
+
+def _play(level: Level, moves: list[int]) -> bool:
+    """Plays moves until one is blocked or ends the episode; whether all of them were played."""
+    for move in moves:
+        if level.ended or (move == FORWARD and not is_free(level.front_object)):
+            return False
+        level.act(move)
+    return True
+
+
+def _go_to(level: Level, view: View, seen: Seen) -> str:
+    arrived = _play(level, _way(view, seen) or [DONE])
+    return f"You go to {seen.name}." if arrived else f"You stop on the way to {seen.name}."
+
+
+def _pick_up(level: Level, view: View, seen: Seen) -> str:
+    if seen.object.type == "door":
+        raise Impossible("a door cannot be picked up")
+    if view.carrying:
+        raise Impossible(f"you carry a {plain(view.carrying)} already; drop it first")
+    if not _play(level, [*_way(view, seen), PICKUP]):
+        return f"You stop on the way to {seen.name}."
+    return f"You pick up {seen.name}."
+
+
+def _go_through(level: Level, view: View, seen: Seen, verb: str) -> str:
+    door, name = seen.object, seen.name
+    if door.type != "door":
+        raise Impossible(f"{name} is no door")
+    if verb == "go through" and not door.is_open:
+        raise Impossible(f"{name} is {door_state(door)}")
+    if verb != "go through" and door.is_open:
+        raise Impossible(f"{name} is open; go through it")
+    if not can_toggle(door, view):
+        _refuse_locked(door)
+    opening = [] if door.is_open else [TOGGLE]
+    arrived = _play(level, [*_way(view, seen), *opening, FORWARD, FORWARD])
+    if not door.is_open or not (arrived or opening or level.position == seen.position):
+        return f"You stop on the way to {name}."
+    doing = "You open and go through" if opening else "You go through"
+    if arrived:
+        return f"{doing} {name}."
+    if level.position != seen.position:
+        return f"You open {name}."
+    blocker = level.front_object
+    why = f": a {plain(blocker)} is in the way" if blocker else ""
+    return f"{doing} {name} but stop in the doorway{why}."
+
+
+def _toggle(level: Level, view: View) -> str:
+    thing, position = level.front_object, level.front
+    if thing is None or thing.type not in ("door", "box"):
+        what = f"a {plain(thing)} cannot be toggled" if thing else "nothing is in front of you"
+        raise Impossible(what)
+    if not can_toggle(thing, view):
+        _refuse_locked(thing)
+    level.act(TOGGLE)
+    if thing.type == "door":
+        return f"You {'open' if thing.is_open else 'close'} the {plain(thing)}."
+    inside = level.env.grid.get(*position)
+    content = f"a {plain(inside)} is" if inside else "nothing is"
+    return f"You open the {plain(thing)}: {content} in it."
+
+
+def _refuse_locked(door: object) -> NoReturn:
+    color = getattr(door, "color", "")
+    raise Impossible(f"the {color} door is locked, and you do not carry the {color} key")
+
+
+def _drop(level: Level, view: View) -> str:
+    if not view.carrying:
+        raise Impossible("you carry nothing")
+    front = level.front_object
+    if front is not None:
+        raise Impossible(f"there is no free floor ahead but a {plain(front)}")
+    level.act(DROP)
+    return f"You drop the {plain(view.carrying)}."

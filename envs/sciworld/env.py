@@ -62,16 +62,56 @@ import re
 import tempfile
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import envs.sciworld.simulator as simulator
+import envs.sciworld.jvm as jvm
+from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
-from envs.sciworld.jvm import Seat, close_shared_pool, shared_pool
-from envs.sciworld.paths import Play, retell
-from envs.sciworld.simulator import SIMPLIFICATIONS, checked_simplifications
+from envs.sciworld.jvm import (
+    SIMPLIFICATIONS,
+    Seat,
+    checked_simplifications,
+    close_shared_pool,
+    shared_pool,
+)
+from envs.sciworld.oracle import EXHAUSTED, Play, retell, thought
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
-from envs.sciworld.thoughts import EXHAUSTED, thought
-from envs.sciworld.wire import ScienceWorldWire
+
+
+class ScienceWorldWire(Wire):
+    """AgentGym's SciWorld server: points to 100, the task apart from the first observation."""
+
+    title = "ScienceWorld"
+    index_default = None
+    shows_task_at_create = False
+    has_score = True
+    points = 100
+    paths = {
+        "/step_visual": ("STEP", "visual"),
+        "/action_hint": ("GET", "action_hint"),
+        "/goals": ("GET", "goals"),
+        "/task_description": ("GET", "task_description"),
+        "/object_tree": ("GET", "object_tree"),
+    }
+
+    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
+        kind, variation = find_task(task_index)
+        description, _, observation = turn["observation"].partition("\n")
+        return {
+            self.session_field: session_id,
+            **self.step(turn),
+            "task_name": kind.name,
+            "var_num": variation,
+            "task_description": description,
+            "observation": observation,
+            "deleted": False,
+        }
+
+    def first_observation(self, answer: Any) -> Any:
+        if not isinstance(answer, dict) or "task_description" not in answer:
+            return super().first_observation(answer)
+        return f"{answer['task_description']}\n{answer.get('observation')}"
+
 
 MAX_CHARACTERS = 1000  # of an action
 NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's own words
@@ -174,7 +214,7 @@ class SciWorld:
         self._actions: list[str] = []
         self._path: list[str] | None = None
         self._score = self._best_score = 0
-        description, room = self._seat.call(simulator.load, *self._task, seed=self._chance(0))
+        description, room = self._seat.call(jvm.load, *self._task, seed=self._chance(0))
         self._description = " ".join(description.split())
         hint = f"\n{TELEPORT_HINT}" if self._can_teleport else ""
         self._observation = room
@@ -222,7 +262,7 @@ class SciWorld:
             self._observation = NOT_UNDERSTOOD
         else:
             chance = self._chance(len(self._actions))
-            outcome = self._java().call(simulator.play, action, seed=chance)
+            outcome = self._java().call(jvm.play, action, seed=chance)
             self._observation, score, completed = outcome
         self._actions.append(action)
         gained = max(0, score - self._best_score)
@@ -250,11 +290,11 @@ class SciWorld:
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
             return numbers
-        return simulator.possible_actions(*java.call(simulator.valid_actions))
+        return jvm.possible_actions(*java.call(jvm.valid_actions))
 
     def oracle(self) -> tuple[str, str]:
         """A thought and the next action of a solution that ScienceWorld generates, retold in names
-        that the observations use (envs/sciworld/paths.py).
+        that the observations use (envs/sciworld/oracle.py).
 
         The first call of an episode generates it, in a second world with the same seed, which takes
         0.1 to 10 seconds and lets the other worlds of a Java process wait. Actions of the solution
@@ -281,11 +321,11 @@ class SciWorld:
         if self._path is None:
             guide = shared_pool().seat()
             try:
-                path = guide.call(simulator.solution, *self._task, seed=self._chance(0))
+                path = guide.call(jvm.solution, *self._task, seed=self._chance(0))
 
                 def start() -> tuple[str, Play]:
                     """The task from its beginning, with the chances that this episode has."""
-                    begin, act, turn = simulator.load, simulator.play, count()
+                    begin, act, turn = jvm.load, jvm.play, count()
                     text = "\n".join(guide.call(begin, *self._task, seed=self._chance(0)))
                     return text, lambda a: guide.call(act, a, seed=self._chance(next(turn)))
 
@@ -297,7 +337,7 @@ class SciWorld:
 
     def state_for_people(self) -> dict:
         """Task, progress, what is carried, what is seen, and a tree of all objects, for display."""
-        seen, held, moves = self._java().call(simulator.surroundings)
+        seen, held, moves = self._java().call(jvm.surroundings)
         report = self.goals()["goals"]
         goals = re.findall(r"^\d+\t(true|false)\t[^\t]*\t(.*)$", report, re.MULTILINE)
         return {
@@ -312,19 +352,19 @@ class SciWorld:
             "inventory": held,
             "num_turns": len(self._actions),
             "moves": moves,
-            "objects": simulator.names_in(self.object_tree()["object_tree"]),
+            "objects": jvm.names_in(self.object_tree()["object_tree"]),
         }
 
     # What AgentGym's further paths answer.
 
     def visual(self) -> dict:
         """The object tree, the inventory and the simulator's count of moves."""
-        _, held, moves = self._java().call(simulator.surroundings)
+        _, held, moves = self._java().call(jvm.surroundings)
         return self.object_tree() | {"inventory": held, "moves": moves}
 
     def action_hint(self) -> dict:
         """Templates of actions, and the objects here by name."""
-        templates, objects = self._java().call(simulator.hint)
+        templates, objects = self._java().call(jvm.hint)
         actions = sorted(template["action_example"] for template in json.loads(templates))
         return {
             "possible_actions": [action for action in actions if action != "reset task"],
@@ -333,7 +373,7 @@ class SciWorld:
 
     def goals(self) -> dict:
         """ScienceWorld's own report on what has been done towards the goal."""
-        return {"goals": self._java().call(simulator.progress)}
+        return {"goals": self._java().call(jvm.progress)}
 
     def task_description(self) -> dict:
         self._java()
@@ -342,7 +382,7 @@ class SciWorld:
     def object_tree(self) -> dict:
         """All objects of the world with all that the simulator knows of them: 150 kB of JSON."""
         with tempfile.TemporaryDirectory() as folder:  # Java writes it to a file
-            if error := self._java().call(simulator.object_tree, folder):
+            if error := self._java().call(jvm.object_tree, folder):
                 raise RuntimeError(f"ScienceWorld gave no object tree: {error}")
             text = (Path(folder) / "objectTree.json").read_text(encoding="utf-8")
         return {"object_tree": json.loads(text)}

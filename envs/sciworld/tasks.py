@@ -28,7 +28,7 @@ last for testing.
     >>> find_task(easy(30)) == find_task(30), is_easy(easy(30)), is_easy(30)
     (True, True, False)
 
-Read next: envs/sciworld/splits.py, the lists made from these blocks; envs/sciworld/env.py, the
+Read next: envs/sciworld/__main__.py, the lists made from these blocks; envs/sciworld/env.py, the
 world.
 """
 

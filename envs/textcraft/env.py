@@ -41,7 +41,7 @@ amount has at most nine digits.
     ('I need 4 crimson stem to craft crimson hyphae, and I can get it.', 'get 4 crimson stem')
 
 `python -m envs.textcraft` lets you play; `--write-ids` writes its id lists again, as
-envs/textcraft/splits.py says. Read next: envs/textcraft/recipes.py, then envs/server.py.
+envs/textcraft/__main__.py says. Read next: envs/textcraft/recipes.py, then envs/server.py.
 """
 
 import random
