@@ -45,11 +45,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from config import Misuse
+from config import Misuse, checked
 from data import ROUNDING, Example, Record, encode
 from reporting.sentinels import Sentinels
 from rollout import portion
-from run import shell
 from run.clock import Clock
 from run.methodworker import (
     DATA_SHOWS,
@@ -58,7 +57,6 @@ from run.methodworker import (
     IterationFiles,
     MethodConfig,
     MethodWorker,
-    check_method,
     count_learned,
     fitting,
     read_examples,
@@ -67,6 +65,7 @@ from run.methodworker import (
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, at_work
+from run.session import command_line as run_command
 from scale import distributed
 from update import imitate
 
@@ -160,9 +159,9 @@ def train(config: EvolConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: why the run ended, in a line; what was saved stays.
+        RunFailed: training ended early; what was saved stays.
     """
-    config = shell.checked(config, check_method)
+    config = checked(config)
     demonstrations = first_set(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
@@ -342,7 +341,7 @@ def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return shell.command_line(argv, SUMMARY, EvolConfig, train, check_method)
+    return run_command(argv, SUMMARY, EvolConfig, train)
 
 
 if __name__ == "__main__":

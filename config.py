@@ -1,38 +1,84 @@
-"""Every option of `train.py`: what it means, its unit, its default here and its value in the paper.
+"""The options of a training run: their meaning, defaults and checks, and the command line.
 
-What is not given comes from a preset:
+One field of a dataclass is one option; the docstring below it is its help text, with the unit and
+the paper's value. `RunConfig` holds what every method needs and `Config` adds what train.py needs;
+the other methods' options are in sft.py, dpo.py and agentevol.py.
 
-    laptop   the 135M model on a world's shortest tasks, for two cores: without a GPU, and wherever
-             one of the small models is asked for
-    paper    AgentGym-RL's settings for Qwen2.5-3B: with a GPU
-    none     the defaults of the fields below, whatever the machine and the world, and all of the
-             world's training tasks: for those who set everything themselves
+What the command line does not say comes from a preset:
 
-What belongs to one world stands in its class (envs/__init__.py), what belongs to the update in
-`Objective`. What contradicts is in runtime/checks.py, how a run's options are read back in
-runtime/saved.py.
+    laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
+             a GPU, and for the small models anywhere
+    paper    AgentGym-RL's settings for Qwen2.5-3B: the default with a GPU
+    none     the defaults below, and all of the environment's training tasks
+
+A command line is parsed once (`read_command_line`) and checked once (`checked`): misuse is one
+line and exit code 2. Environments bring their own numbers (envs/__init__.py).
 
 Read next: `train.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from envs import env_name, names_of, settings_of
+import pydantic
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from envs import (
+    ENVS,
+    Task,
+    env_name,
+    get_env,
+    id_lists,
+    load_tasks,
+    name_of_list,
+    names_of,
+    problem_of_messages,
+    settings_of,
+)
+from envs.http import checked_url
+from envs.local import LOCAL, check_local
 from run.errors import Misuse as Misuse
 from run.errors import refusing as refusing
+from scale.default_models import SMALL_MODELS, check_length, check_model, is_at_hub
+from schedulers import make_scheduler
 
-GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)  # algorithms; see advantages.ESTIMATORS
 Options = TypeVar("Options", bound="RunConfig")
-SMALL_MODELS = ("smollm2-135m", "tiny")  # warmed up first, and given short tasks
+LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # options of the other methods
+
+# Which algorithms an option belongs to; a test compares these with advantages.ESTIMATORS.
+GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)
+USED_BY = {
+    "gamma": ("ppo", "reinforce_plus_plus"),
+    "lam": ("ppo",),
+    "critic_learning_rate": WITH_CRITIC,
+    "value_clip": WITH_CRITIC,
+    "skip_zero_variance": GROUPED,
+}
+# `--env textcraft babyai` is kept as "textcraft+babyai".
+EnvNames = Annotated[
+    str,
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME ...",
+        instance_from_str="+".join,
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=names_of,
+    ),
+]
 
 
 def flag(name: str) -> str:
@@ -46,7 +92,7 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Portions:
-    """In which portions an update goes through its trajectories; each field is an option."""
+    """How an update is cut into optimizer steps and micro-batches."""
 
     temperature: float = 1.0
     """of the sampler, in training and evaluation [paper: 1.0]"""
@@ -62,7 +108,7 @@ class Portions:
 
 @dataclass(frozen=True)
 class Objective(Portions):
-    """What an update maximises; each field is an option of train.py."""
+    """What an RL update maximises."""
 
     clip_ratio: float = 0.2
     """epsilon of the clipped objective [paper: 0.2]"""
@@ -71,13 +117,13 @@ class Objective(Portions):
     kl_loss_coef: float = 0.0
     """weight of the KL to the start policy in the loss [paper: 1e-3]"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """of the KL in the loss; the one in the reward is k1 [paper: k3]"""
+    """of the KL in the loss; the KL in the reward uses k1 [paper: k3]"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus [paper: 1e-3]"""
     sampler_is_cap: float = 2.0
     """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """what counts alike in the policy's loss, a token or a trajectory [paper: seq-mean]"""
+    """what counts equally in the policy loss, a token or a trajectory [paper: seq-mean]"""
     ppo_epochs: int = 1
     """passes over each step's trajectories [paper: 1]"""
 
@@ -88,51 +134,51 @@ class Objective(Portions):
 
 @dataclass(frozen=True)
 class RunConfig(Portions):
-    """What every way to train needs: a world, a model, a sampler, budgets, evaluation, files."""
+    """What every method needs: an environment, a model, a sampler, budgets, evaluation, files."""
 
-    method: ClassVar[str] = ""  # what a run is named by, and may be resumed as
+    method: ClassVar[str] = ""  # names the run, and what it may be resumed as
     program: ClassVar[str] = ""
     widens: ClassVar[bool] = False  # takes several --rounds
-    unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that no sentinel should see
-    may_be_zero: ClassVar[frozenset[str]] = frozenset()  # of what must otherwise be positive
-    # What no preset may set, a method's own numbers; and those of them that the paper's preset has.
-    keeps: ClassVar[frozenset[str]] = frozenset()
-    large: ClassVar[dict[str, Any]] = {}
+    unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that the sentinels ignore
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()  # exceptions from POSITIVE
+    keeps: ClassVar[frozenset[str]] = frozenset()  # options that no preset sets
+    large: ClassVar[dict[str, Any]] = {}  # the method's own values under --preset paper
 
     # Where the other defaults come from
     preset: Literal["laptop", "paper", "none"] = "laptop"
-    """laptop: for two cores, the default without a GPU and for smollm2-135m and tiny anywhere;
-    paper: AgentGym-RL's, the default with a GPU; none: each option's own, in config.py"""
+    """laptop: for two CPU cores, the default without a GPU and for smollm2-135m and tiny anywhere;
+    paper: AgentGym-RL's settings, the default with a GPU; none: the defaults in config.py"""
     config: str | None = None
-    """a run's config.json: its options are the defaults; those given here win"""
-    # The world and its tasks
-    env: str = "textcraft"
+    """config.json of another run, whose options become the defaults"""
+    # The environment and its tasks
+    env: EnvNames = "textcraft"
     """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class; or
-    several of them (runtime/mixture.py)"""
+    several of them"""
     env_weights: tuple[int, ...] = ()
-    """of several: how many tasks of each follow one another, e.g. 2 1 (none: one of each)"""
+    """with several environments: tasks of each that follow one another, e.g. 2 1 (none: one of
+    each)"""
     tasks: str | None = None
-    """id list of the training tasks: a JSON file, or the name of one of the world's; overrides
-    --split"""
+    """id list of the training tasks: a JSON file, or the name of one of the environment's lists;
+    overrides --split"""
     split: Literal["train", "test"] | None = None
     """id list that comes with the environment [paper: train]"""
     subtasks: tuple[str, ...] = ()
-    """train on these sub-tasks alone, e.g. --subtasks "depth 1" "depth 2" (all if empty)"""
+    """train on these sub-tasks only, e.g. --subtasks "depth 1" "depth 2" (none: all)"""
     env_addr: tuple[str, ...] = ()
     """addresses of environment servers, http://host:port, with several --env NAME=http://host:port;
-    none: one is started here; local: no server, the world plays in this process"""
+    none: a server is started here; local: the environment runs in this process"""
     prompt: str | None = None
-    """file with another prompt than the world's: JSON [{"role", "content"}, ...], or a text in
-    place of its instruction"""
+    """file with another prompt than the environment's: JSON [{"role", "content"}, ...], or a text
+    that replaces its instruction"""
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen/Qwen2.5-3B-Instruct]"""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """who samples: vLLM in this process, or plain transformers"""
+    """the sampler: vLLM in this process, or plain transformers"""
     engine_url: tuple[str, ...] = ()
-    """addresses of vLLM servers that sample, http://host:port; none: a sampler in each process"""
+    """addresses of vLLM servers that sample, http://host:port (none: a sampler in each process)"""
     engine_devices: tuple[str, ...] = ()
-    """cards for vLLM servers that sample, e.g. --engine-devices 2 3; started and stopped here"""
+    """GPUs for vLLM servers that are started and stopped here, e.g. --engine-devices 2 3"""
     warm_start: str = "auto"
     """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
     never; or a folder"""
@@ -142,12 +188,12 @@ class RunConfig(Portions):
     rounds: tuple[int, ...] = (6,)
     """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
     lora_rank: int = 0
-    """train low-rank adapters of this rank, not the policy's own weights (0: those; adapters want
-    about ten times the learning rate) [paper: 0]"""
+    """train low-rank adapters of this rank instead of all weights; they need about ten times the
+    learning rate (0: all weights) [paper: 0]"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format that the networks compute in; auto: the faster one on this machine, measured"""
     gradient_checkpointing: bool = False
-    """keep each layer's input alone for the backward pass: less memory, a third more time [paper:
+    """keep only each layer's input for the backward pass: less memory, a third more time [paper:
     on]"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
@@ -156,7 +202,7 @@ class RunConfig(Portions):
     learning_rate: float = 4e-5
     """of the policy, AdamW [paper: 1e-6]"""
     learning_rate_decay_steps: int = 60
-    """the rate falls on a line to 1/N of itself in N steps and stays there; 0: constant
+    """linear decay from the learning rate to 1/N of it in N steps, then constant; 0: no decay
     (steps) [paper: 0]"""
     # Limits
     max_sync_error: float = 0.1
@@ -167,49 +213,51 @@ class RunConfig(Portions):
     """what the sentinels of a collapsing run do (reporting/sentinels.py)"""
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never"""
+    """evaluate held-out tasks every N steps, before the first and after the last (steps; 0: never)
+    """
     eval_tasks: str | None = None
-    """id list of held-out tasks (none: the test split; for short tasks, the world's short ones)"""
+    """id list of held-out tasks (none: the test split, or the environment's short held-out tasks)
+    """
     eval_subtasks: tuple[str, ...] | None = None
-    """evaluate these sub-tasks alone (none: those of --subtasks)"""
+    """evaluate these sub-tasks only (none: those of --subtasks)"""
     eval_samples: int = 4
     """trajectories per held-out task (trajectories) [paper: 1]"""
     eval_start_samples: int = 1
-    """the same before the first step, where somebody waits for it (trajectories)"""
+    """the same in the evaluation before the first step (trajectories)"""
     eval_rounds: int | None = None
     """most turns in evaluation (turns; none: the longest of --rounds) [paper: 30]"""
     stop_at: float | None = None
-    """end once this share of the held-out tasks is solved (0..1; none: after --steps)"""
+    """stop once this share of the held-out tasks is solved (0..1; none: after --steps)"""
     save_every: int = 20
-    """write a checkpoint every so many steps, and after the last (steps) [paper: 25]"""
+    """write a checkpoint every N steps, and after the last (steps) [paper: 25]"""
     keep_last: int = 2
     """checkpoints to keep besides the best"""
     run_dir: str | None = None
-    """where everything goes (none: runs/<env>-<method>-<date-time>; of files alone, no <env>)"""
+    """folder of the run (none: runs/<env>-<method>-<date-time>)"""
     resume: bool = False
-    """go on from the newest checkpoint of --run-dir"""
+    """continue the run in --run-dir from its newest checkpoint"""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """send each step's row there too; the packages are optional (reporting/trackers.py)"""
+    """also send each step's metrics there; the packages are optional (reporting/trackers.py)"""
     seed: int = 0
     """of task order, environments and sampling"""
     deterministic: bool = False
-    """bitwise repeatable (seen on CPUs): transformers engine, float32, sequences sampled alone"""
+    """bitwise repeatable (tested on CPUs): transformers engine, float32, sequences sampled alone"""
     record_state: bool = False
-    """keep what people look at (inventory, map) in the trajectory files"""
+    """keep the environment's state for the viewer (inventory, map) in the trajectory files"""
 
     @property
     def name(self) -> str:
-        """What the run is named by, and can be resumed as."""
+        """Names the run in its folder and first line."""
         return self.method
 
     @property
     def plays(self) -> bool:
-        """Whether it needs a sampler and an environment."""
+        """Whether the run needs a sampler and an environment."""
         return bool(self.eval_every)
 
     @property
     def needs_world(self) -> bool:
-        """Whether somebody plays: the policy, or an oracle for the warm start."""
+        """Whether the policy plays, or an oracle for the warm start."""
         return self.plays or (self.warm_start == "auto" and self.model in SMALL_MODELS)
 
     @property
@@ -222,7 +270,7 @@ class RunConfig(Portions):
 
     @property
     def episodes_per_step(self) -> int:
-        """Episodes that a step plays; 0: it plays none."""
+        """Episodes that a step plays."""
         return 0
 
     @property
@@ -230,23 +278,38 @@ class RunConfig(Portions):
         """Trajectories that a step learns from, at most."""
         return self.mini_batch_size
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        """(option, why it changes nothing here), of a method's own."""
-        return iter(())
-
     @property
     def fixed(self) -> frozenset[str]:
-        """Options that a resumed run must not change, though others may."""
+        """Options of CHANGEABLE that this run must not change on resume."""
         return frozenset()
 
     @property
     def steps_in_a_row(self) -> int:
-        """Steps until the learning rate begins anew: all, but for a method that begins again."""
+        """Steps until the learning rate starts again."""
         return self.steps
 
     def samples_at(self, step: int) -> int:
         """Trajectories per held-out task in the evaluation after `step`."""
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
+
+    def check(self) -> None:
+        """Refuse values that cannot work, alone or together; nothing outside is looked at.
+
+        Raises:
+            Misuse: one line naming the option, its value and what to do.
+        """
+        with refusing():
+            _check_environments(self)
+            _check_ranges(self)
+            _check_together(self)
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """(option, why it changes nothing in this run): a note where the option was given."""
+        return iter(())
+
+    def notes(self) -> Iterator[str]:
+        """Lines about what will run and may not be what was meant."""
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -282,9 +345,10 @@ class Config(RunConfig, Objective):
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0,
     unless --kl-coef or --normalize-per-env moves them"""
     normalize_per_env: bool = False
-    """whiten advantages within each world, so that of several none sets the others' scale"""
+    """whiten advantages within each environment, so that none sets the scale of the others"""
     shuffle_rewards: bool = False
-    """control: trajectories swap rewards at random within a step; nothing should be learned"""
+    """control: swap rewards at random between the trajectories of a step; nothing should be
+    learned"""
 
     @property
     def name(self) -> str:
@@ -312,6 +376,50 @@ class Config(RunConfig, Objective):
     def needs_critic(self) -> bool:
         return self.algorithm in WITH_CRITIC
 
+    def check(self) -> None:
+        super().check()
+        with refusing():
+            for c in in_each(self):
+                make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
+                if c.rounds_scheduler != "fixed" and len(c.rounds) < 2:
+                    raise ValueError(
+                        f"--rounds {c.rounds[0]} never changes with --rounds-scheduler "
+                        f"{c.rounds_scheduler}; give several numbers, or choose fixed"
+                    )
+        if 0 < self.sampler_is_cap < 1:
+            raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
+        if self.group_size < 2 and self.algorithm in GROUPED:
+            raise Misuse(
+                f"--group-size {self.group_size} leaves {self.algorithm} nothing to compare with; "
+                "use 2 or more, or --algorithm ppo or reinforce_plus_plus"
+            )
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
+            raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
+        if self.kl_loss_coef and self.kl_estimator == "k1":
+            raise Misuse("--kl-estimator k1 has no gradient in expectation; use k2 or k3")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        for name, users in USED_BY.items():
+            if self.algorithm not in users:
+                yield name, f"it works with --algorithm {' or '.join(users)}"
+        if self.rounds_scheduler == "fixed":
+            yield "steps_scaling_inter", "--rounds-scheduler is fixed"
+        if not self.kl_loss_coef:
+            yield "kl_estimator", "--kl-loss-coef is 0"
+        if self.mini_batch_size > self.episodes_per_step:
+            size = self.episodes_per_step
+            yield "mini_batch_size", f"a step has {size} trajectories, one optimizer step takes all"
+
+    def notes(self) -> Iterator[str]:
+        last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
+        if self.rounds and self.rounds_scheduler != "fixed" and self.steps <= last_change:
+            yield (
+                f"--rounds {_spaced(self.rounds)} reaches {self.rounds[-1]} turns after step "
+                f"{last_change}, but --steps is {self.steps}; see --steps-scaling-inter"
+            )
+
+
+# ------------------------------------------------------------------------------------------ presets
 
 PAPER: dict[str, Any] = {
     "model": "Qwen/Qwen2.5-3B-Instruct",
@@ -337,25 +445,17 @@ PAPER: dict[str, Any] = {
     "save_every": 25,
     "eval_every": 25,
 }
-LISTS = ("tasks", "eval_tasks", "subtasks")  # of a world's laptop settings: what it plays
+LISTS = ("tasks", "eval_tasks", "subtasks")  # of an environment's laptop settings; see `complete`
 
 
-def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Whether this machine shows a card to a torch that is made for one.
+def has_gpu() -> bool:
+    import torch
 
-    torch itself is not asked: to import it takes seconds, and this decides what `--help` shows.
-    """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    if not any(devices.glob("nvidia[0-9]*")) and not (devices / "dxg").exists():
-        return False
-    torch = importlib.util.find_spec("torch")  # found, not imported
-    made_for = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
-    return bool(made_for and re.search(r"^cuda\b.*= *'", made_for.read_text(), re.MULTILINE))
+    return torch.cuda.is_available()
 
 
 def preset_of(model: str | None = None) -> str:
-    """The preset of this machine; the small models bring theirs wherever they are asked for."""
+    """The preset of this machine; the small models bring theirs anywhere."""
     return "laptop" if model in SMALL_MODELS or not has_gpu() else "paper"
 
 
@@ -364,41 +464,43 @@ def with_preset(
     env: str = Config.env,
     kind: type[Options] = Config,  # type: ignore[assignment]
 ) -> Options:
-    """The defaults of a preset for `env`, as far as `kind` has such options and leaves them to it.
-    Of several worlds the largest number that one of them sets; each keeps its own horizon.
+    """The defaults of a preset for `env`, for the options that `kind` has and does not keep.
+
+    With several environments a number is the largest that one of them sets; each keeps its own
+    horizon.
 
     Raises:
-        ValueError: there is no such preset, or no such world.
+        ValueError: there is no such preset, or no such environment.
     """
-    own = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
-    large, found = kind.large if preset == "paper" else {}, []
+    names = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
+    large = kind.large if preset == "paper" else {}
+    settings = []
     for name in names_of(env):
         world = settings_of(name)
         presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
-        found.append({n: v for n, v in presets[preset].items() if n in own} | large)
-    numbers = found[0]
-    if len(found) > 1:
-        names = {name for each in found for name in each}
-        numbers = {n: _largest([each.get(n, getattr(kind, n)) for each in found]) for n in names}
-        numbers["rounds"] = ()  # each world's own
+        settings.append({n: v for n, v in presets[preset].items() if n in names} | large)
+    numbers = settings[0]
+    if len(settings) > 1:
+        all_names = {name for setting in settings for name in setting}
+        numbers = {n: _largest([s.get(n, getattr(kind, n)) for s in settings]) for n in all_names}
+        numbers["rounds"] = ()  # each environment's own
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
 
 
 def _largest(numbers: Sequence[Any]) -> Any:
-    """Of those that say something; None where none does."""
     return max((number for number in numbers if number is not None), default=None)
 
 
-def with_one_horizon(found: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
-    """What a preset or another run says, for methods that play with one horizon: the longest."""
-    rounds = found.get("rounds")
-    return found | {"rounds": (max(rounds),)} if rounds and not kind.widens else found
+def with_one_horizon(options: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
+    """The longest of several --rounds, for methods that play with one horizon."""
+    rounds = options.get("rounds")
+    return options | {"rounds": (max(rounds),)} if rounds and not kind.widens else options
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:
-    """What the command line starts from on this machine, changed: options for `train.train`.
+    """The command line's defaults on this machine, changed: options for `train.train`.
 
     >>> options("babyai", model="tiny", steps=4).rounds  # turns, of the laptop preset for babyai
     (5,)
@@ -412,16 +514,564 @@ def complete(config: Options) -> Options:
     if config.deterministic:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
-        return config  # each world has its own lists: runtime/mixture.py
-    own = f"{env_name(config.env)}="  # may stand before an address of one world too
-    config = replace(config, env_addr=tuple(a.removeprefix(own) for a in config.env_addr))
+        return config  # each environment has its own lists: `in_each`
+    prefix = f"{env_name(config.env)}="  # allowed before an address of a single environment too
+    config = replace(config, env_addr=tuple(a.removeprefix(prefix) for a in config.env_addr))
     if config.tasks is not None:
-        config = replace(config, split=None)
-    elif config.split is None:
-        lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LISTS}
-        if config.model in SMALL_MODELS and config.preset != "none" and lists:
-            given = {name: getattr(config, name) for name in LISTS if getattr(config, name)}
-            config = replace(config, **(lists | given))
-        else:
-            config = replace(config, split="train")
+        return replace(config, split=None)
+    if config.split is not None:
+        return config
+    lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LISTS}
+    if config.model not in SMALL_MODELS or config.preset == "none" or not lists:
+        return replace(config, split="train")
+    chosen = {name: getattr(config, name) for name in LISTS if getattr(config, name)}
+    return replace(config, **(lists | chosen))
+
+
+# ----------------------------------------------------------------------------- several environments
+
+# `--env textcraft babyai --env-weights 2 1`: one policy plays each of them. Task lists, horizon,
+# prompt and server addresses are each environment's own; numbers that presets set differently are
+# the largest for all. `best` is the checkpoint with the highest mean over environments.
+OF_ONE_ENV = ("tasks", "eval_tasks", "subtasks", "eval_subtasks", "prompt")
+
+
+def in_each(config: Options) -> list[Options]:
+    """The options as each environment of the run sees them, complete.
+
+    >>> [(c.env, c.rounds, c.tasks) for c in in_each(options("textcraft+babyai"))]
+    [('textcraft', (7,), 'short_train'), ('babyai', (5,), 'simple_train')]
+    >>> [c.rounds for c in in_each(options("textcraft+babyai", rounds=(9,)))]
+    [(9,), (9,)]
+    """
+    names = names_of(config.env)
+    if len(names) == 1:
+        return [config]
+    return [
+        complete(
+            replace(
+                config,
+                env=name,
+                env_weights=(),
+                rounds=config.rounds or with_preset(config.preset, name, type(config)).rounds,
+                env_addr=tuple(a for a in config.env_addr if a.startswith(f"{env_name(name)}=")),
+            )
+        )
+        for name in names
+    ]
+
+
+def tasks_of(config: RunConfig) -> list[Task]:
+    """Training tasks, one environment after the other.
+
+    Raises:
+        ValueError: two environments call a task the same.
+    """
+    tasks = [
+        task for c in in_each(config) for task in load_tasks(c.env, c.split, c.tasks, c.subtasks)
+    ]
+    env_of: dict[str, str] = {}
+    for task in tasks:
+        if env_of.setdefault(task.task_id, task.env) != task.env:
+            raise ValueError(
+                f"{env_of[task.task_id]} and {task.env} both have a task {task.task_id}; "
+                "give one of them its own ID_PREFIXES"
+            )
+    return tasks
+
+
+def held_out_tasks(config: RunConfig) -> list[Task]:
+    """The tasks of --eval-tasks, or of the test split, restricted to the chosen sub-tasks."""
+    if not config.eval_every:
+        return []
+    return [
+        task
+        for c in in_each(config)
+        for task in load_tasks(
+            c.env, None if c.eval_tasks else "test", c.eval_tasks, c.evaluation_subtasks
+        )
+    ]
+
+
+def horizons_of(config: RunConfig) -> dict[str, int]:
+    """Environment -> most turns of a training episode: its longest horizon."""
+    return {env_name(c.env): max(c.rounds) for c in in_each(config)}
+
+
+def evaluation_horizons(config: RunConfig) -> dict[str, int]:
+    """Environment -> most turns of an evaluation episode."""
+    return {env_name(c.env): c.evaluation_rounds for c in in_each(config)}
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+POSITIVE = (
+    *("steps", "tasks_per_step", "group_size", "mini_batch_size", "ppo_epochs"),
+    *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
+    *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
+    *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
+    *("eval_samples", "eval_start_samples", "eval_rounds"),
+)
+NOT_NEGATIVE = (
+    *("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps"),
+    *("kl_coef", "kl_loss_coef", "entropy_coef"),
+)
+SHARES = ("gamma", "lam", "max_env_failures", "stop_at")
+
+
+def _check_ranges(config: RunConfig) -> None:
+    """Each number by itself."""
+    rules = {name: (lambda x: x > 0, "be above 0, and finite") for name in POSITIVE}
+    rules |= {name: (lambda x: x >= 0, "not be negative") for name in NOT_NEGATIVE}
+    rules |= {name: (lambda x: 0 <= x <= 1, "lie between 0 and 1") for name in SHARES}
+    for name, (holds, words) in rules.items():
+        value = getattr(config, name, None)
+        if value is None or (value == 0 and name in config.may_be_zero):
+            continue
+        if not (holds(value) and math.isfinite(value)):
+            raise ValueError(f"{flag(name)} {value} must {words}")
+
+
+def _check_together(config: RunConfig) -> None:
+    """Options that contradict each other."""
+    c = config
+    if c.stop_at is not None and not c.eval_every:
+        raise ValueError("--stop-at waits for held-out success; set --eval-every above 0")
+    if c.max_tokens_per_turn >= c.max_trajectory_tokens:
+        raise ValueError(
+            f"--max-tokens-per-turn {c.max_tokens_per_turn} does not fit into "
+            f"--max-trajectory-tokens {c.max_trajectory_tokens}"
+        )
+    if c.engine_url and c.engine_devices:
+        raise ValueError("--engine-url and --engine-devices exclude each other")
+    if (c.engine_url or c.engine_devices) and c.engine != "vllm":
+        why = "--deterministic" if c.deterministic else f"--engine {c.engine}"
+        raise ValueError(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
+    if c.resume and not c.run_dir:
+        raise ValueError("--resume needs --run-dir, the run to continue")
+    for name in c.log_to:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log-to {name} needs the package: pip install {name}")
+
+
+def _check_environments(config: RunConfig) -> None:
+    """What --env names, how many of them, and where they and the samplers are."""
+    names = names_of(config.env)
+    called = [env_name(name) for name in names]
+    weights = config.env_weights
+    if len(set(called)) < len(called):
+        raise ValueError(f"--env {_spaced(names)} names an environment twice")
+    if weights and (len(names) == 1 or len(weights) != len(names) or min(weights) < 1):
+        raise ValueError(
+            f"--env-weights {_spaced(weights)}: give each of several --env a whole number of at "
+            "least 1"
+        )
+    for name in OF_ONE_ENV if len(names) > 1 else ():
+        if getattr(config, name):
+            raise ValueError(
+                f"{flag(name)} belongs to one environment, and --env names {len(names)}; leave it "
+                "out, of --config too"
+            )
+    for address in config.env_addr if len(names) > 1 else ():
+        if address.partition("=")[0] not in called:
+            raise ValueError(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
+    for c in in_each(config):
+        check_addresses("env_addr", c.env_addr, c.env)
+    for name in ("engine_url", "engine_devices"):
+        check_addresses(name, getattr(config, name))
+
+
+def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
+    """Raise ValueError unless each is an address, given once; `local` may stand for `env`'s."""
+    words = f"{flag(name)} {_spaced(addresses)}"
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"{words}: the same one twice")
+    if name == "env_addr" and LOCAL in addresses:
+        if len(addresses) > 1:
+            raise ValueError(f"{words}: {LOCAL} is not a server; give it alone")
+        check_local(env)
+    elif name != "engine_devices":
+        for address in addresses:
+            checked_url(address, flag(name))
+
+
+def _spaced(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))
+
+
+def checked(config: Options) -> Options:
+    """The options, complete and possible on this machine, as the run keeps them.
+
+    Raises:
+        Misuse: one line naming the option, its value and what to do; nothing was written.
+    """
+    with refusing():
+        config = complete(with_prompt(config))
+    config.check()
+    with refusing():
+        for c in in_each(config):
+            if c.needs_world and c.env_addr in ((), (LOCAL,)):
+                check_package(c.env)
+        tasks_of(config)
+        held_out_tasks(config)
+    check_run_dir(config)
+    check_model(config.model)
+    if config.warm_start not in ("auto", "never"):
+        if not Path(config.warm_start).is_dir():
+            raise Misuse(
+                f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
+            )
+        check_model(config.warm_start, "--warm-start")
+    check_length(config.model, config.max_trajectory_tokens + 1)
+    config = as_kept(config)
+    if config.resume:
+        check_resumed(config)
     return config
+
+
+def check_package(env: str) -> None:
+    """Raise ValueError where the package that runs the environment is not installed."""
+    package = settings_of(env).package
+    try:
+        if not package or importlib.util.find_spec(package):
+            return
+    except ModuleNotFoundError:  # package.module, without the package
+        pass
+    how = f"run `make setup ENV={env}`" if env in ENVS else f"install {package}"
+    raise ValueError(f"--env {env} needs the package {package}: {how}, or give --env-addr")
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Refuse a directory that holds a run, or that cannot be made."""
+    path = Path(config.run_dir or "runs")
+    if config.run_dir and not config.resume and (path / "config.json").exists():
+        raise Misuse(f"--run-dir {path} holds a run; add --resume to continue, or choose another")
+    parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "may not be written to" if parent.is_dir() else "is not a folder"
+        raise Misuse(f"--run-dir {path} cannot be made: {parent} {why}")
+
+
+def files_teach(method: str, options: Mapping[str, Any]) -> bool:
+    """Whether a run learns only from files; AgentEvol plays too, whatever it starts from."""
+    return method != "agentevol" and any(options.get(name) for name in LISTS_OF_FILES)
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """Lines about what will run and may not be what was meant.
+
+    Args:
+        config: checked.
+    """
+    if (config.tasks or config.split) and not files_teach(config.method, vars(config)):
+        held_out = {task.task_id for task in held_out_tasks(config)}
+        if both := held_out & {task.task_id for task in tasks_of(config)}:
+            yield (
+                f"{len(both)} of the {len(held_out)} held-out tasks are also trained on: success "
+                "there says little about others (--tasks, --eval-tasks)"
+            )
+    yield from config.notes()
+    if is_at_hub(config.model):
+        yield f"--model {config.model} is not on this machine: it comes from the model hub"
+
+
+# --------------------------------------------------------------------------------- the command line
+
+T = TypeVar("T")
+
+
+def parse_command_line(
+    kind: type[T],
+    argv: Sequence[str] | None,
+    prog: str,
+    default: T | None = None,
+    description: str | None = None,
+) -> T:
+    """A dataclass from the command line: every field is a flag, its docstring the help text.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+        default: values of the flags that are not given; None: the dataclass's own.
+    Raises:
+        Misuse: the arguments cannot be read.
+        SystemExit: code 0, after --help.
+    """
+    box = io.StringIO()
+    rest: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(kind, prog=prog, args=argv, description=description, **rest)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise Misuse(_in_one_line(box.getvalue())) from None
+
+
+def _in_one_line(box: str) -> str:
+    """tyro's message, without the box that it draws, and the first name that it suggests."""
+    _, *lines = (line.strip("│╭╮╰╯─ ") for line in box.splitlines())
+    problem = " ".join(takewhile(bool, lines))
+    if "Perhaps you meant:" in lines:
+        problem += f"; did you mean {lines[lines.index('Perhaps you meant:') + 1].split()[0]}?"
+    return f"{problem}; see --help"
+
+
+def named(argv: Sequence[str]) -> dict[str, list[str]]:
+    """The fields that a command line names, each with its values.
+
+    >>> named(["--rounds", "3", "6", "--seed=1", "--no-resume"])
+    {'rounds': ['3', '6'], 'seed': ['1'], 'resume': []}
+    """
+    fields: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in argv:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            values = [value] if value else []
+            fields[name.replace("-", "_").removeprefix("no_")] = values
+        else:
+            values.append(word)
+    return fields
+
+
+def read_command_line(
+    argv: Sequence[str] | None,
+    kind: type[Options] = Config,  # type: ignore[assignment]
+    summary: str = "",
+) -> tuple[Options, list[str]]:
+    """The options that a command line asks for, not checked yet, and notes about those given that
+    have no effect.
+
+    Raises:
+        Misuse: the arguments, --config or the run to resume cannot be read.
+        SystemExit: code 0, after --help.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = {name: " ".join(values) for name, values in named(words).items()}
+    if "--resume" in words:  # what is not given again is what the run was started with
+        default = saved_config(given.get("run_dir"), kind)
+    else:
+        default = starting_from(given, kind)
+    config = parse_command_line(kind, words, kind.program, default, summary)
+    return config, [
+        f"{flag(name)} has no effect here: {why}"
+        for name, why in _without_effect(config)
+        if name in given
+    ]
+
+
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.deterministic and config.engine == "vllm":
+        yield "engine", "--deterministic samples with transformers"
+    if config.tasks:
+        yield "split", f"--tasks {config.tasks} names the tasks"
+    if not config.eval_every:
+        for name in ("eval_tasks", "eval_subtasks", "eval_samples", "eval_rounds"):
+            yield name, "--eval-every is 0"
+    yield from config.without_effect()
+
+
+# The options that decide how many steps an epoch of sft.py takes.
+COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
+COUNTED |= {"env", "tasks", "split", "subtasks"}
+
+
+def starting_from(
+    given: Mapping[str, str],
+    kind: type[Options] = Config,  # type: ignore[assignment]
+) -> Options:
+    """The values of what a command line does not name: those of --config, then of a preset."""
+    saved = dict[str, Any]()
+    if file := given.get("config"):
+        if "preset" in given:
+            raise Misuse("--config and --preset both set the defaults; give one")
+        saved = options_from(file, kind) | {"config": file}
+        if "steps" in kind.may_be_zero and COUNTED & given.keys():
+            saved.pop("steps", None)  # as many as the other run's epochs took
+    asked = saved | {name: value for name, value in given.items() if value}
+    env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
+    with refusing():
+        return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
+
+
+# --------------------------------------------------------------------------------- options in files
+
+# What a resumed run may change: how far it goes, where, and in what portions.
+CHANGEABLE = {
+    *("steps", "learning_rate_decay_steps", "env_addr", "run_dir", "resume", "save_every"),
+    *("keep_last", "record_state"),
+    *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
+    *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
+}
+OF_ONE_RUN = {"config", "run_dir", "resume"}  # not taken over by another run
+
+
+def as_kept(config: Options) -> Options:
+    """The options with everything they name independent of the working folder, since a run may be
+    resumed from another one: files by their whole path, a prompt as its text. Idempotent.
+
+    Raises:
+        Misuse: there is no such id list or prompt.
+    """
+    changes: dict[str, Any] = {}
+    with refusing():
+        for name in ("tasks", "eval_tasks"):
+            if (file := getattr(config, name)) is not None:
+                changes[name] = name_of_list(config.env, file)
+    for name in ("model", "warm_start"):
+        folder = getattr(config, name)
+        if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).expanduser().is_dir():
+            # Where a link leads now: checkpoints/best of a run that goes on will be another.
+            changes[name] = os.path.realpath(Path(folder).expanduser())
+    for name in LISTS_OF_FILES:
+        if files := getattr(config, name, ()):
+            changes[name] = tuple(os.path.abspath(Path(file).expanduser()) for file in files)
+    return with_prompt(replace(config, **changes))
+
+
+def saved_config(
+    run_dir: str | None,
+    kind: type[Options] = Config,  # type: ignore[assignment]
+) -> Options:
+    """The options that the run in `run_dir` was started with.
+
+    Args:
+        kind: the method's options; RunConfig: those that all methods share, of a run of any.
+    Raises:
+        Misuse: no --run-dir was given, it holds no run, or another method's.
+    """
+    if not run_dir:
+        raise Misuse("--resume needs --run-dir, the run to continue")
+    path = Path(run_dir) / "config.json"
+    if not path.exists():
+        raise Misuse(f"--run-dir {run_dir} holds no run to resume")
+    try:
+        method, saved = _options_in(path)
+    except (OSError, ValueError) as error:
+        raise Misuse(
+            f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
+        ) from None
+    if kind is RunConfig:
+        saved = {n: v for n, v in saved.items() if n in RunConfig.__dataclass_fields__}
+    elif method != kind.method:
+        raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
+    config = kind(**_validated(saved, str(path), kind))
+    for name in ("tasks", "eval_tasks"):  # files are kept by their whole path
+        kept = getattr(config, name)
+        if kept and kept in id_lists(config.env) and Path(kept).exists():
+            raise Misuse(
+                f"{path} means {config.env}'s own list by {flag(name)} {kept}, but this folder has "
+                "a file of that name, which would be read: resume from another folder"
+            )
+    return replace(config, run_dir=run_dir, resume=True)
+
+
+def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
+    """The options in a run's config.json, or in a JSON object of options, for a new run. Of another
+    method's run those that both have and `kind` does not keep.
+
+    Raises:
+        Misuse: it cannot be read, or holds an option that this version does not have.
+    """
+    try:
+        method, saved = _options_in(Path(file))
+    except OSError as error:
+        raise Misuse(f"--config {file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise Misuse(f"--config {file} is not a run's config.json ({error})") from error
+    if method != kind.method:
+        shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
+        saved = with_one_horizon({n: v for n, v in saved.items() if n in shared}, kind)
+    values = _validated(saved, f"--config {file}", kind)
+    return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
+
+
+def _options_in(path: Path) -> tuple[str, dict[str, Any]]:
+    """The method and its options; ValueError if the file is not JSON that holds any."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    options = content.get("config", content) if isinstance(content, dict) else None
+    if not isinstance(options, dict) or not options:
+        raise ValueError("it holds no options")
+    return str(content.get("method", Config.method)), options
+
+
+def _validated(options: dict[str, Any], where: str, kind: type[RunConfig]) -> dict[str, Any]:
+    """The options with their types; Misuse where a name or a value is not one of this version."""
+    if unknown := sorted(options.keys() - kind.__dataclass_fields__.keys()):
+        raise Misuse(
+            f"{where} holds options that this version does not have: {', '.join(unknown)}; leave "
+            "them out, or use the version that wrote it"
+        )
+    try:
+        config = pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
+    return {name: getattr(config, name) for name in options}
+
+
+def check_resumed(config: RunConfig) -> None:
+    """Raise Misuse for options that a resumed run must not change, and for too few --steps."""
+    if other := " ".join(map(flag, changed(config, saved_config(config.run_dir, type(config))))):
+        raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
+    names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
+    done = max((int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name)), default=0)
+    if config.steps < done:
+        raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
+
+
+def changed(config: RunConfig, saved: RunConfig) -> list[str]:
+    """The options that differ and that a run must not change."""
+    return [
+        f.name
+        for f in fields(config)
+        if (f.name not in CHANGEABLE or f.name in config.fixed)
+        and getattr(config, f.name) != getattr(saved, f.name)
+    ]
+
+
+# --------------------------------------------------------------------------------- another --prompt
+
+MAX_PROMPT_BYTES = 100_000  # a larger file is not the one that was meant
+WithPrompt = TypeVar("WithPrompt", bound=Any)
+
+
+def with_prompt(config: WithPrompt) -> WithPrompt:
+    """The options with the messages of --prompt, as JSON, in place of the file's name.
+
+    config.json then has the text that was trained with. Idempotent.
+
+    Raises:
+        Misuse: no such file, or nothing that can stand before a first observation.
+    """
+    file = config.prompt
+    if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
+        return config
+    try:
+        if Path(file).stat().st_size > MAX_PROMPT_BYTES:
+            raise Misuse(f"--prompt {file} is larger than {MAX_PROMPT_BYTES} bytes")
+        text = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise Misuse(f"--prompt {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise Misuse(f"--prompt {file} is not text in UTF-8 ({error})") from error
+    if not text:
+        raise Misuse(f"--prompt {file} is empty")
+    if text.startswith("["):
+        try:
+            messages = json.loads(text)
+            json.dumps(messages, ensure_ascii=False).encode()  # fails on half a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise Misuse(f"--prompt {file} begins like JSON but is not ({error})") from error
+        if problem := problem_of_messages(messages):
+            raise Misuse(f"--prompt {file}: {problem}")
+        messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+    else:
+        first, *others = get_env(config.env).PROMPT
+        messages = [first | {"content": text}, *others]
+    return replace(config, prompt=json.dumps(messages, ensure_ascii=False))
+
+
+def prompt_of(config: Any) -> list[dict[str, str]] | None:
+    """The messages of --prompt; None: the environment's own."""
+    return json.loads(config.prompt) if config.prompt else None

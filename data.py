@@ -33,13 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chat import ChatTemplate, is_sound
-from config import RunConfig
+from config import RunConfig, in_each, prompt_of, tasks_of
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env, variant_of
 from run.files import build_folder, cache_dir
 from run.progress import phase
-from runtime.mixture import in_each, tasks_of
-from runtime.prompts import prompt_of
 from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
 Record = dict[str, Any]  # an AgentTraj conversation, with "return" and "seed" where they are known

@@ -51,17 +51,15 @@ from torch.nn.functional import logsigmoid
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, Objective
+from config import Misuse, Objective, checked
 from data import ROUNDING, Example, Record, encode, items_of, return_of, turns_of
 from rollout import portion
-from run import shell
 from run.clock import Clock, advice
 from run.methodworker import (
     IteratedConfig,
     IterationFiles,
     MethodWorker,
     chat_of,
-    check_method,
     count_learned,
     encode_all,
     fitting,
@@ -71,6 +69,7 @@ from run.methodworker import (
 from run.progress import phase
 from run.rundir import Run
 from run.session import Session, TrainingError, at_work
+from run.session import command_line as run_command
 from scale import distributed
 from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
 
@@ -182,9 +181,9 @@ def train(config: DpoConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: why the run ended, in a line; what was saved stays.
+        RunFailed: training ended early; what was saved stays.
     """
-    config = shell.checked(config, check_method)
+    config = checked(config)
     given = None if config.learns_from_play else pairs_in_files(config)
     with at_work(config, MethodWorker) as session:
         w = session.worker
@@ -743,7 +742,7 @@ def describe(counts: Counter[str]) -> str:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return shell.command_line(argv, SUMMARY, DpoConfig, train, check_method)
+    return run_command(argv, SUMMARY, DpoConfig, train)
 
 
 if __name__ == "__main__":

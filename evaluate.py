@@ -57,6 +57,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from config import prompt_of
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks
@@ -69,7 +70,6 @@ from run.errors import complain
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
 from run.rundir import TOKENIZER, put_pictures_beside
-from runtime.prompts import prompt_of
 from trajectory import Trajectory
 
 PROG = "evaluate.py"

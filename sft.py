@@ -32,17 +32,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config import Misuse
+from config import Misuse, checked
 from data import Example
 from rollout import portion
-from run import shell
 from run.clock import Clock, advice
 from run.methodworker import (
     DATA_SHOWS,
     IMITATED,
     MethodConfig,
     MethodWorker,
-    check_method,
     count_learned,
     fitting,
     read_examples,
@@ -50,6 +48,7 @@ from run.methodworker import (
 )
 from run.rundir import Run
 from run.session import Session, at_work, is_due
+from run.session import command_line as run_command
 from scale import distributed
 from update import imitate, score_policy
 
@@ -114,9 +113,9 @@ def train(config: SftConfig) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: why the run ended, in a line; what was saved stays.
+        RunFailed: training ended early; what was saved stays.
     """
-    config = shell.checked(config, check_method)
+    config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)
     learned, held_out = split(config, fitting(config, examples, "conversations", lambda e: [e]))
@@ -243,7 +242,7 @@ def require_same(digest: dict[str, Any], config: SftConfig) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return shell.command_line(argv, SUMMARY, SftConfig, train, check_method)
+    return run_command(argv, SUMMARY, SftConfig, train)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ import torch
 
 from advantages import ESTIMATORS, estimate, whiten_each
 from batching import Batch, make_batch
-from config import Config, Misuse, Objective
+from config import Config, Misuse, Objective, checked, in_each
 from envs import Task, env_name, tasks_by_world
 from losses import (
     AdaptiveKLController,
@@ -65,14 +65,14 @@ from losses import (
 from models import load_critic, load_policy
 from reporting.metrics import by_env, summarize_trajectories
 from rollout import RolloutRequest, draw, epochs
-from run import rundir, shell
+from run import rundir
 from run.clock import Clock
 from run.interrupt import StopRequests
 from run.progress import phase
 from run.rundir import Run
 from run.session import at_work
+from run.session import command_line as run_command
 from run.worker import Worker
-from runtime.mixture import in_each
 from scale import distributed
 from scale.lora import adapters_off
 from schedulers import make_scheduler
@@ -95,9 +95,9 @@ def train(config: Config) -> Run:
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
         KeyboardInterrupt: after Ctrl-C, once all is saved.
-        shell.FAILURES: what ended it, in a line; what was saved stays.
+        RunFailed: training ended early; what was saved stays.
     """
-    config = shell.checked(config)
+    config = checked(config)
     with at_work(config, RLWorker) as session:
         w = session.worker
         session.evaluate_start()
@@ -360,7 +360,7 @@ class RLWorker(Worker):
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Parse, check, run; the exit code."""
-    return shell.command_line(argv, SUMMARY, Config, train)
+    return run_command(argv, SUMMARY, Config, train)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Misuse, Objective, RunConfig, flag, refusing
+from config import SMALL_MODELS, Misuse, Objective, RunConfig, flag, parse_command_line, refusing
 from data import (
     PLAIN,
     Manner,
@@ -52,10 +52,8 @@ from models import load_policy, load_tokenizer, stop_ids_of
 from run.errors import complain
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
-from runtime.cli import parse_command_line
-from runtime.find_model import check_model
 from scale import distributed, precision
-from scale.default_models import resolve_model
+from scale.default_models import check_model, resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
 from scale.memory import keep_for_backward, what_to_keep
 from scale.sync import export_policy

@@ -45,7 +45,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Results, arguments, median  # noqa: E402
 from config import Config, complete  # noqa: E402
-from runtime.checks import check  # noqa: E402
 
 TRL_VERSION = "1.16"
 
@@ -63,7 +62,7 @@ def step_config(options: argparse.Namespace) -> Config:
         eval_every=0,
     )
     config = complete(config)
-    check(config)
+    config.check()
     return config
 
 

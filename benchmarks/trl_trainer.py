@@ -199,10 +199,10 @@ def run_trl(
     from trl import GRPOTrainer
 
     from chat import ChatTemplate
+    from config import horizons_of
     from envclient import EnvPool, local_server
     from envs import load_tasks
     from models import load_tokenizer
-    from runtime.mixture import horizons_of
     from train import requests_of
 
     tokenizer = load_tokenizer(start)

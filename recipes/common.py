@@ -95,10 +95,9 @@ def exit_code(name: str, work: Callable[[], None]) -> int:
 def load_config(arguments: Sequence[str], kind: Any = None) -> Any:
     """The options that train.py, or the program of this `kind` of options, makes of these
     arguments."""
-    from config import Config
-    from runtime.cli import training_options
+    from config import Config, checked, read_command_line
 
-    return training_options(arguments, "recipe", "", kind or Config)
+    return checked(read_command_line(arguments, kind or Config)[0])
 
 
 def planned(arguments: Sequence[str], kind: Any = None) -> Any:
@@ -130,8 +129,7 @@ def require_begun_with(asked: Any, run_dir: Path) -> None:
     Raises:
         ValueError: names those that differ.
     """
-    from config import flag
-    from runtime.saved import changed, saved_config
+    from config import changed, flag, saved_config
 
     saved = saved_config(str(run_dir), type(asked))
     if other := [name for name in changed(asked, saved) if name != "config"]:
@@ -145,7 +143,7 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     Raises:
         ValueError: names what differs.
     """
-    from runtime.saved import CHANGEABLE
+    from config import CHANGEABLE
 
     # The lists of tasks have been renamed; results are paired by task in any case.
     free = CHANGEABLE - {"steps", "learning_rate_decay_steps"}

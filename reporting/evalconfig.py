@@ -22,17 +22,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from config import PAPER, SMALL_MODELS, RunConfig, complete, has_gpu
+from config import (
+    PAPER,
+    SMALL_MODELS,
+    RunConfig,
+    check_addresses,
+    complete,
+    files_teach,
+    has_gpu,
+    in_each,
+    named,
+    parse_command_line,
+    saved_config,
+    tasks_of,
+    with_prompt,
+)
 from envs import Task, load_tasks, settings_of, variant_of
 from envs.http import checked_url
 from reporting.scoring import compare
-from runtime.checks import check_addresses
-from runtime.cli import parse_command_line
-from runtime.find_model import best_checkpoint, check_length, check_model
-from runtime.mixture import in_each, tasks_of
-from runtime.prompts import with_prompt
-from runtime.saved import files_teach, saved_config
-from runtime.usage import named
+from scale.default_models import best_checkpoint, check_length, check_model
 
 ALL = "all"  # --env all
 
@@ -279,10 +287,10 @@ def evaluation_options(argv: Sequence[str] | None, prog: str) -> EvalConfig:
 
     Raises:
         ValueError: one line that says what to do.
-        SystemExit: misuse or --help, see `runtime.cli.parse_command_line`.
+        SystemExit: misuse or --help, see `config.parse_command_line`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    given = named(EvalConfig, words)
+    given = named(words)
     (env, *_) = [*given.get("env", []), None]
     start = as_in_run(given["run"][0], set(given), env) if given.get("run") else None
     config = parse_command_line(EvalConfig, words, prog, start)

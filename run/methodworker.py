@@ -27,7 +27,19 @@ import torch
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, Objective, Portions, RunConfig, flag, refusing
+from config import (
+    LISTS_OF_FILES,
+    Misuse,
+    Objective,
+    Portions,
+    RunConfig,
+    flag,
+    held_out_tasks,
+    horizons_of,
+    in_each,
+    refusing,
+    saved_config,
+)
 from data import (
     Example,
     Record,
@@ -37,6 +49,7 @@ from data import (
     record_of,
     was_encoded_again,
 )
+from envs import names_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw
@@ -45,8 +58,6 @@ from run.files import write_json, write_text
 from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
-from runtime.mixture import held_out_tasks, horizons_of, in_each
-from runtime.saved import LISTS_OF_FILES
 from scale import distributed
 from warmstart import given_model, manner_for
 
@@ -97,6 +108,7 @@ class MethodConfig(RunConfig):
         Raises:
             Misuse: one line that says what to do.
         """
+        super().check()
         for own in in_each(self):
             rounds = " ".join(map(str, own.rounds))
             if len(own.rounds) != 1 or own.rounds[0] < 1:
@@ -111,6 +123,30 @@ class MethodConfig(RunConfig):
     def require(self, name: str, is_fine: bool, problem: str) -> None:
         if not is_fine:
             raise Misuse(f"{flag(name)} {getattr(self, name)} {problem}")
+
+    def notes(self) -> Iterator[str]:
+        """How the run that --data names was played, where that differs from this run."""
+        files = [(name, file) for name in LISTS_OF_FILES for file in getattr(self, name, ())]
+        starts = [Path(start).resolve() for start in (self.model, self.warm_start)]
+        for name, file in files:
+            if not (Path(file) / "config.json").exists():
+                continue  # not a run
+            played = saved_config(file, RunConfig)
+            if not set(names_of(played.env)) & set(names_of(self.env)):
+                yield (
+                    f"{flag(name)} {file} was played in {played.env}, but this run plays "
+                    f"{self.env}: --env and --model are not taken from it"
+                )
+            elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
+                yield (
+                    f"{flag(name)} {file} was played by {played.model} as trained there, but this "
+                    f"run starts from {self.model}: --model {file}/checkpoints/best continues"
+                )
+        if files and not self.plays and self.needs_world:
+            yield (
+                f"--model {self.model} begins from its warm start in {self.env}, which files do "
+                "not need: --warm-start never begins from the model as it is"
+            )
 
     @property
     def has_material(self) -> bool:
@@ -425,7 +461,3 @@ class IterationFiles:
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"
-
-
-def check_method(config: MethodConfig) -> None:
-    config.check()

@@ -37,13 +37,12 @@ from typing import Any
 
 import torch
 
-from config import Misuse, RunConfig
+from config import Misuse, RunConfig, check_run_dir
 from envs import env_name
 from run import files
 from run.processes import python_path
-from runtime.checks import check_run_dir
-from runtime.find_model import best_checkpoint
 from scale import distributed
+from scale.default_models import best_checkpoint
 from trajectory import Trajectory
 
 PACKAGES = (

@@ -14,14 +14,18 @@ Read next: `run/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, TypeVar
 
-from config import RunConfig
+from safetensors import SafetensorError
+
+from config import RunConfig, notes, read_command_line
 from envs import env_name, names_of
 from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_env
@@ -31,12 +35,20 @@ from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog
 from run import checkpoint, progress, rundir
 from run.clock import Clock
-from run.errors import RunFailed, SyncError, TooManyEnvFailures, TrainingError
+from run.errors import (
+    Misuse,
+    RunFailed,
+    SyncError,
+    TooManyEnvFailures,
+    TrainingError,
+    complain,
+)
 from run.files import marks_of
 from run.interrupt import StopRequests
 from run.worker import Worker
 from scale import distributed
 from scale.default_models import resolve_model
+from scale.memory import check_room
 
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
@@ -53,6 +65,9 @@ def at_work(
         Misuse: an option, or what it names, cannot work; no run is left behind.
         KeyboardInterrupt: after Ctrl-C, once everything is saved.
     """
+    room = check_room(config)
+    for note in (*notes(config), *([room] if room else ())):
+        distributed.say(f"note: {note}")
     distributed.join()
     run = rundir.open_run(config)
     with contextlib.ExitStack() as stack:
@@ -395,3 +410,82 @@ class Session(Generic[WorkerType]):
 
 def is_due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def command_line(
+    argv: Sequence[str] | None,
+    summary: str,
+    kind: type[Options],
+    train: Callable[[Options], rundir.Run],
+) -> int:
+    """Parse, train, and say where everything is; returns the exit code (run/errors.py)."""
+    prog = kind.program
+    try:
+        config, remarks = read_command_line(argv, kind, summary)
+        for remark in remarks:
+            distributed.say(f"note: {remark}")
+        run = train(config)
+        distributed.say(where_to_look(run, config))
+        distributed.leave()
+        return 0
+    except KeyboardInterrupt:
+        distributed.leave()
+        return 130
+    except Misuse as error:
+        return _fail(prog, error, 2)
+    except (RunFailed, OSError, SafetensorError) as error:  # the last two: the disk is full
+        return _fail(prog, error, 1)
+    except RuntimeError as error:
+        if not distributed.is_lost_contact(error):
+            raise
+        gone = "lost contact with another process, which says why, or its launcher does"
+        return _fail(prog, RuntimeError(f"{gone} (exitcode -9: out of memory, most likely)"), 1)
+
+
+def _fail(prog: str, error: Exception, code: int) -> int:
+    """Say what went wrong, once over all processes; returns the exit code."""
+    if distributed.world_size() == 1 and not distributed.rank():
+        complain(prog, error)
+        return code
+    if distributed.rank() == 0:
+        complain(prog, error)
+    elif not distributed.is_known_to_all(error):
+        time.sleep(3)  # if rank 0 says the same, the launcher has ended this process by then
+        complain(prog, f"rank {distributed.rank()}: {error}")
+    os._exit(code)  # the others may be gone, so nothing can be closed in order
+
+
+def where_to_look(run: rundir.Run, config: RunConfig) -> str:
+    """The last lines of a run: how it began and ended, and which file or command shows what."""
+    first, *more = names_of(config.env)
+    env = f" --env {first}" if more else ""  # one environment is measured at a time
+    if not config.needs_world:  # it learned from files, of whatever environment
+        env = f" --env {first}  (or the environment that its texts are from)"
+    rows = read_log(run.path / "metrics.jsonl")
+    means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
+    has_played = any(run.path.glob("trajectories/*.jsonl"))
+    lines = {
+        "mean return": first_and_last(means),
+        "the curve": run.path / "reward.png",
+        "what it did": f"{rundir.python()} replay.py {run.path}" if has_played else None,
+        "every number": run.path / "metrics.jsonl",
+        "measure it": f"{rundir.python()} evaluate.py --run {run.path}{env}",
+    }
+    words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
+    return "\n".join([f"done: {run.path}", *words])
+
+
+def first_and_last(means: Sequence[float]) -> str | None:
+    """The mean return at both ends of a run.
+
+    >>> first_and_last([0.25, 0.5, 0.75, 0.75])
+    '0.375 in the first 2 steps, 0.750 in the last 2'
+    """
+    count = min(5, len(means) // 2)
+    if not count:
+        return None
+    first, last = fmean(means[:count]), fmean(means[-count:])
+    return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count}"

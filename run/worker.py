@@ -28,7 +28,17 @@ from typing import Any
 import torch
 
 from chat import ChatTemplate
-from config import Config, Misuse, RunConfig, refusing
+from config import (
+    Config,
+    Misuse,
+    RunConfig,
+    evaluation_horizons,
+    held_out_tasks,
+    in_each,
+    prompt_of,
+    refusing,
+    tasks_of,
+)
 from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, local_server
 from envs import env_name, tasks_by_world
@@ -54,8 +64,6 @@ from rollout import (
 from run import checkpoint, clock, rundir
 from run.interrupt import StopRequests
 from run.progress import phase, playing
-from runtime.mixture import evaluation_horizons, held_out_tasks, in_each, tasks_of
-from runtime.prompts import prompt_of
 from sampling.fleet import FleetEngine, Served, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync

@@ -34,7 +34,7 @@ from engines import (
     Weights,
 )
 from run import clock
-from runtime.find_model import model_config
+from scale.default_models import model_config
 from scale.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
 # Tokens in a block of keys and values; only full blocks are kept for the next turn. vLLM's default

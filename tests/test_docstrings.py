@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WINGS = ("programs", "runtime", "reporting", "envs", "tools", "recipes", "benchmarks")
+WINGS = (
+    "run",
+    "scale",
+    "sampling",
+    "reporting",
+    "viewer",
+    "envs",
+    "tools",
+    "recipes",
+    "benchmarks",
+)
 SOURCES = [*ROOT.glob("*.py"), *(p for d in WINGS for p in (ROOT / d).rglob("*.py"))]
 MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)

@@ -11,11 +11,11 @@ import pytest
 from toy_env import Letters, registered
 
 import envs
+from config import check_package
 from envclient import EnvServerError, connect, local_server
 from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
 from envs.common import write_id_lists
 from run.rundir import python
-from runtime.checks import check_package
 
 ROOT = Path(__file__).parent.parent
 COIN = """

@@ -21,6 +21,7 @@ from toy_env import Letters, serve
 import envs
 import evaluate
 from chat import ChatTemplate
+from config import parse_command_line
 from engines import Generation
 from envclient import EnvError, EnvPool, EnvServerError
 from envs import load_tasks
@@ -33,7 +34,6 @@ from reporting.metrics import MetricsLogger, summarize_trajectories
 from reporting.plots import plot
 from reporting.scoring import summarize
 from rollout import RolloutSettings, TooManyEnvFailures, collect
-from runtime.cli import parse_command_line
 from sampling import vllm_engine
 from scale.default_models import resolve_model
 

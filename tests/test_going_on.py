@@ -24,7 +24,7 @@ from toy_env import (
 
 import train
 from advantages import grpo, whiten_each
-from config import Config, Misuse
+from config import Config, Misuse, as_kept, saved_config
 from engines import EngineError
 from envs import Task
 from reporting.logs import read_log
@@ -33,7 +33,6 @@ from reporting.sentinels import Alarm, Sentinels
 from rollout import RolloutHandler, draw, epochs
 from run import checkpoint, session
 from run.files import marks_of
-from runtime.saved import as_kept, saved_config
 from scale.default_models import resolve_model
 from train import usable_trajectories
 from trajectory import Turn, are_equal
@@ -106,7 +105,7 @@ def test_a_link_is_kept_as_what_it_leads_to(tmp_path):
     best = tmp_path / "best"
     best.symlink_to("step_1")
     config = Config(model=str(best), warm_start=str(best))
-    kept = as_kept(config, ("model", "warm_start"))
+    kept = as_kept(config)
     assert kept.model == kept.warm_start == str(tmp_path / "step_1")
 
 

@@ -10,9 +10,8 @@ import models
 from benchmarks.gpu import random_batch, random_policy
 from config import Config, Misuse, Objective, with_preset
 from dpo import DpoConfig
-from runtime.find_model import model_config
 from scale import memory
-from scale.default_models import resolve_model
+from scale.default_models import model_config, resolve_model
 from scale.distributed import make_accelerator
 from scale.memory import (
     GIB,

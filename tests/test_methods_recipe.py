@@ -9,14 +9,13 @@ from test_miniature import result, write
 
 from agentevol import EvolConfig
 from chat import ChatTemplate
+from config import checked, read_command_line
 from data import from_agenttraj
 from dpo import DpoConfig
 from models import load_tokenizer
 from recipes import laboratory, methods
 from recipes.common import read_json
 from recipes.evidence import end, start
-from run.methodworker import check_method
-from runtime.cli import training_options
 from sft import SftConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +35,7 @@ def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
         methods.show(methods.shown_file(run_dir), 21, seed=1)  # of another plan: made anew
         assert len(json.loads(methods.shown_file(run_dir).read_text())) == 21
     words, kind = methods.arguments_of(arm, 1, run_dir), KINDS[arm.program]
-    config = training_options(words, arm.program, "", kind, check_method)
+    config = checked(read_command_line(words, kind)[0])
     assert config.model.endswith("tiny-babyai") and config.warm_start == "never"
     assert config.rounds == (4,) and config.evaluation_rounds == 16
     assert (config.steps, config.seed, config.mini_batch_size) == (arm.steps, 1, 64)

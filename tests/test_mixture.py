@@ -16,14 +16,21 @@ from toy_env import flags, fresh_process_state, read_metrics, train_main
 import agentevol
 import warmstart
 from advantages import reinforce_plus_plus, whiten_each
-from config import complete, options
+from config import (
+    complete,
+    evaluation_horizons,
+    held_out_tasks,
+    horizons_of,
+    in_each,
+    options,
+    tasks_of,
+)
 from data import Manner, demonstrations_for
 from envs import get_env, settings_of
 from reporting.evalconfig import as_in_run
 from reporting.plots import read_run
 from rollout import draw, drawn
 from run.worker import plan
-from runtime.mixture import evaluation_horizons, held_out_tasks, horizons_of, in_each, tasks_of
 
 WORLDS = """
 from toy_env import Letters
@@ -171,30 +178,6 @@ def test_a_world_alone_sees_its_options_unchanged():
     assert in_each(config) == [config]
     address = replace(config, env_addr=("textcraft=http://a:1",))
     assert complete(address).env_addr == ("http://a:1",)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--env textcraft textcraft", "--env textcraft textcraft names a world twice"),
-        ("--env textcraft nix", "unknown environment 'nix'"),
-        ("--env textcraft babyai --tasks train", "--tasks is one world's, and --env names 2"),
-        ("--env textcraft babyai --subtasks GoTo", "--subtasks is one world's"),
-        ("--env textcraft babyai --env-weights 1", "give each of textcraft babyai a whole number"),
-        ("--env textcraft babyai --env-weights 1 0", "a whole number of at least 1"),
-        ("--env textcraft --env-weights 2", "--env-weights shares steps out among several --env"),
-        ("--env textcraft babyai --env-addr http://a:1", "say whose it is, textcraft=http://host"),
-        ("--env textcraft babyai --env-addr sciworld=http://a:1", "say whose it is"),
-        ("--env textcraft babyai --env-addr babyai=nix", "is not an address"),
-        ("--env textcraft babyai --rounds-scheduler scaling_inter_stepwise", "never changes"),
-        ("--env textcraft babyai --prompt README.md", "--prompt is one world's"),
-        ("--env textcraft babyai --env-addr", "--env-addr takes at least one value, got none"),
-    ],
-)
-def test_what_several_worlds_cannot_be_asked_is_refused_in_a_line(capsys, words, said):
-    assert train_main(words.split()) == 2
-    line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1
 
 
 def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 import replay
 from agentevol import EvolConfig
-from config import Config, with_preset
+from config import Config, checked, read_command_line, with_preset
 from dpo import DpoConfig
 from envs import load_tasks
 from envs.babyai.env import BabyAI
@@ -34,7 +34,6 @@ from recipes.published import analyse_test, split_table
 from reporting.evalconfig import EvalConfig
 from reporting.table import header
 from run.methodworker import MethodConfig
-from runtime.cli import training_options
 from sft import SftConfig
 from tools.setup_env import SETS
 from update import SHARING_PAYS
@@ -341,7 +340,7 @@ def test_the_default_runs_of_the_other_methods_are_the_committed_ones() -> None:
         tried = json.loads(path.read_text())
         kind = {"dpo": DpoConfig, "agentevol": EvolConfig}[tried["method"]]
         words = ["--preset", "laptop", *tried["options"].split()]
-        asked = asdict(training_options(words, kind.program, "", kind))
+        asked = asdict(checked(read_command_line(words, kind)[0]))
         for name, value in tried["config"].items():
             if name in asked.keys() - apart:
                 found = list(asked[name]) if isinstance(asked[name], tuple) else asked[name]

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import toy_env
 
-from config import Config, complete
+from config import Config, complete, horizons_of, tasks_of
 from envs import load_tasks
 from recipes import common, learns, learns_report, published, several, worlds
-from runtime.mixture import horizons_of, tasks_of
 from train import requests_of
 from warmstart import hash_of
 

@@ -15,11 +15,9 @@ import measure_memory
 import pytest
 import yaml
 
-from config import PAPER, Config, complete
+from config import PAPER, Config, complete, parse_command_line
 from evaluate import EvalConfig
 from recipes import memory
-from runtime.checks import check
-from runtime.cli import parse_command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -74,7 +72,7 @@ def the(program, shown):
 
 def train_config(arguments, default=None):
     config = complete(parse_command_line(Config, arguments, "train.py", default or Config()))
-    check(config)
+    config.check()
     return config
 
 

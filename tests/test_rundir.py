@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, Misuse
+from config import Config, Misuse, saved_config
 from run import rundir
-from runtime.saved import saved_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -32,7 +32,7 @@ from toy_env import (
 
 import config
 import train
-from config import Config
+from config import Config, parse_command_line, saved_config
 from engines import EngineError, TransformersEngine
 from envclient import EnvClient, EnvPool
 from envs.textcraft.env import TextCraft
@@ -45,8 +45,6 @@ from rollout import TooManyEnvFailures
 from run import checkpoint, files, rundir, session, worker
 from run.interrupt import StopRequests
 from run.session import TrainingError
-from runtime.cli import parse_command_line
-from runtime.saved import saved_config
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.sync import SyncError
