@@ -13,6 +13,9 @@ SET = auto
 PYTHON =
 
 RUN := .venv/bin/python
+# tcmalloc, where it is installed (libtcmalloc-minimal4): updates on a CPU are faster and take less memory.
+TCMALLOC := $(firstword $(wildcard /usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4 /usr/lib64/libtcmalloc_minimal.so.4))
+TRAIN := $(if $(TCMALLOC),LD_PRELOAD=$(TCMALLOC) )$(RUN) train.py
 PYTHONS := $(or $(PYTHON),$(RUN) python3.11 python3.12 python3.13 python3)
 FIND_PYTHON := for p in $(PYTHONS); do \
 	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done
@@ -30,10 +33,10 @@ setup:  ## create .venv with the pinned packages (and what ENV needs beyond them
 	"$$python" tools/setup_env.py --set $(SET) --env "$(ENV)"
 
 train: setup  ## train on ENV with defaults that fit this machine
-	$(RUN) train.py --env $(ENV) $(ARGS)
+	$(TRAIN) --env $(ENV) $(ARGS)
 
 demo: setup  ## see it learn, in some three minutes: a tiny model that comes with the project
-	$(RUN) train.py --config recipes/demo.json $(ARGS)
+	$(TRAIN) --config recipes/demo.json $(ARGS)
 
 test: lint  ## lint, types and the tests of every part, in ten minutes
 	$(RUN) -m pytest -q -m "not slow and not long" $(ARGS)

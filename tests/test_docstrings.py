@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WINGS = (
-    "run",
-    "scale",
-    "sampling",
-    "reporting",
-    "viewer",
-    "envs",
-    "tools",
-    "recipes",
-    "benchmarks",
-)
+WINGS = "run scale sampling reporting viewer envs tools recipes benchmarks".split()
 SOURCES = [*ROOT.glob("*.py"), *(p for d in WINGS for p in (ROOT / d).rglob("*.py"))]
 MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)

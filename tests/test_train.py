@@ -308,51 +308,6 @@ def test_the_learning_rate_falls_on_a_line_and_never_to_zero(tmp_path, capsys, d
 
 # --- Misuse: exit code 2, one line, nothing left behind ------------------------------------------
 
-MISUSE = {
-    "unknown environment": (dict(env="nosuch"), "unknown environment 'nosuch'; choose one of"),
-    "unknown algorithm": (dict(algorithm="a2c"), "a2c"),
-    "unknown flag": (dict(no_such_flag=1), "no-such-flag"),
-    "not a number": (dict(steps="many"), "many"),
-    "unknown sub-task": (dict(subtasks=("prime",)), "unknown sub-task 'prime'"),
-    "no such id list": (dict(tasks="nosuch.json"), "cannot read the id list nosuch.json"),
-    "no such held-out list": (dict(eval_every=1, eval_tasks="nosuch.json"), "nosuch.json"),
-    "no address": (dict(env_addr=("localhost",)), "localhost"),
-    "no such warm start": (dict(warm_start="nosuch"), "--warm-start nosuch"),
-    "group of one": (dict(group_size=1), "--group-size 1 leaves grpo no other sample"),
-    "decreasing rounds": (
-        dict(rounds_scheduler="scaling_inter_stepwise", rounds=(10, 8, 20)),
-        "--rounds 10 8 20 must not decrease",
-    ),
-    "zero learning rate": (dict(learning_rate=0.0), "--learning-rate 0.0 must be above 0"),
-    "negative KL": (dict(kl_coef=-1.0), "--kl-coef -1.0 must not be negative"),
-    "gamma above 1": (dict(gamma=1.5), "--gamma 1.5 must lie between 0 and 1"),
-    "cap below 1": (dict(sampler_is_cap=0.5), "--sampler-is-cap 0.5"),
-    "turn over budget": (dict(max_tokens_per_turn=128), "--max-tokens-per-turn 128 does not fit"),
-    "target without KL": (dict(kl_target=0.1), "--kl-target"),
-    "k1 as a loss": (dict(kl_loss_coef=0.1, kl_estimator="k1"), "--kl-estimator k1"),
-    "resume of nothing": (dict(resume=True), "holds no run to resume"),
-}
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, case):
-    changes, message = MISUSE[case]
-    settings = options(tmp_path, NOWHERE, **changes)
-    before = below(tmp_path)
-    with registered():
-        assert train_main(flags(**settings)) == 2
-    assert_one_line(capsys.readouterr().err, message)
-    assert below(tmp_path) == before
-
-
-def test_an_unknown_model_is_one_line_and_leaves_nothing(tmp_path, capsys):
-    settings = options(tmp_path, NOWHERE, model=str(tmp_path / "nosuch"))
-    before = below(tmp_path)
-    with registered():
-        assert train_main(flags(**settings)) == 2
-    assert_one_line(capsys.readouterr().err, "nosuch", "neither smollm2-135m, tiny")
-    assert below(tmp_path) == before
-
 
 def test_a_prompt_over_the_budget_is_one_line_and_leaves_nothing(tmp_path, capsys):
     with serve() as url:
