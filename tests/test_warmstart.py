@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import FakePool, ScriptedEngine
-from runtime import starts
 from toy_env import fresh_process_state
 
 import warmstart
@@ -18,6 +17,7 @@ from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
+from runtime import starts
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import add_lora
