@@ -38,7 +38,7 @@ float32. All statistics (group mean, whitening) are over the whole batch; of sev
 holds all rows and estimates on all of them, else the result would depend on the sharding.
 
 Run it: tutorials/02_advantages.md works one small batch by hand and through these functions;
-benchmarks/estimators.py times them. Read next: losses.py, which spends the advantages.
+Read next: losses.py, which spends the advantages.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ from scale import distributed
 from scale.prefix import group_cuts, pack, shared_share
 
 # Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
-# on it was faster in every repeat of benchmarks/prefix.py (135M model, two CPU cores), below 6 %
+# on it was faster in every repeat of a benchmark (135M model, two CPU cores), below 6 %
 # not in all; rows of different lengths pay earlier, as sharing also saves their padding.
 SHARING_PAYS = 0.1
 

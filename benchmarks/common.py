@@ -1,5 +1,5 @@
-"""What benchmarks share: arguments, a served world, timing, medians, results that say where they
-come from, and the step of those that measure the update."""
+"""What benchmarks share: arguments, timing, medians, results with their circumstances, a served
+environment, and the learner of those that measure the update."""
 
 import argparse
 import contextlib
@@ -22,32 +22,30 @@ from batching import Batch  # noqa: E402
 from config import Config, Objective  # noqa: E402
 from models import load_policy  # noqa: E402
 from run.files import write_json  # noqa: E402
-from run.processes import NotReady, child  # noqa: E402
+from run.processes import child  # noqa: E402
 from run.rundir import circumstances  # noqa: E402
 from scale import distributed, precision  # noqa: E402
 from update import Learner, update_policy  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
 
 
-# --------------------------------------------------------------------------- arguments and results
-
-
-def arguments(about: str | None, repeats: int | None, out: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark with this docstring; `out` is what --out is by default."""
+def arguments(about: str | None, repeats: int) -> argparse.ArgumentParser:
+    """The parser of a benchmark with this docstring."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    if repeats is not None:
-        parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/{out}")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--out", type=Path, help="file to write (default: in runs/benchmarks)")
+    parser.add_argument("--commit", action="store_true", help="write to benchmarks/results")
     return parser
 
 
 class Results:
     """A results file: date, versions, commit, hardware, command, then what was measured."""
 
-    def __init__(self, out: Path | None, name: str) -> None:
-        self.path, self.about = out or RESULTS / name, circumstances()
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
+        folder = ROOT / ("benchmarks/results" if options.commit else "runs/benchmarks")
+        self.path, self.about = options.out or folder / name, circumstances()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, content: dict[str, Any]) -> None:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -60,11 +58,8 @@ def show(rows: Iterable[tuple[str, Any]], width: int = 28) -> None:
         print(f"{name:<{width}}{value!s:>14}")
 
 
-# ------------------------------------------------------------------------------------ measuring
-
-
 def seconds_of(work: Callable[[], Any]) -> float:
-    """How long it takes, what it has set going on a GPU included."""
+    """How long it takes, including what it started on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -75,7 +70,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def in_turn(repeat: int, works: Sequence[T]) -> list[T]:
-    """The order of a repeat: nobody is always the one after somebody else.
+    """The order of a repeat, rotated, so that no work always follows the same other one.
 
     >>> in_turn(0, "abc"), in_turn(1, "abc")
     (['a', 'b', 'c'], ['b', 'c', 'a'])
@@ -95,44 +90,19 @@ def serving(module: str, *words: str) -> Iterator[tuple[int, int]]:
     with child(module, *words, cwd=ROOT) as server:
 
         def listening() -> re.Match[str] | None:
-            return re.search(r"(?:listening|running) on http://\S+:(\d+)", said())
+            text = server.stdout() + server.stderr()
+            return re.search(r"(?:listening|running) on http://\S+:(\d+)", text)
 
-        def said() -> str:
-            return server.stdout() + server.stderr()
-
-        try:
-            port = int(server.wait_until(listening, timeout_s=60.0)[1])
-        except NotReady as error:
-            raise SystemExit(f"{module} {error}") from None
+        port = int(server.wait_until(listening, timeout_s=60.0)[1])
         yield port, server.process.pid
 
 
-# ------------------------------------------------------------------------------------- the update
-
-
-class NoStep:
-    """An optimizer that leaves the weights alone: what is measured is how the gradient is made."""
-
-    param_groups = [{"lr": 0.0}]
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def step(self) -> None:
-        """The weights stay."""
-
-    def zero_grad(self) -> None:
-        self._model.zero_grad()
-
-
-def make_learner(path: str, moves: bool = True, asked: str = "auto") -> Learner:
-    """The policy of a checkpoint as training has it, with AdamW or with an optimizer that rests.
-
-    Args: asked: --precision."""
-    accelerator = distributed.make_accelerator(precision.choose(asked).autocast)
+def make_learner(path: str) -> Learner:
+    """The policy of a checkpoint as training has it, with AdamW."""
+    accelerator = distributed.make_accelerator(precision.choose("auto").autocast)
     model = distributed.shard(accelerator, load_policy(path).train())
     adamw = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True)
-    return Learner(accelerator, model, adamw(model.parameters()) if moves else NoStep(model))
+    return Learner(accelerator, model, adamw(model.parameters()))
 
 
 def one_step(batch_size: int, max_tokens: int) -> Objective:

@@ -19,7 +19,7 @@ Run it:  python benchmarks/gpu.py                        3B: minutes on a card o
          python benchmarks/gpu.py --shape 0.5B           on a smaller one
          python benchmarks/gpu.py --part run -- OPTIONS
 OPTIONS are handed to train.py. Without a GPU `--shape tiny` does the same on the processor.
-It prints tables and writes benchmarks/results/gpu-<shape>.json. Read next: recipes/memory.py.
+Read next: recipes/memory.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,8 @@ from batching import Batch  # noqa: E402
 from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
 from config import Objective  # noqa: E402
 from models import PolicyModel  # noqa: E402
-from recipes.memory import (  # noqa: E402
-    LORA_RANK,
-    PEAK_FLOPS,
-    QWEN,
-    forward_flops,
-    run_table,
-    update_table,
-)
+from recipes.common import markdown  # noqa: E402
+from recipes.memory import LORA_RANK, PEAK_FLOPS, QWEN, forward_flops  # noqa: E402
 from run import clock  # noqa: E402
 from scale import distributed  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
@@ -71,6 +66,7 @@ from update import Learner  # noqa: E402
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}
 CONTEXT = 10752  # tokens, as published
+PHASES = ("rollout", "log_probs", "update", "sync")
 # Weights ("full" or "LoRA"), in parts?, what a layer keeps, the share of CONTEXT.
 WAYS: dict[str, tuple[bool, bool, Keep, float]] = {
     "full, checkpointing": (False, False, "inputs", 1.0),
@@ -280,8 +276,45 @@ def _gb(num_bytes: float) -> float:
     return round(num_bytes / 1e9, 2)
 
 
+# ---------------------------------------------------------------------------------------- tables
+
+
+def update_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    titles = "way | tokens | state, GB (formula) | peak, GB (formula) | measured / formula"
+    lines = []
+    for row in rows:
+        line = [row["way"], row["tokens"]]
+        if row["peak_gb"] is None:
+            line += [f"- ({row['state_formula_gb']})", f"out of memory ({row['formula_gb']})"]
+            lines.append([*line, "-", "-", "-", "-"])
+            continue
+        line += [f"{row['state_gb']} ({row['state_formula_gb']})"]
+        line += [f"{row['peak_gb']} ({row['formula_gb']})", f"{row['ratio']:.2f}"]
+        line += [f"{row['seconds']:.2f}", row["tokens_per_s"], f"{row['share_of_peak_flops']:.0%}"]
+        lines.append(line)
+    return markdown(f"{titles} | seconds | tokens/s | of the arithmetic", lines)
+
+
+def run_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+    """Medians over the steps after the first, and the largest peak of each phase."""
+    lines = []
+    for name, rows in runs.items():
+        later = rows[1:] or rows
+        line: list[object] = [name]
+        for phase in PHASES:
+            peak = max(row.get(f"memory/{phase}_bytes", 0) for row in rows) / 1e9
+            seconds = f"{statistics.median(row[f'time/{phase}_s'] for row in later):.1f}"
+            line.append(f"{seconds} ({peak:.1f})" if peak else seconds)
+        line.append(f"{statistics.median(row['time/step_s'] for row in later):.1f}")
+        for key in ("rollout/generated_tokens_per_s", "update/tokens_per_s"):
+            line.append(round(statistics.median(row[key] for row in later)))
+        lines.append(line)
+    titles = "trains | " + " | ".join(f"{phase}, s" for phase in PHASES)
+    return markdown(f"{titles} | step, s | sampled/s | trained/s", lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__, 3, "gpu-<shape>.json")
+    parser = arguments(__doc__, 3)
     parser.add_argument("--shape", choices=SHAPES, default="3B")
     parser.add_argument("--part", choices=("both", "update", "run"), default="both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
@@ -293,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":
         raise SystemExit("no GPU that torch can use; --shape tiny does the same on the processor")
-    results = Results(o.out, f"gpu-{o.shape}.json")
+    results = Results(o, f"gpu-{o.shape}.json")
     found: dict[str, Any] = {
         "shape": o.shape,
         "words": o.words,
@@ -305,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in o.ways:
             found["update"].append(measure(way, shape, o.context, o.repeats))
             free()
-            print(update_table(found["update"][-1:]), flush=True)
+            print("\n".join(update_table(found["update"][-1:])), flush=True)
             results.write(found)
     if o.part != "update":
         with tempfile.TemporaryDirectory() as folder:
@@ -317,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows, most = play(Path(folder), o.run_steps, words)
                 found["runs"][name], found["card_gib"][name] = rows, most
                 results.write(found)
-    print(f"\n{update_table(found['update'])}\n\n{run_table(found['runs'])}")
+    print("\n".join(["", *update_table(found["update"]), "", *run_table(found["runs"])]))
     return 0
 
 

@@ -24,8 +24,8 @@ what hides waiting in training, that somebody is always in mid-turn, has to aris
 
 Run it:  python benchmarks/rollout.py            about six minutes on two cores
          python benchmarks/rollout.py --max-num-seqs 32 --out benchmarks/results/rollout-32.json
-It prints a table and writes benchmarks/results/rollout.json, or --out. With fewer engine slots than
-trajectories somebody always waits to be decoded. Read next: rollout.py at the root.
+With fewer engine slots than trajectories some trajectory always waits to be decoded.
+Read next: rollout.py at the root.
 """
 
 import argparse
@@ -272,12 +272,12 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, 5, "rollout.json")
+    parser = arguments(__doc__, 5)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="the engine decodes at a time")
     options = parser.parse_args()
-    results = Results(options.out, "rollout.json")
+    results = Results(options, "rollout.json")
     measured = measure(options)
     table = summarize(measured["repeats"])
     goals = {

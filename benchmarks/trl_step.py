@@ -1,15 +1,14 @@
 """One training step, here and in TRL: seconds to roll out and to update, on the same work.
 
 TRL's GRPOTrainer has no multi-turn loop of its own for an environment behind HTTP; one writes a
-`rollout_func`. The one in trl_trainer.py is what it looks like with transformers' generation: all
+`rollout_func`. `play_lockstep` is what that looks like with transformers' generation: all
 trajectories in one left-padded batch, the whole history prefilled again each turn, all environments
 stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
 
-Equal on both sides: the warm-started checkpoint, the tasks and environment seeds of each step, the
-environment server, budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32, the
-number format that this machine is faster in, one optimizer step per batch, the machine, the
-sitting. TRL's gradient checkpointing is off, which makes it faster here. Different is what each
-library does with it:
+Equal on both sides: the warm-started checkpoint, the tasks and environment seeds of each step,
+budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32, the number format that
+this machine is faster in, one optimizer step per batch. TRL's gradient checkpointing is off, which
+makes it faster here. Different is what each library does with it:
 
                     ours                                    TRL 1.16
     sampler         vLLM in the process, event-driven       transformers `generate`, lockstep
@@ -18,17 +17,19 @@ library does with it:
                     (--train-on-all keeps them),            padded on both sides
                     micro-batches by token budget
 
-Each side is a process of its own that takes a step when told to, so that the two alternate under
-the same conditions; the first step of each is a warm-up and not counted. Sampling differs, hence
-also the number of tokens: results are in seconds and in tokens/s.
+Ours is train.py itself; its figures are read from the run's files. The first step of each side is a
+warm-up and not counted. Sampling differs, hence also the number of tokens: results are in seconds
+and in tokens/s.
 
 TRL is not part of the requirements:   pip install 'trl==1.16.*' datasets
-Run it:   python benchmarks/trl_step.py --repeats 3         an estimated half hour on two cores
-It prints a table and writes benchmarks/results/trl_step.json.
+Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
+          python benchmarks/trl_step.py --tasks 2 --repeats 5 --train-on-all --out FILE
 """
 
+# mypy: disable-error-code="import-not-found, import-untyped"
+# TRL and datasets are not among the requirements.
+
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -36,157 +37,244 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+
 from benchmarks.common import Results, arguments, median  # noqa: E402
-from config import Config, complete  # noqa: E402
+from chat import ChatTemplate  # noqa: E402
+from config import Config, options  # noqa: E402
+from envclient import EnvPool, local_server  # noqa: E402
+from envs import load_tasks  # noqa: E402
+from models import load_tokenizer  # noqa: E402
+from rollout import draw, take_result  # noqa: E402
+from scale.distributed import make_accelerator  # noqa: E402
+from scale.precision import choose  # noqa: E402
+from trajectory import RolloutHandler  # noqa: E402
+from warmstart import start_model  # noqa: E402
 
 TRL_VERSION = "1.16"
-
-
-def step_config(options: argparse.Namespace) -> Config:
-    """Our default configuration, with the checkpoint, batch shape and number of steps asked for."""
-    config = Config(
-        model=options.model,
-        warm_start=options.warm_start,
-        steps=options.repeats + 1,
-        tasks_per_step=options.tasks,
-        group_size=options.samples,
-        mini_batch_size=options.tasks * options.samples,
-        skip_zero_variance=not options.train_on_all,
-        eval_every=0,
-    )
-    config = complete(config)
-    config.check()
-    return config
-
-
-def wait_for_turn() -> None:
-    """Say that we are ready, and wait until the parent has the other side idle."""
-    print("READY", flush=True)
-    if not sys.stdin.readline():
-        os._exit(1)  # the parent is gone
-
-
-def report(figures: dict[str, float]) -> None:
-    print("STEP " + json.dumps(figures), flush=True)
+Figures = dict[str, float]
 
 
 # -------------------------------------------------------------------------------------------- ours
 
 
-def run_ours(config: Config) -> None:
-    """The steps of train.py from roll out to sync, timed; no evaluation, no files."""
-    from advantages import estimate
-    from batching import make_batch
-    from run.session import at_work
-    from train import RLWorker, in_as_many_steps, requests_of, usable_trajectories
+def our_steps(config: Config, words: list[str]) -> list[Figures]:
+    """Run train.py, and read its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "train.py", *words, "--run-dir", str(run)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        steps = []
+        for line in (run / "timings.jsonl").read_text().splitlines():
+            timing = json.loads(line)
+            if not (step := timing["step"]):
+                continue
+            lines = (run / f"trajectories/step_{step:06d}.jsonl").read_text("utf-8").split("\n")
+            played = [json.loads(each) for each in lines if each]
+            used = [each for each in played if each["used_in_loss"]]
+            step_s = timing["time/step_s"] - timing.get("time/save_s", 0.0)
+            rollout_s = timing["time/rollout_s"]
+            figures = {"rollout_s": rollout_s, "update_s": step_s - rollout_s, "step_s": step_s}
+            figures |= {"generated_tokens": sum(sum(each["loss_mask"]) for each in played)}
+            figures |= {"trained_tokens": sum(len(each["input_ids"]) for each in used)}
+            figures |= {"trained_trajectories": len(used)}
+            steps.append(figures | {"success": sum(t["success"] for t in played) / len(played)})
+        return steps[1:]
 
+
+# --------------------------------------------------------------------------------------------- TRL
+
+
+def play_lockstep(
+    model: Any, chat: ChatTemplate, pool: EnvPool, requests: list[Any], config: Config
+) -> list[RolloutHandler]:
+    """Lockstep rounds with transformers' generation. The handlers, which hold ids and masks, are
+    ours and cost nothing beside the generation."""
+    clients = [pool.client() for _ in requests]
+    handlers = [RolloutHandler(**r.heading(config.env)) for r in requests]
+
+    def reset(i: int) -> None:
+        observation = clients[i].reset(requests[i].task.task_index, seed=requests[i].seed)
+        handlers[i].start(chat, clients[i].prompt, observation)
+
+    def step(i: int) -> None:
+        handler, turn = handlers[i], handlers[i].turns[-1]
+        result = clients[i].step(turn.action_text)
+        if take_result(handler, turn, result):
+            ids = chat.observation(result.observation)
+            room = config.max_trajectory_tokens - len(handler.input_ids) - len(ids)
+            if room <= config.max_tokens_per_turn:
+                handler.stop("length")
+            else:
+                handler.add_observation(chat, result.observation)
+
+    with ThreadPoolExecutor(64) as threads:
+        list(threads.map(reset, range(len(requests))))
+        while playing := [i for i, handler in enumerate(handlers) if not handler.stop_reason]:
+            prompts = [handlers[i].input_ids for i in playing]
+            for i, sampled in zip(playing, generate(model, chat, prompts, config), strict=True):
+                handlers[i].add_action(chat, sampled, [0.0] * len(sampled))
+            list(threads.map(step, playing))
+        list(threads.map(lambda client: client.close(), clients))
+    return handlers
+
+
+def generate(
+    model: Any, chat: ChatTemplate, prompts: list[list[int]], config: Config
+) -> list[list[int]]:
+    """One turn of each, from one left-padded batch."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask.to(model.device),
+            max_new_tokens=config.max_tokens_per_turn,
+            do_sample=True,
+            temperature=config.temperature,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=list(chat.stop_token_ids),
+            pad_token_id=chat.end_of_turn,
+        )
+    turns = []
+    for row in out[:, width:].tolist():
+        ends = [n for n, token in enumerate(row, start=1) if token in chat.stop_token_ids]
+        turns.append(row[: ends[0]] if ends else row)
+    return turns
+
+
+def trainer_settings(config: Config, folder: str) -> Any:
+    """Our options in TRL's words: the same objective, optimizer and batch."""
+    from trl import GRPOConfig
+
+    size = config.tasks_per_step * config.group_size
+    micro = next(n for n in (8, 4, 2, 1) if size % n == 0)
+    return GRPOConfig(
+        output_dir=folder,
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=not torch.cuda.is_available(),
+        bf16=choose("auto").format == "bf16",
+        gradient_checkpointing=False,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        weight_decay=0.0,
+        max_grad_norm=config.max_grad_norm,
+        epsilon=config.clip_ratio,
+        beta=config.kl_loss_coef,
+        loss_type="dapo",  # the mean over all tokens of the batch, as ours
+        temperature=config.temperature,
+        num_generations=config.group_size,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=size // micro,
+        max_completion_length=config.max_trajectory_tokens,
+        shuffle_dataset=False,
+        max_steps=config.steps,
+        seed=config.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def trl_steps(config: Config, start: str) -> list[Figures]:
+    """GRPOTrainer on the same requests; a callback times its steps, the rollout itself."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+    from trl.models import unwrap_model_for_generation
+
+    tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
+    size, horizons = (config.tasks_per_step, config.group_size), {config.env: config.rounds[0]}
+    plan = {
+        step: draw(step, tasks, *size, config.seed, step, horizons, config.env_weights)
+        for step in range(1, config.steps + 1)
+    }
+    tokenizer = load_tokenizer(start)
+    chat, steps, figures = ChatTemplate(tokenizer), list[Figures](), Figures()
+
+    class Timer(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            figures["began"] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step_s = time.perf_counter() - figures.pop("began")
+            update_s = step_s - figures["rollout_s"]
+            steps.append(figures | {"step_s": step_s, "update_s": update_s})
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        began = time.perf_counter()
+        by_id: dict[str, list[Any]] = {}
+        for request in plan[trainer.state.global_step + 1]:
+            by_id.setdefault(request.task.task_id, []).append(request)
+        requests = [by_id[prompt].pop() for prompt in prompts]
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+            handlers = play_lockstep(model, chat, pool, requests, config)
+        figures["rollout_s"] = time.perf_counter() - began
+        figures["generated_tokens"] = sum(sum(h.loss_mask) for h in handlers)
+        figures["trained_tokens"] = sum(len(h.input_ids) for h in handlers)
+        figures["trained_trajectories"] = len(handlers)
+        figures["success"] = sum(h.success for h in handlers) / len(handlers)
+        first = [h.turns[0].action_span[0] for h in handlers]
+        return {
+            "prompt_ids": [h.input_ids[:n] for h, n in zip(handlers, first, strict=True)],
+            "completion_ids": [h.input_ids[n:] for h, n in zip(handlers, first, strict=True)],
+            "env_mask": [h.loss_mask[n:] for h, n in zip(handlers, first, strict=True)],
+            "logprobs": None,  # on-policy, as with TRL's own transformers generation
+            "episode_return": [h.total_return for h in handlers],
+        }
+
+    rows = [r.task.task_id for step in plan.values() for r in step[:: config.group_size]]
+    # A given fingerprint spares `datasets` hashing the content, which pyarrow 26 breaks.
+    dataset = Dataset(InMemoryTable.from_pydict({"prompt": rows}), fingerprint="trl_step")
     with (
         tempfile.TemporaryDirectory() as folder,
-        at_work(replace(config, run_dir=folder), RLWorker) as session,
+        local_server(config.env) as url,
+        EnvPool(config.env, [url]) as pool,
     ):
-        w = session.worker
-        for step in session.steps_left():
-            wait_for_turn()
-            began = time.perf_counter()
-            requests = requests_of(step, w.tasks, config, w.rounds_at(step))
-            trajectories, log = w.roll_out(requests)
-            rolled = time.perf_counter()
-            usable, num_compared, signal = usable_trajectories(trajectories, config)
-            if usable:
-                batch = make_batch(usable, w.pad_id)
-                objective, each = in_as_many_steps(config, len(usable), num_compared)
-                w.score(batch, objective)
-                w.penalize_kl(batch)
-                given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
-                batch.advantages, batch.returns = estimate(config.algorithm, given)
-                w.update(step, batch, objective, each * signal["data/signal_share"])
-                w.sync(step, usable)
-            ended = time.perf_counter()
-            report(
-                {
-                    "rollout_s": rolled - began,
-                    "update_s": ended - rolled,
-                    "step_s": ended - began,
-                    "generated_tokens": log.generated_tokens,
-                    "trained_tokens": sum(len(t.input_ids) for t in usable),
-                    "trained_trajectories": len(usable),
-                    "success": sum(t.success for t in trajectories) / len(trajectories),
-                }
-            )
+        GRPOTrainer(
+            model=start,
+            reward_funcs=lambda episode_return, **_: episode_return,
+            args=trainer_settings(config, folder),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            rollout_func=rollout,
+            callbacks=[Timer()],
+        ).train()
+    return steps[1:]
 
 
-# ------------------------------------------------------------------------------------------ parent
+# ---------------------------------------------------------------------------------------- measuring
 
 
-class Side:
-    """One of the two processes: started once, then one step each time it is asked."""
-
-    def __init__(self, name: str, words: list[str], start: str, program: Path) -> None:
-        command = [sys.executable, str(program.resolve()), *words]
-        self.name = name
-        self.process = subprocess.Popen(
-            [*command, "--side", name, "--start", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self.read_until("READY")
-
-    def step(self, is_last: bool) -> dict[str, float]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        figures = json.loads(self.read_until("STEP "))
-        if not is_last:
-            self.read_until("READY")
-        return figures
-
-    def read_until(self, mark: str) -> str:
-        """The rest of the next line that begins with `mark`; other lines are libraries talking."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(mark):
-                return line[len(mark) :]
-        raise SystemExit(f"the {self.name} side ended early; its message is above")
-
-    def close(self) -> None:
-        if self.process.stdin:
-            self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=20)
-        self.process.kill()
-
-
-def trl_version(program: str = "trl_step.py") -> str:
-    """The installed TRL.
-
-    Raises:
-        SystemExit: none, another one than this benchmark was written for, or without datasets.
-    """
+def trl_version() -> str:
     how = f"install it with: pip install 'trl=={TRL_VERSION}.*' datasets"
     try:
         version = importlib.metadata.version("trl")
         importlib.metadata.version("datasets")
     except importlib.metadata.PackageNotFoundError as error:
-        raise SystemExit(f"{program} needs {error.name}, which is not installed; {how}") from None
+        raise SystemExit(f"trl_step.py needs {error.name}, which is not installed; {how}") from None
     if not version.startswith(f"{TRL_VERSION}."):
-        raise SystemExit(f"{program} is written for TRL {TRL_VERSION}, found {version}; {how}")
+        raise SystemExit(f"trl_step.py is written for TRL {TRL_VERSION}, found {version}; {how}")
     return version
 
 
-def summarize(repeats: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+def summarize(repeats: list[dict[str, Figures]]) -> dict[str, Figures]:
     """Medians per side, and TRL over ours, the median of the repeats' ratios.
-
-    Where groups of equal returns left us nothing to train on, no time of the update or of the whole
-    step is compared.
 
     >>> both = {"ours": {"step_s": 2.0}, "trl": {"step_s": 5.0}}
     >>> summarize([both, both])
@@ -197,106 +285,56 @@ def summarize(repeats: list[dict[str, dict[str, float]]]) -> dict[str, dict[str,
         side: {name: median((r[side][name] for r in repeats), 3) for name in names}
         for side in ("ours", "trl")
     }
-    trained = all(r["ours"].get("trained_tokens", 1) for r in repeats)
-    compared = ["rollout_s", "generated_per_s"]
-    compared += ["update_s", "step_s", "trained_per_s"] if trained else []
     table["trl_over_ours"] = {
         name: median((r["trl"][name] / r["ours"][name] for r in repeats), 2)
         for name in names
-        if name in compared
+        if name.endswith(("_s", "per_s")) and all(r["ours"][name] for r in repeats)
     }
     return table
 
 
-def with_speeds(figures: dict[str, float]) -> dict[str, float]:
-    """Adds tokens/s: comparable where the two sides generated or trained on different amounts."""
+def with_speeds(figures: Figures) -> Figures:
+    """Adds tokens/s: comparable if the two sides generated or trained on different amounts."""
     return figures | {
         "generated_per_s": figures["generated_tokens"] / figures["rollout_s"],
         "trained_per_s": figures["trained_tokens"] / figures["update_s"],
     }
 
 
-def compare(options: argparse.Namespace, words: list[str], start: str) -> list[dict[str, Any]]:
-    """A warm-up step of each side, then the repeats, the sides in turn."""
-    sides: list[Side] = []
-    repeats: list[dict[str, Any]] = []
-    try:
-        for name in ("ours", "trl"):
-            print(f"starting {name} ...", flush=True)
-            sides.append(Side(name, words, start, Path(__file__)))
-        for n in range(options.repeats + 1):
-            row = {}
-            for side in sides:
-                row[side.name] = figures = with_speeds(side.step(is_last=n == options.repeats))
-                label = f"repeat {n} of {options.repeats}" if n else "warm-up"
-                print(
-                    f"{label}: {side.name:<5} rollout {figures['rollout_s']:.1f} s, "
-                    f"update {figures['update_s']:.1f} s, success {figures['success']:.0%}",
-                    flush=True,
-                )
-            if n:
-                repeats.append(row)
-    except KeyboardInterrupt:
-        if not repeats:
-            raise
-        print(f"stopped: the figures are of {len(repeats)} repeats", flush=True)
-    finally:
-        for side in sides:
-            side.close()
-    return repeats
-
-
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__, 3, "trl_step.json")
+    parser = arguments(__doc__, 3)
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
-    parser.add_argument(
-        "--warm-start", default="auto", help="as train.py: auto, never, or a folder"
-    )
+    parser.add_argument("--warm-start", default="auto", help="as train.py's")
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument("--samples", type=int, default=8, help="trajectories per task")
     parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
-    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--start", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_side(options: argparse.Namespace) -> None:
-    """This process is one of the two sides."""
-    config = replace(step_config(options), warm_start=options.start)
-    if options.side == "ours":
-        run_ours(config)
-    else:
-        from benchmarks.trl_trainer import run_trl
-
-        run_trl(config, options.start, wait_for_turn, report)
-
-
 def main() -> int:
-    options = parse()
-    if options.side:
-        run_side(options)
-        return 0
+    o = parse()
     version = trl_version()
-    from scale.distributed import make_accelerator
-    from scale.precision import choose
-    from warmstart import start_model
-
-    accelerator = make_accelerator(choose("auto").autocast)
-    start = start_model(step_config(options), accelerator)  # trained if it is not yet
-    results = Results(options.out, "trl_step.json")
+    shape: dict[str, Any] = {"tasks_per_step": o.tasks, "group_size": o.samples}
+    shape |= {"mini_batch_size": o.tasks * o.samples, "steps": o.repeats + 1, "eval_every": 0}
+    shape |= {"model": o.model, "warm_start": o.warm_start, "save_every": o.repeats + 1}
+    words = [w for name, v in shape.items() for w in (f"--{name.replace('_', '-')}", str(v))]
+    words += ["--no-skip-zero-variance"] if o.train_on_all else []
+    config = options("textcraft", **shape)
+    results = Results(o, "trl_step.json")
     results.about["versions"]["trl"] = version
-    repeats = compare(options, sys.argv[1:], start)
+    ours = our_steps(config, words)
+    start = start_model(config, make_accelerator(choose("auto").autocast))
+    theirs = trl_steps(config, start)
+    pairs = zip(ours, theirs, strict=True)
+    repeats = [{"ours": with_speeds(a), "trl": with_speeds(b)} for a, b in pairs]
     table = summarize(repeats)
-    settings = {"model": options.model, "start": start.removeprefix(f"{ROOT}/")}
-    settings |= {"tasks": options.tasks, "samples": options.samples}
-    settings |= {"train_on_all": options.train_on_all}
+    settings = {"model": o.model, "start": start.removeprefix(f"{ROOT}/"), "tasks": o.tasks}
+    settings |= {"samples": o.samples, "train_on_all": o.train_on_all}
     results.write({"settings": settings, "summary": table, "repeats": repeats})
     print(f"\n{'median of ' + str(len(repeats)):<24}{'ours':>12}{'TRL':>12}{'TRL / ours':>12}")
     for name in table["ours"]:
         ratio = table["trl_over_ours"].get(name, "")
         print(f"{name:<24}{table['ours'][name]:>12.1f}{table['trl'][name]:>12.1f}{ratio:>12}")
-    if table["ours"]["trained_trajectories"] < table["trl"]["trained_trajectories"]:
-        print("ours left groups of equal returns out of the update; --train-on-all keeps them")
     return 0
 
 

@@ -15,10 +15,11 @@ rows end early where it solved the goal and run to the horizon where it did not.
 
 Run it:  python benchmarks/update.py --model tiny               about a minute
          python benchmarks/update.py --model smollm2-135m       about ten minutes on two cores
-It prints a table and writes benchmarks/results/update_<model>.json. Read next: prefix.py.
+Read next: update.py at the root.
 """
 
 import argparse
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,16 +32,65 @@ sys.path.insert(0, str(ROOT))  # before this folder, whose update.py is this fil
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
-from batching import Batch, padding_share  # noqa: E402
-from benchmarks import common, groups  # noqa: E402
+from batching import Batch, make_batch, padding_share  # noqa: E402
+from benchmarks import common  # noqa: E402
+from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
+from envs import Task, get_env, load_tasks  # noqa: E402
 from losses import policy_loss, sampler_is_weights  # noqa: E402
 from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 from scale.prefix import pack  # noqa: E402
+from trajectory import RolloutHandler  # noqa: E402
 from update import cut, forward_policy  # noqa: E402
 
 GOAL = 0.9
+
+
+def play(
+    chat: ChatTemplate, task: Task, group_id: int, sample: int, max_rounds: int
+) -> RolloutHandler:
+    """One episode in this process: the oracle, which asks for the wrong thing now and then."""
+    rng = random.Random(f"{task.task_id}/{sample}")
+    error_rate = rng.random()
+    world = get_env("textcraft")()
+    handler = RolloutHandler(
+        trajectory_id=f"{task.task_id}-{sample}",
+        step=1,
+        env="textcraft",
+        task_id=task.task_id,
+        subtask=task.subtask,
+        group_id=group_id,
+        seed=0,
+        max_rounds=max_rounds,
+    )
+    handler.start(chat, world.PROMPT, world.reset(task.task_index, 0))
+    while not handler.stop_reason:
+        thought, action = world.oracle()
+        if rng.random() < error_rate:
+            thought, action = "I look at what I have.", "inventory"
+        ids = chat.action(world.say(thought, action))
+        turn = handler.add_action(chat, ids, [-0.5] * len(ids))
+        observation, turn.reward, terminated, _, info = world.step(action)
+        if terminated:
+            handler.stop("success" if info["success"] else "failure", info["success"])
+        elif len(handler.turns) == max_rounds:
+            handler.stop("max_rounds")
+        else:
+            handler.add_observation(chat, observation)
+    return handler
+
+
+def played_batch(tokenizer: Any, num_tasks: int, samples: int, max_rounds: int) -> Batch:
+    """`samples` episodes of each of TextCraft's first goals of depth 1."""
+    chat = ChatTemplate(tokenizer)
+    tasks = load_tasks("textcraft", "train", subtasks=("depth 1",))[:num_tasks]
+    episodes = [
+        play(chat, task, group, sample, max_rounds)
+        for group, task in enumerate(tasks)
+        for sample in range(samples)
+    ]
+    return make_batch(episodes, tokenizer.pad_token_id or 0)
 
 
 def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective) -> None:
@@ -88,7 +138,7 @@ def facts_of(batch: Batch, cuts: list[list[int]], padded_cuts: list[list[int]]) 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The three loops on one batch, in turn."""
     path, rounds = resolve_model(options.model), max(Config().rounds)
-    batch = groups.played_batch(load_tokenizer(path), options.tasks, options.samples, rounds)
+    batch = played_batch(load_tokenizer(path), options.tasks, options.samples, rounds)
     batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     learner = common.make_learner(path)
     plain = load_policy(path).train().to(learner.accelerator.device)
@@ -138,13 +188,13 @@ def summarize(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = common.arguments(__doc__, 5, "update_<model>.json")
+    parser = common.arguments(__doc__, 5)
     parser.add_argument("--model", choices=("tiny", "smollm2-135m"), default="tiny")
     parser.add_argument("--tasks", type=int, default=8, help="goals in the batch")
     parser.add_argument("--samples", type=int, default=8, help="trajectories per goal")
     parser.add_argument("--max-tokens", type=int, default=Config().max_tokens_per_micro_batch)
     options = parser.parse_args()
-    results = common.Results(options.out, f"update_{options.model}.json")
+    results = common.Results(options, f"update_{options.model}.json")
     measured = measure(options)
     summary = summarize(measured)
     results.write({"summary": summary} | measured)

@@ -14,7 +14,7 @@ Numbers start at random in every server process. If they started at 0, a client 
 after a restart would name a session that now belongs to somebody else, and its episode would go on
 there without an error.
 
-Measured: benchmarks/server.py. Read next: envs/server.py, then envclient.py.
+Measured: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
 """
 
 import asyncio

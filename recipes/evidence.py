@@ -1,18 +1,17 @@
-"""Evidence from runs: what share of held-out goals was solved, and how sure is a difference?
+"""How sure is a difference between runs?
 
-A run keeps, for every evaluation, in how many turns each sample of each held-out goal was solved.
-So "solved within n turns" is known for every n, and the state of a run at a budget (of turns
-played, of seconds) is found by going in a line from the evaluation before it to the one after it,
-goal by goal.
+An evaluation says in how many turns each sample of each held-out goal was solved, so "solved within
+n turns" is known for every n. The state of a run at a budget (of turns played, of seconds) is
+interpolated between the two evaluations around it, goal by goal.
 
-Two kinds of interval, both 95 %, stand beside a figure:
+Two 95 % intervals stand beside a figure:
 
-    goals    goals resampled, a goal's value being its mean over samples and seeds: what other goals
-             of this kind would give
+    goals    goals are resampled, a goal's value being its mean over samples and seeds: what other
+             goals of this kind would give
     seeds    mean ± t(n-1) s/√n over the n seeds' own figures: what other seeds would give; wide
-             where n is 3, as t(2) is 4.3
+             for n = 3, where t(2) is 4.3
 
-Differences are paired, by goal and by seed. Read next: miniature_report.py.
+Differences are paired, by goal and by seed. Read next: miniature.py, tables.py.
 """
 
 import math
@@ -22,26 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recipes.common import Result, difference, mean_over_seeds, of_both, percent  # noqa: E402
-from recipes.laboratory import tier_of  # noqa: E402
-from reporting.scoring import bootstrap  # noqa: E402
+from recipes.common import Result
+from reporting.scoring import bootstrap, paired_bootstrap
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
 T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t; from 10 degrees of freedom on by the normal one's expansion,
-    which is off by 0.003 there.
-
-    >>> student(2), round(student(10), 2), round(student(30), 2)
-    (4.3, 2.23, 2.04)
-    """
-    return T[freedom] if freedom in T else 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
 # ------------------------------------------------------------------------------------ reading a run
@@ -53,6 +40,8 @@ def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
     >>> shares({"solved_in": {"a": [3, 0, 7, 16]}}, within=7)
     {'a': 0.5}
     """
+    if within == math.inf and "items" in evaluation:
+        return dict(evaluation["items"])
     return {
         task_id: sum(0 < turns <= within for turns in samples) / len(samples)
         for task_id, samples in evaluation["solved_in"].items()
@@ -64,11 +53,12 @@ def start(result: Result, within: float = math.inf) -> Shares:
 
 
 def end(result: Result, within: float = math.inf) -> Shares:
+    """The last evaluation, never the best one."""
     return shares(result["held_out"][-1], within)
 
 
 def only(reading: Reading, keeps: Callable[[str], bool]) -> Reading:
-    """A reading of some goals alone."""
+    """A reading restricted to some goals."""
     return lambda result: {i: v for i, v in reading(result).items() if keeps(i)}
 
 
@@ -78,11 +68,10 @@ def spent_at(result: Result, step: int, unit: str) -> float:
 
 
 def at(budget: float, unit: str, within: float = math.inf) -> Reading:
-    """Where a run stood when it had spent so much, goal by goal; of what was solved in so many
-    turns.
+    """Where a run stood when it had spent so much, goal by goal.
 
     Raises:
-        ValueError: it was never that far.
+        ValueError: the run never spent that much.
     """
 
     def reading(result: Result) -> Shares:
@@ -106,23 +95,57 @@ def common_budget(results: Sequence[Result], unit: str) -> float:
 # ---------------------------------------------------------------------------------- goals and seeds
 
 
-def of_tier(found: Shares, tier: str | None) -> Shares:
-    return {i: v for i, v in found.items() if tier is None or tier_of(i) == tier}
+def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Goals that every seed has a value for -> the mean over seeds.
+
+    >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
+    {'a': 0.5}
+    """
+    common = set.intersection(*(set(items) for items in results))
+    return {item: sum(r[item] for r in results) / len(results) for item in sorted(common)}
+
+
+def pooled(results: Sequence[Result], reading: Reading) -> Shares:
+    """A reading of each run, averaged over seeds goal by goal."""
+    return mean_over_seeds([reading(result) for result in results])
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """Paired bootstrap over the goals that both have."""
+    both = before.keys() & after.keys()
+    return paired_bootstrap({i: before[i] for i in both}, {i: after[i] for i in both})
+
+
+def student(freedom: int) -> float:
+    """The 97.5 % point of Student's t; from 10 degrees of freedom on by an expansion around the
+    normal distribution's, which is off by 0.003 there.
+
+    >>> student(2), round(student(10), 2), round(student(30), 2)
+    (4.3, 2.23, 2.04)
+    """
+    return T[freedom] if freedom in T else 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of the seeds' figures, and Student's interval.
+    """Mean of the seeds' figures with Student's interval, which one seed does not have.
 
     >>> {name: round(v, 2) for name, v in over_seeds([0.4, 0.5, 0.6]).items()}
     {'value': 0.5, 'low': 0.25, 'high': 0.75}
-    >>> over_seeds([0.4])["low"] is None
-    True
     """
     mean, n = statistics.fmean(values), len(values)
     if n == 1:
         return {"value": mean, "low": None, "high": None}
     half = student(n - 1) * statistics.stdev(values) / math.sqrt(n)
     return {"value": mean, "low": mean - half, "high": mean + half}
+
+
+def smallest_effect(values: Sequence[float], seeds: int) -> float:
+    """The difference between two arms of so many seeds each whose interval over seeds just excludes
+    0: t(n-1) · s · √(2/n), with s from these values."""
+    return student(seeds - 1) * statistics.stdev(values) * math.sqrt(2 / seeds)
+
+
+# ------------------------------------------------------------------------------------------- words
 
 
 def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
@@ -132,10 +155,21 @@ def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
     return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
 
 
-def cell(results: Sequence[Result], reading: Reading, tier: str | None = None) -> str:
+def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
+    """`54.1 [48.0, 60.1]`, in percent or points."""
+    return f"{100 * estimate['value']:{'+' if signed else ''}.1f} {brackets(estimate, signed)}"
+
+
+def change(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """Goals, before, after, difference: four cells of a table."""
+    gain = difference(before, after)
+    ends = [percent(bootstrap(list(items.values()))) for items in (before, after)]
+    return [str(gain["items"]), *ends, percent(gain, signed=True)]
+
+
+def cell(results: Sequence[Result], reading: Reading) -> str:
     """`53.1 [48.2, 58.0]`: mean over goals and seeds, interval over goals."""
-    found = [of_tier(reading(result), tier) for result in results]
-    return percent(bootstrap(list(mean_over_seeds(found).values())))
+    return percent(bootstrap(list(pooled(results, reading).values())))
 
 
 def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
@@ -145,26 +179,20 @@ def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
 def compare(
     ours: Sequence[Result], others: Sequence[Result], reading: Reading, before: Reading
 ) -> str:
-    """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: the first minus the second, paired by goal
-    and by seed; of seeds that one side lacks neither counts, and that is said."""
-    ours, others, most = *of_both(ours, others), max(len(ours), len(others))
-    if not ours:
+    """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: `reading` of ours minus `before` of others,
+    paired by goal and by seed. Seeds that one side lacks are left out, and the text says so."""
+    sides = [{result["seed"]: result for result in side} for side in (ours, others)]
+    common = sorted(sides[0].keys() & sides[1].keys())
+    if not common:
         return "- (no seed in common)"
-    a, b = [reading(r) for r in ours], [before(r) for r in others]
+    a = [reading(sides[0][seed]) for seed in common]
+    b = [before(sides[1][seed]) for seed in common]
     goals = difference(mean_over_seeds(b), mean_over_seeds(a))
-    means = [[statistics.fmean(found.values()) for found in side] for side in (a, b)]
-    pairs = [after - earlier for after, earlier in zip(*means, strict=True)]
-    told = f"goals {brackets(goals, signed=True)}; seeds {brackets(over_seeds(pairs), signed=True)}"
-    if len(ours) < most:
-        told += f"; of seed {' '.join(str(r['seed']) for r in ours)} alone"
-    return f"{100 * goals['value']:+.1f} ({told})"
-
-
-def spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference of two arms, so many seeds each, whose 95 % interval, paired by seed as
-    `compare` has it, just leaves 0: t(n-1) · s · √(2/n), s as these values have it."""
-    return student(seeds - 1) * spread(values) * math.sqrt(2 / seeds)
+    gains = [
+        statistics.fmean(after.values()) - statistics.fmean(earlier.values())
+        for after, earlier in zip(a, b, strict=True)
+    ]
+    text = f"goals {brackets(goals, signed=True)}; seeds {brackets(over_seeds(gains), signed=True)}"
+    if len(common) < max(map(len, sides)):
+        text += f"; of seed {' '.join(map(str, common))} alone"
+    return f"{100 * goals['value']:+.1f} ({text})"

@@ -1,31 +1,29 @@
-"""The paper in miniature: each of its claims in a world small enough for seeds, controls and
+"""The paper in miniature: each of its claims in an environment small enough for seeds, controls and
 intervals on two CPU cores.
 
 In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 16 moves, held-out
-ones are mazes of seeds that nobody was shown, and a model of 3M parameters, which has imitated a
-careless teacher, errs as it does. A run takes minutes, not an hour, so that an arm gets seeds. All
-arms of one seed see the same goals in the same order, and are measured on held-out goals in 16
-turns, however they were trained.
+goals are mazes of new seeds, and a model of 3M parameters has imitated a careless teacher. A run
+takes minutes, so an arm gets seeds. All arms of a seed see the same goals in the same order, and
+all are measured on held-out goals with 16 turns, however they were trained.
 
-    figure        arms                                        what it asks
+    figure        arms                                        question
     horizons      short, long, stepwise                       does it help to widen the horizon?
     widening      early, stepwise, late                       does it matter when?
-    controls      short, shuffled, still                      are the rewards what does it?
+    controls      short, shuffled, still                      do the rewards cause the gain?
     noise         short, five seeds                           what can three seeds show at all?
-    teacher       teacher, imitation, filtered, rl            can RL pass a weak teacher?
-    compute       start, imitation, rl                        more turns, more samples: what for?
-    estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each with the rate,
-                                                              of three, that suits it
+    teacher       teacher, imitation, filtered, rl            can RL surpass a weak teacher?
+    compute       start, imitation, rl                        what do more turns and samples buy?
+    estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each at the best of
+                                                              three learning rates
+    methods       sft, dpo, agentevol, own                    the other methods, at equal turns
 
-    python recipes/miniature.py                    what there is, what is missing and how long that
-                                                   takes; then runs it, and goes on where it was
-    python recipes/miniature.py --figure horizons  one figure's runs
-    python recipes/miniature.py status             says what is missing and runs nothing
-    python recipes/miniature.py report             tables and pictures of the results that there are
+    python recipes/miniature.py                    runs what is missing, resumes what was stopped
+    python recipes/miniature.py --figure horizons  the runs of one figure
+    python recipes/miniature.py status             what is missing, and how long it would take
 
-A run may be killed at any time; its result is results/miniature/<arm>-<seed>.json. Two commands may
-work side by side: who starts a run marks it. Read next:
-laboratory.py, miniature_plan.py, imitation.py, miniature_report.py.
+Results go to runs/miniature/results, with --commit to recipes/results/miniature; tables.py makes
+tables of them. Options that this command does not know go to the programs. Two commands may work
+side by side. Read next: evidence.py, tables.py.
 """
 
 import argparse
@@ -33,56 +31,311 @@ import contextlib
 import fcntl
 import os
 import random
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recipes import laboratory  # noqa: E402
 from recipes.common import (  # noqa: E402
+    COMMITTED,
     Result,
-    circumstances_of,
-    exit_code,
-    load_config,
-    planned,
+    markdown,
     read_json,
     read_lines,
-    run,
-    steps_done,
-    train,
+    record,
+    run_program,
     write_json,
 )
-from recipes.miniature_plan import (  # noqa: E402
-    BASE,
-    FIGURES,
-    FOLDER,
-    Arm,
-    arm_of,
-    read_results,
-    status,
-    wanted,
+
+BASE = ROOT / "recipes" / "miniature.json"
+FOLDER = COMMITTED / "miniature"
+RUNS = Path("runs/miniature")
+SEEDS = (0, 1, 2)
+NOISE_SEEDS = (0, 1, 2, 3, 4)
+PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
+RATES = (3e-5, 1e-4, 3e-4)
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
+METHODS = ("sft", "dpo", "agentevol", "own")
+SHORT = ("--rounds", "4", "--eval-every", "60")  # the arm that others are compared with
+SHORT_STEPS = 180  # about as many turns as `long` plays in 60 steps: its episodes are 3 x as long
+WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # has imitated a teacher of near goals alone
+METHOD = (  # as many turns as `short` plays, the teacher's included
+    *("--rounds", "4", "--warm-start", "never", "--mini-batch-size", "64"),
+    *("--on-collapse", "warn", "--max-trajectory-tokens", "4096"),
 )
-from recipes.miniature_report import report  # noqa: E402
-
-if TYPE_CHECKING:
-    from data import Record
+EVOLVE = ("--group-size", "8", "--eval-every", "60")
 
 
-# -------------------------------------------------------------------------------------------- a run
+@dataclass(frozen=True)
+class Arm:
+    """A way to train.
+
+    Attributes:
+        words: options beside those of miniature.json.
+        program: "": the results at hand are all there will be (see RESULTS.md).
+        shown: episodes of the teacher that the program learns from, --data.
+        kinds: the goals that he shows; near alone: on the training mazes, as the weak teacher does.
+    """
+
+    words: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
+    steps: int = 60
+    program: str = "train.py"
+    shown: int = 0
+    kinds: tuple[str, ...] = tuple(laboratory.TIERS)
 
 
-def arguments_of(arm: Arm, seed: int, run_dir: Path, extra: Sequence[str] = ()) -> list[str]:
-    """train.py's; an imitation's lesson reads the same ones."""
+def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
+    """A rate at which the policy collapses is a result too: nothing stops it."""
+    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}", "--on-collapse", "warn")
+    return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
+
+
+def pilot(algorithm: str, rate: float) -> str:
+    return f"{algorithm}-{rate:g}"
+
+
+def widened(every: int) -> tuple[str, ...]:
+    """Four turns, then eight, then sixteen, `every` steps of each before the next."""
+    words = ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+    return (*words, "--steps-scaling-inter", str(every), "--eval-every", str(every))
+
+
+ARMS: dict[str, Arm] = {
+    "short": Arm(SHORT, steps=SHORT_STEPS),
+    "long": Arm(),
+    "stepwise": Arm(widened(every=32), steps=96),
+    "early": Arm(widened(every=16), steps=75),  # about as many turns as stepwise
+    "late": Arm(widened(every=48), steps=110),
+    "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
+    "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
+    "rl": Arm((*SHORT, *WEAK), steps=360),
+    # As many seconds as rl, which leaves trajectories without signal out of the update.
+    "imitation": Arm(
+        (*METHOD, *WEAK, "--learning-rate", "1e-4", "--eval-every", "48"),
+        steps=144,
+        program="sft.py",
+        shown=144 * 64,
+        kinds=("near",),
+    ),
+    "filtered": Arm(program=""),  # imitated its own successes, step by step
+    "teacher": Arm(seeds=(0,), program="teacher"),
+    "sft": Arm(
+        (*METHOD, "--learning-rate", "1e-4", "--eval-every", "18"),
+        seeds=(0,),
+        steps=54,
+        program="sft.py",
+        shown=54 * 64,  # each is seen once
+    ),
+    "dpo": Arm(
+        (*METHOD, *EVOLVE, "--iterations", "12", "--tasks-per-iteration", "120")
+        + ("--learning-rate", "3e-5", "--sft-coef", "0"),
+        seeds=(0, 1),
+        steps=180,
+        program="dpo.py",
+    ),
+    # As in the paper: every iteration learns from the start, on all that was kept so far.
+    "agentevol": Arm(
+        (*METHOD, *EVOLVE, "--iterations", "4", "--tasks-per-iteration", "320")
+        + ("--keep-per-task", "2", "--weighting", "return", "--learning-rate", "1e-4")
+        + ("--learn-from", "base", "--merge-with", "all"),
+        seeds=(0,),
+        steps=240,
+        program="agentevol.py",
+        shown=512,
+    ),
+    # Hardly any demonstrations; successes count as often as they were played.
+    "own": Arm(
+        (*METHOD, *EVOLVE, "--iterations", "24", "--tasks-per-iteration", "60")
+        + ("--keep-per-task", "8", "--weighting", "played", "--learning-rate", "2e-4")
+        + ("--learn-from", "last", "--merge-with", "demonstrations"),
+        steps=240,
+        program="agentevol.py",
+        shown=8,
+    ),
+} | {
+    pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), SHORT_STEPS)
+    for algorithm in ESTIMATORS
+    for rate in RATES
+}
+PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
+FIGURES: dict[str, tuple[str, ...]] = {
+    "horizons": ("short", "long", "stepwise"),
+    "widening": ("early", "stepwise", "late"),
+    "controls": ("short", "shuffled", "still"),
+    "noise": ("short",),
+    "teacher": ("teacher", "rl", "imitation", "filtered"),
+    "compute": ("imitation", "rl"),
+    "estimators": (*PILOTS, *ESTIMATORS),
+    "methods": (*METHODS, *ESTIMATORS, "stepwise"),
+}
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+Results = dict[tuple[str, int], Result]
+
+
+def read_results(*folders: Path) -> Results:
+    """(arm, seed) -> its result. GRPO at the laboratory's own rate is `short`."""
+    results: Results = {}
+    for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
+        name, _, seed = path.stem.rpartition("-")
+        results[name, int(seed)] = read_json(path)
+    if chosen_rate("grpo", results) == read_json(BASE)["learning_rate"]:
+        results |= {("grpo", s): results["short", s] for s in SEEDS if ("short", s) in results}
+    return results
+
+
+def chosen_rate(algorithm: str, results: Results) -> float | None:
+    """The learning rate whose pilot solved most training goals in its last third; None until all
+    pilots are done."""
+    scores = {}
+    for rate in RATES:
+        result = results.get((pilot(algorithm, rate), PILOT_SEED))
+        if result is None:
+            return None
+        scores[rate] = pilot_score(result)
+    return max(scores, key=lambda rate: scores[rate])
+
+
+def pilot_score(result: Result) -> float:
+    """Share of training episodes solved in the last third of the steps."""
+    success = [row["train/success_rate"] for row in result["curve"]]
+    return statistics.fmean(success[-len(success) // 3 :])
+
+
+def arm_of(name: str, results: Results) -> Arm | None:
+    """An estimator's arm has the rate that its pilots chose; None before that."""
+    if name in ARMS:
+        return ARMS[name]
+    rate = chosen_rate(name, results)
+    return None if rate is None else Arm((*SHORT, *rate_words(name, rate)), steps=SHORT_STEPS)
+
+
+def seeds_of(figure: str, name: str) -> tuple[int, ...]:
+    if figure == "noise":
+        return NOISE_SEEDS
+    return ARMS[name].seeds if name in ARMS else SEEDS
+
+
+def runs_behind(figure: str, results: Results) -> dict[str, list[Result]]:
+    """Arm -> its results that the figure shows, by seed."""
+    return {
+        name: [results[name, seed] for seed in seeds_of(figure, name) if (name, seed) in results]
+        for name in FIGURES[figure]
+    }
+
+
+def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
+    """The runs behind figures, each once: the first seeds of all arms, then the second ones."""
+    runs = dict.fromkeys(
+        (place, seed, name)
+        for figure in figures
+        for name in FIGURES[figure]
+        for place, seed in enumerate(seeds_of(figure, name))
+    )
+    return [(name, seed) for _, seed, name in sorted(runs, key=lambda run: run[0])]
+
+
+def status(figures: Sequence[str], results: Results) -> str:
+    """A table: arms, seeds there and missing, minutes a run, hours left."""
+    runs, rows, left = wanted(figures), [], 0.0
+    for name in dict.fromkeys(name for name, _ in runs):
+        seeds = [seed for n, seed in runs if n == name]
+        missing = [seed for seed in seeds if (name, seed) not in results]
+        took = [60 * results[name, s]["hours"] for s in seeds if s not in missing]
+        minutes = statistics.fmean(took) if took else 25.0
+        left += minutes * len(missing)
+        there = " ".join(str(s) for s in seeds if s not in missing) or "-"
+        rows.append((name, there, " ".join(map(str, missing)) or "-", f"{minutes:.0f}"))
+    lines = markdown("arm | seeds there | missing | minutes a run", rows)
+    return "\n".join([*lines, "", f"{left / 60:.1f} hours of runs are missing"])
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+def arguments_of(arm: Arm, seed: int, data: Path, extra: Sequence[str] = ()) -> list[str]:
     words = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
-    return [*words, *arm.words, *extra, "--run-dir", str(run_dir)]
+    return [*words, *arm.words, *extra, *(["--data", str(data)] if arm.shown else [])]
+
+
+def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
+    """One run, or the rest of it; what is kept of it."""
+    if arm.program == "teacher":
+        return {"arm": name, "seed": seed} | play_teacher()
+    run_dir, data = RUNS / f"{name}-{seed}", RUNS / f"{name}-{seed}-shown.json"
+    turns = show(arm, seed, data) if arm.shown else 0.0
+    run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
+    result = {"arm": name, "seed": seed} | record(run_dir)
+    count_shown(result, arm, turns)
+    return result | learned_from(run_dir)
+
+
+def show(arm: Arm, seed: int, path: Path) -> float:
+    """Write the teacher's episodes unless they are there; what one cost in turns, failures
+    included."""
+    about = path.with_suffix(".about.json")
+    if not about.exists():
+        is_weak = arm.kinds == ("near",)
+        mazes = laboratory.SEEDS["train"] if is_weak else laboratory.TEACHER_SEEDS
+        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, arm.kinds, mazes)
+        write_json(path, shown)
+        write_json(about, {"turns": turns})
+    cost: float = read_json(about)["turns"] / arm.shown
+    return cost
+
+
+def count_shown(result: Result, arm: Arm, turns: float) -> None:
+    """Add the teacher's turns to each row: of sft.py's episodes those learned so far, of
+    agentevol.py's all of them from the beginning."""
+    seen = 0.0
+    for row in result["curve"]:
+        seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
+        row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
+
+
+def learned_from(run_dir: Path) -> Result:
+    """What the iterations of a method learned from: DPO's pairs; AgentEvol's sets, origin ->
+    [trajectories, their mean weight]."""
+    found: Result = {}
+    if made := sorted((run_dir / "pairs").glob("iteration_*.json")):
+        found["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
+    for path in sorted((run_dir / "evolving").glob("iteration_*.jsonl")):
+        weights: dict[str, list[float]] = {}
+        for row in read_lines(path):
+            weights.setdefault(row["origin"], []).append(row["weight"])
+        sets = {o: [len(w), round(statistics.fmean(w), 4)] for o, w in weights.items()}
+        found.setdefault("evolved", []).append(sets)
+    return found
+
+
+def play_teacher(samples: int = 8) -> Result:
+    """The weak teacher on held-out goals: careless on near goals, random on the others."""
+    from envs.babyai.env import BabyAI
+
+    rng, env, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
+    solved: dict[str, list[int]] = {}
+    for index in laboratory.goals(laboratory.SEEDS["held_out"]):
+        task_id = f"babyai_{index}"
+        error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
+        for _ in range(samples):
+            record, success = laboratory.show(env, index, rng, error=error, turns=rounds)
+            turns = sum(turn["from"] == "gpt" for turn in record["conversations"])
+            solved.setdefault(task_id, []).append(turns if success else 0)
+    return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved}]}
 
 
 @contextlib.contextmanager
 def marked(path: Path) -> Iterator[bool]:
-    """Whether nobody else is at this run; nobody will be inside."""
+    """Whether no other command works on this run; inside the block none will."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -93,213 +346,40 @@ def marked(path: Path) -> Iterator[bool]:
             yield True
 
 
-def play(name: str, arm: Arm, seed: int, runs: Path, extra: Sequence[str]) -> Result:
-    """One run, or the rest of it; what is kept of it."""
-    if arm.learner == "none":
-        return {"arm": name, "seed": seed} | play_teacher()
-    run_dir = runs / f"{name}-{seed}"
-    arguments = arguments_of(arm, seed, run_dir, extra)
-    steps = planned(arguments).steps
-    if arm.learner == "train":
-        train(arguments, run_dir, steps)
-    elif steps_done(run_dir) < steps:
-        inner = [sys.executable, str(Path(__file__).resolve()), "learn", arm.learner, *arguments]
-        run(inner + (["--resume"] if (run_dir / "config.json").exists() else []))
-    return {"arm": name, "seed": seed} | record(run_dir, steps)
-
-
-def train_arm(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Train --arm with --seed to its end, or the rest of it, and write its result: for recipes
-    whose every arm is train.py with these arguments."""
-    name = f"{options.arm}-{options.seed}"
-    run_dir = options.runs / name
-    steps = planned(arguments).steps
-    train([*arguments, "--run-dir", str(run_dir)], run_dir, steps)
-    result = {"arm": options.arm, "seed": options.seed} | record(run_dir, steps)
-    write_json(options.results / f"{name}.json", result)
-    print(f"wrote {options.results / name}.json", flush=True)
-
-
-CURVE = (
-    "train/success_rate",
-    "train/turns_mean",
-    "train/parse_error_rate",
-    "train/groups",
-    "train/groups_zero_variance",
-    "train/trajectories_used",
-    "horizon/max_rounds",
-    "policy/entropy",
-    "policy/grad_norm",
-)
-
-
-def record(run_dir: Path, steps: int) -> Result:
-    """Circumstances, options, a row for each step, and in how many turns each held-out goal was
-    solved (0: it was not) by each sample, at each evaluation.
-
-    A row adds to the metrics what was spent in all so far: seconds (without evaluations and files),
-    turns, those of them in episodes that failed, tokens; and the episodes that succeeded.
-    """
-    timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
-    config = read_json(run_dir / "config.json")["config"]
-    spent = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
-    curve = []
-    for row in read_lines(run_dir / "metrics.jsonl"):
-        step = row["step"]
-        if not step:
-            continue
-        for line in read_lines(run_dir / "trajectories" / f"step_{step:06d}.jsonl"):
-            turns = len(line["turns"])
-            spent["turns"] += turns
-            spent["failed_turns"] += 0 if line["success"] else turns
-            spent["tokens"] += sum(
-                turn["action_span"][1] - turn["action_span"][0] for turn in line["turns"]
-            )
-            spent["successes"] += line["success"]
-        took = timings.get(step, {})  # lost where the run was killed right behind a checkpoint
-        spent["seconds"] += took.get("time/step_s", 0.0)
-        spent["seconds"] -= sum(took.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
-        kept = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
-        curve.append({"step": step} | {n: round(v, 1) for n, v in spent.items()} | kept)
-    held_out = [
-        {"step": int(path.stem.rpartition("_")[2]), "solved_in": solved_in(read_lines(path))}
-        for path in sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
-    ]
-    at = [evaluation["step"] for evaluation in held_out]
-    if at[:1] != [0] or at[-1] != steps:
-        raise SystemExit(f"{run_dir} was evaluated at steps {at}, expected 0 to {steps}")
-    hours = round(sum(row.get("time/step_s", 0.0) for row in timings.values()) / 3600, 3)
-    about = {"steps": steps, "hours": hours, **circumstances_of(run_dir), "config": config}
-    return about | {"curve": curve, "held_out": held_out}
-
-
-def solved_in(trajectories: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """task_id -> the turns that each sample took, 0 where it did not solve the task.
-
-    >>> solved_in([{"task_id": "a", "success": True, "turns": [0, 0], "stop_reason": "success"},
-    ...            {"task_id": "a", "success": False, "turns": [0], "stop_reason": "max_rounds"}])
-    {'a': [2, 0]}
-    """
-    from trajectory import LOST
-
-    found: dict[str, list[int]] = {}
-    for line in trajectories:
-        if line["stop_reason"] not in LOST:
-            turns = len(line["turns"]) if line["success"] else 0
-            found.setdefault(line["task_id"], []).append(turns)
-    return found
-
-
-# ----------------------------------------------------------------------------- the imitations' runs
-
-
-def learn(learner: str, arguments: Sequence[str]) -> None:
-    """A run of an arm that imitates, in this process."""
-    from recipes import imitation
-
-    config = load_config(arguments)
-    if learner == "own":
-        imitation.imitate(config, imitation.of_its_own)
-        return
-    from envs import load_tasks
-
-    near = [
-        task.task_index
-        for task in load_tasks(config.env, file=config.tasks)
-        if laboratory.tier_of(task.task_id) == "near"
-    ]
-    per_step = config.tasks_per_step * config.group_size
-
-    def shown_at(step: int) -> list["Record"]:
-        rng = random.Random(f"taught {config.seed} {step}")
-        return teach(near, per_step, config.evaluation_rounds, rng)
-
-    imitation.imitate(config, imitation.of_what_is_shown(shown_at, per_step))
-
-
-def teach(indices: Sequence[int], count: int, horizon: int, rng: random.Random) -> list["Record"]:
-    """What the careless teacher shows: `count` solved episodes of at most so many turns."""
-    from envs import OracleLost
-    from envs.babyai.env import BabyAI
-
-    world = BabyAI()
-    shown: list[Record] = []
-    while len(shown) < count:
-        with contextlib.suppress(OracleLost):
-            record, solved = laboratory.show(world, rng.choice(indices), rng, turns=horizon)
-            shown += [record] if solved else []
-    return shown
-
-
-def play_teacher(samples: int = 8) -> Result:
-    """The weak teacher on what is held out: careless where it knows what to do, which is on near
-    goals; any available action on the others."""
-    from envs.babyai.env import BabyAI
-
-    rng, world, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
-    solved: dict[str, list[int]] = {}
-    for index in laboratory.goals(laboratory.SEEDS["held_out"]):
-        task_id = f"babyai_{index}"
-        error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
-        for _ in range(samples):
-            record, success = laboratory.show(world, index, rng, error=error, turns=rounds)
-            turns = sum(turn["from"] == "gpt" for turn in record["conversations"])
-            solved.setdefault(task_id, []).append(turns if success else 0)
-    return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved}]}
-
-
-# ----------------------------------------------------------------------------------------- commands
-
-
-def run_missing(figures: Sequence[str], folder: Path, runs: Path, extra: Sequence[str]) -> None:
-    """One run after the other; those that somebody else is at are left to them. Passes over the
-    list until one finds nothing to do: an estimator's runs wait for its pilots."""
-    while [run for run in wanted(figures) if run_if_missing(*run, folder, runs, extra)]:
-        pass
-
-
-def run_if_missing(name: str, seed: int, folder: Path, runs: Path, extra: Sequence[str]) -> bool:
+def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
     """Whether there was something to do."""
-    path = folder / f"{name}-{seed}.json"
-    with marked(runs / f"{name}-{seed}.lock") as ours:
-        results = read_results(folder)
+    with marked(RUNS / f"{name}-{seed}.lock") as ours:
+        results = read_results(FOLDER, RUNS / "results")
         arm = arm_of(name, results)
-        if not ours or arm is None or (name, seed) in results:
+        if not ours or arm is None or not arm.program or (name, seed) in results:
             return False
-        write_json(path, play(name, arm, seed, runs, extra))
-        print(f"wrote {path}", flush=True)
+        write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
         return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["learn"]:  # how an imitation's run is started
-        with contextlib.suppress(KeyboardInterrupt):
-            learn(argv[1], argv[2:])
-            return 0
-        return 130
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", nargs="?", choices=("run", "status", "report"), default="run")
+    parser.add_argument("command", nargs="?", choices=("run", "status"), default="run")
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
-    parser.add_argument("--results", type=Path, default=FOLDER)
-    parser.add_argument("--runs", type=Path, default=Path("runs/miniature"), help="where runs lie")
-    if not argv or argv[0].startswith("--"):  # or a value further on is taken for the command
-        argv = argv if "--help" in argv else ["run", *argv]
-    options, extra = parser.parse_known_args(argv)
-    if extra and options.command != "run":
-        parser.error(f"unknown arguments: {' '.join(extra)}")
+    parser.add_argument("--commit", action="store_true", help="write to recipes/results")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] not in (["run"], ["status"], ["--help"]):
+        words.insert(0, "run")  # or a value further on would be taken for the command
+    options, extra = parser.parse_known_args(words)
     os.chdir(ROOT)
-
-    def work() -> None:
-        if options.command == "report":
-            print(report(options.figure, options.results))
-            return
-        print(status(options.figure, options.results), flush=True)
-        if options.command == "run":
-            run_missing(options.figure, options.results, options.runs, extra)
-
-    return exit_code("miniature", work)
+    print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
+    folder = FOLDER if options.commit else RUNS / "results"
+    # Until a pass finds nothing to do: an estimator's runs wait for its pilots.
+    while options.command == "run" and [
+        run for run in wanted(options.figure) if run_if_missing(*run, folder, extra)
+    ]:
+        pass
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

@@ -31,7 +31,7 @@ from update import Learner, update_policy
 
 LAPTOP, PAPER = with_preset("laptop"), with_preset("paper")
 QWEN_3B = Shape("3B", 151936, 2048, 11008, 36, 16, 2)
-TINY = measure_memory.SMALL["tiny"]
+TINY = measure_memory.TINY
 
 
 @pytest.fixture(autouse=True)

@@ -1,505 +1,441 @@
-"""The recipes: what each arm runs, and the arithmetic of the reports on results made up by hand."""
+"""The recipes: runs and their records, evidence, tables, and the scripts of large runs."""
 
+import doctest
 import json
+import os
+import random
 import re
-from collections import Counter
-from dataclasses import replace
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import measure_memory
 import pytest
-import toy_env
+import yaml
 
-from config import Config, complete, horizons_of, tasks_of
-from envs import load_tasks
-from recipes import common, learns, learns_report, published, several, worlds
-from train import requests_of
-from warmstart import hash_of
+from agentevol import EvolConfig
+from config import PAPER, Config, checked, complete, parse_command_line, read_command_line
+from dpo import DpoConfig
+from recipes import common, evidence, laboratory, memory, miniature, tables
+from reporting.evalconfig import EvalConfig
+from scale.memory import card_bytes, transient_bytes
+from sft import SftConfig
 
-GOALS = [f"textcraft_{n}" for n in range(10)]
-
-
-def result(arm, seed, before, after, steps=20, test=None):
-    """A result as `learns.py run` writes it, with these shares for ten goals."""
-
-    def evaluation(step, shares):
-        items = dict(zip(GOALS, shares, strict=False))
-        mean = sum(items.values()) / len(items)
-        return {"step": step, "items": items, "avg": {"value": mean, "low": 0.0, "high": 1.0}}
-
-    held_out = [evaluation(0, before), evaluation(steps, after)]
-    shown = {"arm": arm, "seed": seed, "steps": steps}
-    return shown | {"held_out": held_out, "test": test or {}}
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+GOALS = [f"babyai_{index}" for index in laboratory.goals([40])]
+KINDS = {kind.program: kind for kind in (Config, SftConfig, DpoConfig, EvolConfig)}
 
 
-def write(folder, *results):
-    for r in results:
-        (folder / f"{r['arm']}-{r['seed']}.json").write_text(json.dumps(r))
+@pytest.mark.parametrize("module", [common, evidence, laboratory])
+def test_the_examples_in_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
 
 
-# ------------------------------------------------------------------------------------------- arms
+# ---------------------------------------------------------------------------------------- evidence
 
 
-def test_arms_differ_in_nothing_but_what_they_are_named_after(tmp_path):
-    rl = common.load_config(learns.arm_arguments("rl", 1, tmp_path))
-    shuffled = common.load_config(learns.arm_arguments("shuffled", 1, tmp_path))
-    differing = [name for name in vars(rl) if getattr(rl, name) != getattr(shuffled, name)]
-    assert differing == ["shuffle_rewards"]
-    assert shuffled.shuffle_rewards
-    assert (rl.seed, rl.run_dir, rl.eval_every) == (1, str(tmp_path), 15)
-    assert learns.arm_arguments("sft", 1, tmp_path) == learns.arm_arguments("rl", 1, tmp_path)
-
-
-def test_an_episode_crafts_an_ingredient_if_it_crafts_before_or_without_the_goal():
-    def episode(success, *observations, subtask="depth 2"):
-        turns = [{"observation_text": text} for text in observations]
-        return {"success": success, "subtask": subtask, "turns": turns}
-
-    played = [
-        episode(True, "Got 1 oak logs", "Crafted 4 minecraft:oak_planks", "Crafted 1 goal"),
-        episode(True, "Got 4 oak planks", "Crafted 1 goal"),
-        episode(False, "Crafted 4 minecraft:oak_planks"),
-        episode(False, "Could not find oak planks"),
-        episode(True, "Crafted 1 goal", subtask="depth 1"),
+def result(arm, seed, before, after, turns=(100, 200)):
+    """A run of two steps, evaluated before and after; `before`, `after`: turns of each sample."""
+    curve = [{"step": n, "turns": t, "seconds": 10.0 * n} for n, t in enumerate(turns, start=1)]
+    held_out = [
+        {"step": step, "solved_in": dict.fromkeys(GOALS, samples)}
+        for step, samples in ((0, before), (2, after))
     ]
-    assert published.crafted_ingredient(played) == {"depth 2": 2, "depth 1": 0}
+    return {"arm": arm, "seed": seed, "hours": 0.5, "curve": curve, "held_out": held_out}
 
 
-def test_options_of_train_py_reach_every_arm_alike(tmp_path):
-    for arm in learns.ARMS:
-        arguments = learns.arm_arguments(arm, 0, tmp_path, ["--steps", "7"])
-        assert common.load_config(arguments).steps == 7
+def test_a_run_at_a_budget_lies_between_its_evaluations():
+    run = result("long", 0, [0, 0, 0, 0], [3, 3, 0, 0])
+    for budget, share in ((0, 0.0), (100, 0.25), (200, 0.5)):
+        assert evidence.at(budget, "turns")(run) == dict.fromkeys(GOALS, share)
+    with pytest.raises(ValueError, match="long-0 has not played 201 turns"):
+        evidence.at(201, "turns")(run)
 
 
-@pytest.mark.parametrize("recipe", [learns, worlds])
-def test_a_run_that_is_there_is_gone_on_with(tmp_path, monkeypatch, recipe):
-    """A folder that holds a run is refused by train.py unless it is told to resume."""
-    done = []
-    name = "rl-3" if recipe is learns else "babyai-3"
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setattr(recipe, "train", lambda words, run_dir, *more: done.append(more[0]))
-    monkeypatch.setattr(recipe, "record", lambda run_dir, steps: {"steps": steps})
-    monkeypatch.setattr(recipe, "write_result", lambda path, result: done.append(path.name))
-    options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--seed", "3"]
-    own = ["--arm", "rl"] if recipe is learns else ["--env", "babyai"]
-    assert recipe.main(["run", *options, *own, "--test-samples", "0", "--steps", "7"]) == 0
-    assert done == [7, f"{name}.json"]
+def test_a_difference_has_the_sign_of_the_first_and_pairs_by_seed():
+    better = [result("a", s, [0], [2] if s else [0]) for s in (0, 1)]
+    worse = [result("b", s, [0], [0]) for s in (1, 2)]
+    text = evidence.compare(better, worse, evidence.end, evidence.end)
+    assert text.startswith("+100.0 (goals [")
+    assert text.endswith("seeds -; of seed 1 alone)")  # one pair: no interval
+    assert "no seed" in evidence.compare(better, worse[1:], evidence.end, evidence.end)
 
 
-@pytest.mark.parametrize(
-    ("method", "more", "steps"),
-    [
-        ("sft", [], 2 * 128 // 16),
-        ("sft", ["--epochs", "3"], 3 * 128 // 16),
-        ("sft", ["--data", "mine.jsonl", "--steps", "5"], 5),
-        ("dpo", [], 18),
-        ("agentevol", [], 12),
-    ],
-)
-def test_the_default_run_of_a_method_is_its_own_programs(
-    tmp_path, monkeypatch, method, more, steps
-):
-    done = []
-    monkeypatch.setattr(common, "run", lambda words: done.append(words[1:]))
-    monkeypatch.setattr(worlds, "record", lambda run_dir, steps: {"steps": steps})
-    monkeypatch.setattr(worlds, "write_result", lambda *made: done.append(made))
-    options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--env", "textcraft"]
-    (tmp_path / "mine.jsonl").touch()
-    more = [word.replace("mine", str(tmp_path / "mine")) for word in more]
-    assert worlds.main(["run", *options, "--method", method, *more]) == 0
-    words, (path, result) = done
-    assert words[0] == f"{method}.py" and words[-3] == str(steps) and "--epochs" not in words
-    assert path == tmp_path / "worlds" / "methods" / f"{method}-textcraft-0.json"
-    assert result == {"env": "textcraft", "seed": 0, "steps": steps, "method": method}
+def test_intervals_over_seeds_are_students():
+    found = evidence.over_seeds([0.40, 0.50, 0.60])
+    assert found["high"] - found["value"] == pytest.approx(4.30 * 0.1 / 3**0.5)
+    smallest = evidence.smallest_effect([0.4, 0.5, 0.6], 3)
+    assert smallest == pytest.approx(4.30 * 0.1 * (2 / 3) ** 0.5, rel=1e-2)
 
 
-def test_steps_of_a_file_are_asked_for(tmp_path, capsys):
-    """Nobody has counted its conversations yet."""
-    (tmp_path / "mine.jsonl").touch()
-    data = ["--data", str(tmp_path / "mine.jsonl"), "--runs", str(tmp_path)]
-    assert worlds.main(["run", "--env", "textcraft", "--method", "sft", *data]) == 2
-    assert "; give --steps" in capsys.readouterr().err
-
-
-def test_an_unknown_arm_is_refused_with_the_names_that_exist(tmp_path):
-    with pytest.raises(ValueError, match="--arm dpo is unknown; choose one of: rl sft shuffled"):
-        learns.arm_arguments("dpo", 0, tmp_path)
-
-
-def test_the_imitation_loss_has_the_gradient_of_the_policys_where_every_advantage_is_1():
-    """What makes the sft arm comparable: the same learning rate and clipping mean the same."""
-    import torch
-
-    from losses import imitation_loss, policy_loss
-
-    logits = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]], dtype=torch.float32)
-    log_probs = logits.log_softmax(-1)[..., 0] * mask
-    count = float(mask.sum())
-    surrogate = policy_loss(log_probs, log_probs.detach(), mask, mask, 0.2, count).loss
-    (rl,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
-    imitated = imitation_loss(log_probs, mask, count)
-    (ours,) = torch.autograd.grad(imitated, logits, retain_graph=True)
-    (by_hand,) = torch.autograd.grad(-(log_probs * mask).sum() / count, logits)
-    torch.testing.assert_close(ours, rl)
-    torch.testing.assert_close(ours, by_hand)
-
-
-class Shown(toy_env.Letters):
-    """Letters whose oracle, which says what it thinks too, solves them."""
-
-    @staticmethod
-    def parse(model_text):
-        return toy_env.Letters.parse(model_text.rpartition("Action:")[2])
-
-
-def test_the_sft_arm_learns_from_demonstrations_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    import demonstrations
-
-    monkeypatch.setattr(demonstrations, "cache_dir", lambda: tmp_path / "cache")
-    with toy_env.serve(Shown) as url, toy_env.fresh_process_state():
-        options = toy_env.options(tmp_path, url, eval_every=2, learning_rate=1e-3)
-        config = complete(Config(**options))
-        learns.train_sft(config)
-        learns.train_sft(replace(config, steps=4, resume=True))
-    rows = toy_env.read_metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert rows[-1]["policy/loss"] < rows[0]["policy/loss"]
-    assert all(row["policy/optimizer_steps"] == 1 for row in rows)
-    assert all(row["data/policy_tokens"] > 0 and row["policy/entropy"] > 0 for row in rows)
-    kept = common.record(tmp_path / "run", 4)
-    assert [evaluation["step"] for evaluation in kept["held_out"]] == [0, 2, 4]
-    assert [point["step"] for point in kept["curve"]] == [1, 2, 3, 4]
-    assert set(kept["curve"][0]) >= {"policy/loss", "policy/entropy", "policy/grad_norm"}
-
-
-def test_the_sft_arm_is_run_for_each_learning_rate_and_the_better_one_stands(tmp_path, monkeypatch):
-    shown = []
-    ends = {"4e-05": 0.25, "0.0001": 0.75}
-
-    def play(command):
-        """What the inner process leaves behind."""
-        config = learns.load_config(command[3:])
-        shown.append(config)
-        folder = Path(config.run_dir)
-        (folder / "eval").mkdir(parents=True)
-        about = {"config": {}, "command": "", "git_commit": "", "hardware": {}, "versions": {}}
-        (folder / "config.json").write_text(json.dumps(about))
-        for step, value in ((0, 0.5), (2, ends[f"{config.learning_rate:g}"])):
-            avg = {"value": value, "low": 0.0, "high": 1.0}
-            summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}}
-            summary["items"] = {"textcraft_1": {"avg": value, "return_mean": value}}
-            (folder / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
-
-    monkeypatch.setattr(learns, "run", play)
-    arguments = ["run", "--arm", "sft", "--steps", "2", "--test-samples", "0"]
-    arguments += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
-    assert learns.main(arguments) == 0
-    result = json.loads((tmp_path / "sft-0.json").read_text())
-    assert result["chosen"] == "0.0001"
-    assert {rate: avg["value"] for rate, avg in result["learning_rates"].items()} == ends
-    assert result["held_out"][-1]["items"] == {"textcraft_1": 0.75}
-    assert [config.on_collapse for config in shown] == ["off", "off"]
-
-
-# ---------------------------------------------------------------------------------- report: learns
-
-
-def test_seeds_are_averaged_within_a_goal_before_goals_are_resampled(tmp_path):
-    write(
-        tmp_path,
-        result("rl", 0, [0.0] * 10, [1.0] * 10),
-        result("rl", 1, [0.5] * 10, [0.5] * 10),
+def test_goals_are_resampled_after_averaging_seeds_and_paired():
+    runs = [result("rl", 0, [0], [1]), result("rl", 1, [1, 0], [1, 0])]
+    cells = evidence.change(
+        evidence.pooled(runs, evidence.start), evidence.pooled(runs, evidence.end)
     )
-    row = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]
-    assert row["seeds"] == [0, 1]
-    assert (row["before"]["value"], row["after"]["value"]) == (0.25, 0.75)
-    assert row["difference"]["value"] == 0.5
-    assert row["difference"]["items"] == 10
-    assert row["per_seed"] == {"0": [0.0, 1.0], "1": [0.5, 0.5]}
-
-
-def test_goals_that_one_seed_lost_are_left_out_of_the_pairing(tmp_path):
-    short = result("rl", 1, [0.0] * 10, [1.0] * 10)
-    del short["held_out"][1]["items"]["textcraft_3"]
-    write(tmp_path, result("rl", 0, [0.0] * 10, [1.0] * 10), short)
-    row = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]
-    assert row["difference"]["items"] == 9
-
-
-def test_a_gain_that_most_goals_share_is_certain_and_a_gain_of_one_goal_is_not():
+    assert cells[0] == str(len(GOALS)) and cells[1].startswith("25.0 [")
+    assert cells[3].startswith("+50.0 [")
     before = dict.fromkeys(GOALS, 0.25)
-    most = common.difference(before, {g: 0.5 if n else 0.25 for n, g in enumerate(GOALS)})
-    one = common.difference(before, {g: 0.25 if n else 1.0 for n, g in enumerate(GOALS)})
-    assert most["low"] > 0
-    assert one["value"] > 0
-    assert one["low"] == 0
+    most = evidence.difference(before, {g: 0.5 if n else 0.25 for n, g in enumerate(GOALS)})
+    one = evidence.difference(before, {g: 0.25 if n else 1.0 for n, g in enumerate(GOALS)})
+    assert most["low"] > 0 and one["value"] > 0 and one["low"] == 0
 
 
-def test_rl_is_compared_with_each_control_after_training(tmp_path):
-    write(
-        tmp_path,
-        result("rl", 0, [0.5] * 10, [0.9] * 10),
-        result("rl", 1, [0.5] * 10, [0.1] * 10),  # which no control has: it counts on no side
-        result("sft", 0, [0.5] * 10, [0.6] * 10),
-        result("shuffled", 0, [0.5] * 10, [0.4] * 10),
-    )
-    against = learns_report.analyse(learns_report.read_results(tmp_path))["rl_minus"]
-    assert {arm: round(d["value"], 6) for arm, d in against.items()} == {
-        "sft": 0.3,
-        "shuffled": 0.5,
+# ------------------------------------------------------------------------------------ runs, records
+
+
+def test_a_record_says_what_was_spent_and_in_how_many_turns_each_goal_was_solved(tmp_path):
+    def write(name, *lines):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+        (tmp_path / name).write_text(text + "\n", encoding="utf-8")
+
+    def line(success, turns, reason="success"):
+        kind = {"task_id": "a", "success": success, "stop_reason": reason, "loss_mask": [0, 1, 1]}
+        return kind | {"turns": [{"action_text": "one \u2028 line"}] * turns}
+
+    write("config.json", {"config": {"steps": 2}, "command": "train.py"})
+    write("metrics.jsonl", {"step": 0}, {"step": 1, "policy/loss": 0.5}, {"step": 2})
+    write("timings.jsonl", {"step": 1, "time/step_s": 9.0, "time/eval_s": 4.0})  # a line was lost
+    write("trajectories/step_000001.jsonl", line(True, 2), line(False, 3, "max_rounds"))
+    for step, solved in ((0, False), (2, True)):
+        item = {"a": {"avg": float(solved), "return_mean": 0.5}}
+        summary = {"step": step, "samples": 2, "overall": {"avg": {"value": 0.5}}, "items": item}
+        write(f"eval/step_{step:06d}.json", summary)
+        write(f"trajectories/eval_{step:06d}.jsonl", line(solved, 2), line(False, 1, "env_error"))
+    found = common.record(tmp_path)
+    spent = {"turns": 5, "failed_turns": 3, "tokens": 4, "successes": 1, "seconds": 5.0}
+    assert found["curve"] == [{"step": 1, **spent, "policy/loss": 0.5}, {"step": 2, **spent}]
+    assert [e["solved_in"] for e in found["held_out"]] == [{"a": [0]}, {"a": [2]}]
+    (tmp_path / "eval/step_000002.json").unlink()
+    with pytest.raises(SystemExit, match="expected 0 to 2"):
+        common.record(tmp_path)
+
+
+def test_a_run_that_is_there_is_resumed_with_its_own_words(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(common, "run", ran.append)
+    common.run_program("dpo.py", ["--seed", "1"], tmp_path)
+    (tmp_path / "config.json").write_text('{"config": {"steps": 3}}')
+    common.run_program("dpo.py", ["--seed", "1"], tmp_path)
+    words = ["dpo.py", "--seed", "1", "--run-dir", str(tmp_path)]
+    assert [command[1:] for command in ran] == [words, [*words, "--resume"]]
+
+
+@pytest.mark.parametrize("name", [n for n, arm in miniature.ARMS.items() if ".py" in arm.program])
+def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path):
+    arm, data = miniature.ARMS[name], tmp_path / "shown.json"
+    data.write_text("[]")
+
+    def config(words):
+        return checked(read_command_line(words, KINDS[arm.program])[0])
+
+    ours = config(miniature.arguments_of(arm, 1, data))
+    assert (ours.steps, ours.seed, ours.evaluation_rounds) == (arm.steps, 1, 16)
+    assert ours.tasks.endswith("train.json") and ours.eval_tasks.endswith("held_out.json")
+    if arm.program == "train.py":
+        base = config(miniature.arguments_of(miniature.Arm(steps=arm.steps), 1, data))
+        differing = {n for n in vars(ours) if getattr(ours, n) != getattr(base, n)}
+        said = {word.removeprefix("--").replace("-", "_") for word in arm.words}
+        assert differing <= said
+    else:
+        assert ours.rounds == (4,) and ours.warm_start == "never"
+        assert ours.steps % ours.eval_every == 0
+
+
+def test_first_seeds_of_all_arms_come_first_and_no_run_twice():
+    runs = miniature.wanted(["horizons", "controls", "noise"])
+    assert len(runs) == len(set(runs)) == 5 * 3 + 2
+    assert {seed for _, seed in runs[:5]} == {0} and runs[-1] == ("short", 4)
+    text = miniature.status(["noise"], {("short", 0): result("short", 0, [0], [0])})
+    assert "| short | 0 | 1 2 3 4 | 30 |" in text and "2.0 hours" in text
+
+
+def test_an_estimator_waits_for_its_pilots_and_grpo_at_the_usual_rate_is_short(tmp_path):
+    for seed in miniature.SEEDS:
+        common.write_json(tmp_path / f"short-{seed}.json", result("short", seed, [0], [seed]))
+    for algorithm in ("ppo", "grpo"):
+        for rate, success in zip(miniature.RATES, (0.3, 0.7, 0.5), strict=True):
+            results = miniature.read_results(tmp_path)
+            assert miniature.arm_of(algorithm, results) is None
+            made = result(miniature.pilot(algorithm, rate), miniature.PILOT_SEED, [0], [0])
+            made["curve"] = [{"train/success_rate": success}] * 3
+            common.write_json(tmp_path / f"{made['arm']}-{made['seed']}.json", made)
+    results = miniature.read_results(tmp_path)
+    arm = miniature.arm_of("ppo", results)
+    assert arm.words == (*miniature.SHORT, *miniature.rate_words("ppo", miniature.RATES[1]))
+    assert results["grpo", 1] == results["short", 1]
+
+
+def test_a_run_that_another_command_works_on_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(miniature, "RUNS", tmp_path)
+    monkeypatch.setattr(miniature, "FOLDER", tmp_path / "committed")
+    monkeypatch.setattr(miniature, "play", lambda name, *_: {"arm": name})
+    with miniature.marked(tmp_path / "short-0.lock") as ours:
+        assert ours and not miniature.run_if_missing("short", 0, tmp_path / "results", [])
+    assert miniature.run_if_missing("short", 0, tmp_path / "results", [])
+    assert not miniature.run_if_missing("short", 0, tmp_path / "results", [])
+    assert not (tmp_path / "committed").exists()
+
+
+def test_a_teachers_turns_are_counted_when_they_are_learned():
+    sft = miniature.Arm(program="sft.py", shown=150)
+    rows = [{"turns": 0.0, "train/trajectories_used": 64} for _ in range(3)]
+    miniature.count_shown({"curve": rows}, sft, turns=2.0)
+    assert [row["turns"] for row in rows] == [128.0, 256.0, 300.0]
+    rows = [{"turns": 10.0}, {"turns": 10.0}]
+    miniature.count_shown({"curve": rows}, miniature.ARMS["agentevol"], turns=2.0)
+    assert [row["turns"] for row in rows] == [1034.0, 1034.0]
+
+
+# ------------------------------------------------------------------------------------- laboratory
+
+
+def test_what_is_held_out_is_neither_trained_on_nor_shown():
+    lists = {}
+    for name, seeds in laboratory.SEEDS.items():
+        rows = json.loads((laboratory.FOLDER / f"{name}.json").read_text())
+        lists[name] = [row["item_id"] for row in rows]
+        assert lists[name] == [f"babyai_{index}" for index in laboratory.goals(seeds)]
+    assert not set(lists["train"]) & set(lists["held_out"])
+    assert not {*range(55)} & set(laboratory.TEACHER_SEEDS)
+
+
+def test_without_errors_the_teacher_is_the_oracle_and_with_them_it_takes_longer():
+    pytest.importorskip("minigrid", reason="make setup ENV=babyai")
+    from envs.babyai.env import BabyAI
+
+    env, index = BabyAI(), laboratory.goals([100])[6]
+
+    def actions(record):
+        return [t["value"] for t in record["conversations"] if t["from"] == "gpt"]
+
+    perfect, solved = laboratory.show(env, index, random.Random(0), error=0.0)
+    env.reset(index)
+    for text in actions(perfect):
+        assert text == f"Action: {env.oracle()[1]}"
+        *_, info = env.step(env.parse(text))
+    assert solved and info["success"]
+    careless = [laboratory.show(env, index, random.Random(seed))[0] for seed in range(10)]
+    assert sum(len(actions(record)) for record in careless) > 10 * len(actions(perfect))
+    shown, turns = laboratory.demonstrate(20, seed=1)
+    assert (shown, turns) == laboratory.demonstrate(20, seed=1)
+    assert turns > sum(len(actions(record)) for record in shown)  # failures were played too
+
+
+# -------------------------------------------------------------------------------- tables, memory
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_a_page_are_those_of_the_committed_results(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- table " in text
+    assert tables.with_tables(text) == text, "stale: python recipes/tables.py"
+
+
+def test_shapes_have_the_published_numbers_of_parameters():
+    counts = {name: shape.parameters for name, shape in memory.QWEN.items()}
+    assert counts == {
+        "0.5B": 494_032_768,
+        "1.5B": 1_543_714_304,
+        "3B": 3_085_938_688,
+        "7B": 7_615_616_512,
     }
 
 
-def test_the_report_names_every_run_that_is_missing_and_draws_what_is_there(tmp_path):
-    write(
-        tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10), result("sft", 2, [0.5] * 10, [0.6] * 10)
+@pytest.mark.parametrize(("rank", "keep"), [(0, "all"), (0, "inputs"), (4, "products")])
+def test_the_formulas_are_what_an_update_of_tiny_holds(rank, keep):
+    shape = measure_memory.TINY
+    found = measure_memory.measure(shape, tokens=256, lora_rank=rank, keep=keep)
+    state = memory.state_bytes(shape, 1, rank)
+    assert {part: found[part] for part in measure_memory.STATE} == {
+        part: state[part] for part in measure_memory.STATE
+    }
+    expected = transient_bytes(shape, 256, 1, rank, keep, 24 << 20)
+    assert found["transient"] == pytest.approx(expected, rel=0.15)
+
+
+# ------------------------------------------------------------------------- scripts of large runs
+
+
+def script(name, tmp_path, *arguments, cards=None, **variables):
+    """A script run with stand-ins for nvidia-smi, srun and scontrol on its PATH."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir(exist_ok=True)
+    lines = "".join(f"{card}\\n" for card in cards or ())
+    listed = f"printf '{lines}'" if cards else "exit 9"
+    # Both nodes on this machine, one after the other in a dry run.
+    srun = 'shift 2; for n in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$n "$@" &\n'
+    srun += 'pids="$pids $!"; [ "$DRY_RUN" = 1 ] && wait; done\n'
+    srun += 'code=0; for p in $pids; do wait $p || code=$?; done; [ "$DRY_RUN" ] || exit $code'
+    for command, body in (
+        ("nvidia-smi", listed),
+        ("srun", srun),
+        ("scontrol", "printf '127.0.0.1\\nother\\n'"),
+    ):
+        (bin_dir / command).write_text(f"#!/bin/bash\n{body}\n")
+        (bin_dir / command).chmod(0o755)
+    inherited = {k: v for k, v in os.environ.items() if k not in ("SMOKE", "DRY_RUN", "MODEL")}
+    path = f"{bin_dir}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"RUN_DIR": str(tmp_path / "run"), "RESULT": str(tmp_path / "result"), **variables}
+    return subprocess.run(
+        ["bash", str(RECIPES / name), *arguments],
+        env=inherited | own | {"PATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
-    text = learns_report.report(tmp_path)
-    assert "Not run: rl-1 rl-2 sft-0 sft-1 shuffled-0 shuffled-1 shuffled-2." in text
-    assert "| rl | 0 | 10 | 50.0" in text
-    assert "shuffled, after training" not in text
-    assert (tmp_path / "learns.png").read_bytes().startswith(b"\x89PNG")
-    saved = json.loads((tmp_path / "report.json").read_text())
-    assert saved["arms"]["rl"]["after"]["value"] == pytest.approx(0.9)
-    assert learns_report.report(tmp_path) == text  # report.json is no result of a run
 
 
-def test_the_published_split_is_reported_per_depth(tmp_path):
-    ids = [task.task_id for task in load_tasks("textcraft", "test")]
-    items = {task_id: float(n % 2) for n, task_id in enumerate(ids)}
-    test = {"before": {"items": dict.fromkeys(items, 0.0)}, "after": {"items": items}}
-    write(tmp_path, result("rl", 0, [0.5] * 10, [0.9] * 10, test=test))
-    rows = learns_report.analyse(learns_report.read_results(tmp_path))["arms"]["rl"]["test"]
-    sizes = {name: row["difference"]["items"] for name, row in rows.items()}
-    assert sizes == {"depth 1": 31, "depth 2": 41, "depth 3": 25, "depth 4": 3, "all": 100}
-    assert rows["all"]["difference"]["value"] == 0.5
-    assert "| depth 4 | 3 |" in learns_report.report(tmp_path)
+def slurm(tmp_path, *arguments, **variables):
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "x"}
+    return script("slurm.sh", tmp_path, *arguments, **(job | variables))
 
 
-def test_runs_of_different_length_are_not_pooled(tmp_path):
-    write(
-        tmp_path,
-        result("rl", 0, [0.5] * 10, [0.9] * 10, steps=60),
-        result("rl", 1, [0.5] * 10, [0.9] * 10, steps=20),
+def commands(ended):
+    """The commands that a script showed, as lists of words."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [shlex.split(line[2:]) for line in ended.stdout.splitlines() if line.startswith("$ ")]
+
+
+def the(program, shown):
+    """What stands before and after the name of `program` in the only command that runs it."""
+    (command,) = (c for c in shown if program in c)
+    place = command.index(program)
+    return command[:place], command[place + 1 :]
+
+
+def train_config(arguments):
+    config = complete(parse_command_line(Config, arguments, "train.py", Config()))
+    config.check()
+    return config
+
+
+def launched(before, after):
+    """What `accelerate launch` makes of its part of a command."""
+    from accelerate.commands.launch import launch_command_parser
+
+    assert before[0].endswith("accelerate") and before[1] == "launch"
+    parsed = launch_command_parser().parse_args([*before[2:], "train.py", *after])
+    assert (parsed.training_script, parsed.training_script_args) == ("train.py", after)
+    return parsed
+
+
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "fsdp2_cpu.yaml"])
+def test_accelerate_knows_its_config_files_and_they_say_what_the_trainer_relies_on(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(RECIPES / name)).distributed_type.value == "FSDP"
+    config = yaml.safe_load((RECIPES / name).read_text())
+    assert config["num_processes"] == (8 if name == "fsdp2.yaml" else 2)
+    fsdp = config["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_state_dict_type"]) == (2, "SHARDED_STATE_DICT")
+    # True, accelerate's default, would fill the model with zeros on all ranks but the first.
+    assert fsdp["fsdp_cpu_ram_efficient_loading"] is False
+
+
+def test_the_3b_run_has_the_papers_settings_and_is_tested_on_the_published_split(tmp_path):
+    shown = commands(script("textcraft_3b.sh", tmp_path, cards=[81559] * 8, DRY_RUN="1"))
+    before, after = the("train.py", shown)
+    config = train_config(after)  # from the defaults of a CPU: nothing is left to the machine
+    for name, value in PAPER.items():
+        if name != "critic_learning_rate":  # grpo has no critic
+            assert getattr(config, name) == value, name
+    assert (config.algorithm, config.clip_ratio, config.evaluation_rounds) == ("grpo", 0.2, 30)
+    launch = launched(before, after)
+    assert (launch.config_file, launch.num_processes) == ("recipes/fsdp2.yaml", 8)
+    tests = [c[c.index("evaluate.py") + 1 :] for c in shown if "evaluate.py" in c]
+    for words in tests:
+        test = parse_command_line(EvalConfig, words, "evaluate.py")
+        assert (test.env, test.split, test.samples, test.max_rounds) == (
+            "textcraft",
+            "test",
+            1,
+            (30,),
+        )
+    assert len(tests) == 2
+
+
+@pytest.mark.parametrize(
+    ("cards", "processes", "lora"),
+    [([81559] * 16, 8, 0), ([40960] * 5, 4, 0), ([143771], 1, 0), ([46068], 1, 64)],
+)
+def test_the_3b_run_fits_itself_to_the_gpus(tmp_path, cards, processes, lora):
+    shown = commands(script("textcraft_3b.sh", tmp_path, cards=cards, DRY_RUN="1"))
+    before, after = the("train.py", shown)
+    if processes > 1:
+        assert launched(before, after).num_processes == processes
+    config = train_config(after)
+    assert config.gradient_checkpointing and config.tasks_per_step % processes == 0
+    assert (config.lora_rank, config.learning_rate) == (lora, 1e-5 if lora else 1e-6)
+    assert config.max_tokens_per_micro_batch >= config.max_trajectory_tokens
+
+
+@pytest.mark.parametrize(
+    ("cards", "text"), [(None, "no GPU answers"), ([16384] * 8, "8 x 16384 MiB is too little")]
+)
+def test_a_machine_that_is_too_small_is_told_so_in_one_line(tmp_path, cards, text):
+    ended = script("textcraft_3b.sh", tmp_path, cards=cards, DRY_RUN="1")
+    assert ended.returncode == 1 and text in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_cards_that_the_script_asks_for_are_those_of_the_arithmetic():
+    text = (RECIPES / "textcraft_3b.sh").read_text()
+    cards = {name: int(mib) for name, mib in re.findall(r"\bCARD_(\w+)=(\d+)", text)}
+    for devices, tokens in ((8, 16384), (4, 16384), (2, 16384), (1, 10752)):
+        needed = card_bytes(memory.QWEN["3B"], tokens, devices) / 2**20
+        assert needed <= cards[str(devices)], devices
+    assert card_bytes(memory.QWEN["3B"], 10752, 1, lora_rank=64) / 2**20 <= cards["LORA"]
+
+
+def test_a_3b_run_that_exists_is_resumed_and_one_that_is_done_is_not_run_again(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "test_before").mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    (run_dir / "test_before/eval.json").write_text('{"complete": true}')
+    ended = script("textcraft_3b.sh", tmp_path, cards=[81559] * 8, DRY_RUN="1")
+    _, after = the("train.py", commands(ended))
+    assert after == ["--resume", "--run-dir", str(run_dir)]
+    assert f"done before: {run_dir}/test_before" in ended.stdout
+    last = run_dir / "checkpoints/step_000300/trainer_state"
+    last.mkdir(parents=True)
+    (last / "state.json").write_text("{}")
+    ended = script("textcraft_3b.sh", tmp_path, cards=[81559] * 8, DRY_RUN="1")
+    assert not [c for c in commands(ended) if "train.py" in c]
+
+
+def test_what_the_3b_script_imports_is_there():
+    lines = re.findall(
+        r"^(?:from [\w.]+ )?import .*", (RECIPES / "textcraft_3b.sh").read_text(), re.M
     )
-    with pytest.raises(ValueError, match=r"must not be pooled: steps 60 and 20"):
-        learns_report.report(tmp_path)
-    write(tmp_path, result("rl", 1, [0.5] * 10, [0.9] * 10, steps=60))
-    write(tmp_path, result("sft", 1, [0.5] * 10, [0.9] * 10, steps=20))
-    with pytest.raises(ValueError, match=r"mixes runs of \[20, 60\] steps; keep one length"):
-        learns_report.report(tmp_path)
+    assert len(lines) >= 6
+    exec("\n".join(lines), {})
 
 
-def test_runs_with_other_options_are_not_pooled_whatever_may_change_on_resume():
-    first = {"steps": 5, "config": {"learning_rate": 1e-4, "seed": 0, "precision": "bf16"}}
-    alike = {"steps": 5, "config": {"learning_rate": 1e-4, "seed": 1, "precision": "fp32"}}
-    assert common.require_alike([first, alike]) == [first, alike]
-    alike["config"]["learning_rate"] = 3e-4
-    with pytest.raises(ValueError, match=r"not be pooled: learning_rate 0\.0001 and 0\.0003"):
-        common.require_alike([first, alike])
-    # What a file shows is not asked of the oracle: of how many it would be has no effect.
-    shown = [{"steps": 5, "config": {"num_demonstrations": n, "data": ()}} for n in (128, 32)]
-    with pytest.raises(ValueError, match="num_demonstrations 128 and 32"):
-        common.require_alike(shown)
-    for seed, each in enumerate(shown):
-        each["config"]["data"] = (f"runs/own-{seed}-shown.json",)
-    assert common.require_alike(shown) == shown
+def test_every_node_launches_its_part_with_a_server_of_its_own(tmp_path):
+    shown = commands(slurm(tmp_path, "--subtasks", "depth 1", "depth 2", DRY_RUN="1"))
+    for node, command in enumerate(c for c in shown if "train.py" in c):
+        before, after = the("train.py", [command])
+        launch = launched(before, after)
+        assert (launch.num_machines, launch.num_processes) == (2, 16)
+        assert (launch.machine_rank, launch.main_process_ip) == (node, "127.0.0.1")
+        config = train_config(after)
+        assert config.env_addr == (f"http://127.0.0.1:{36005 + node}",)
+        assert config.subtasks == ("depth 1", "depth 2")
+    assert [c[-2] for c in shown if "envs.server" in c] == ["36005", "36006"]
 
 
-def test_a_run_is_gone_on_with_under_the_options_that_it_began_with_alone(tmp_path, monkeypatch):
-    words = ["--env", "textcraft", "--model", "tiny", "--run-dir", str(tmp_path)]
-    begun = common.planned(words)
-    (tmp_path / "config.json").write_text(json.dumps({"config": vars(begun)}))
-    ran = []
-    monkeypatch.setattr(common, "run", ran.append)
-    common.train(words, tmp_path, begun.steps)
-    assert ran[0][-5:] == ["--resume", "--run-dir", str(tmp_path), "--steps", str(begun.steps)]
-    monkeypatch.setattr(common, "steps_done", lambda _: begun.steps)  # complete: as strict
-    common.train([*words, "--precision", "fp32"], tmp_path, begun.steps)
-    with pytest.raises(ValueError, match=r"was begun with --learning-rate 4e-05: give the same"):
-        common.train([*words, "--learning-rate", "1e-3"], tmp_path, begun.steps)
-    assert len(ran) == 1
-
-
-def test_lines_are_those_of_the_file_and_not_of_what_a_model_wrote(tmp_path):
-    said = {"text": "one \u2028 two \x85 three"}
-    (tmp_path / "step.jsonl").write_text(json.dumps(said, ensure_ascii=False) + "\n")
-    assert common.read_lines(tmp_path / "step.jsonl") == [said]
-
-
-def test_a_test_list_is_played_again_for_another_checkpoint_or_number_of_samples(
-    tmp_path, monkeypatch
-):
-    played = []
-
-    def play(command):
-        out = Path(command[command.index("--out") + 1])
-        out.mkdir()
-        row = {"items": 1, "avg": {"value": 0.5}, "turns_mean": 1.0}
-        about = {"overall": row, "subtasks": {}, "items": {}}
-        (out / "eval.json").write_text(json.dumps(about))
-        (out / "config.json").write_text(json.dumps({"command": command[1:]}))
-        played.append(command)
-
-    monkeypatch.setattr(published, "run", play)
-    for model, samples in (("a", 1), ("a", 1), ("b", 1), ("b", 4), ("b", 4)):
-        kept = published.evaluate_test_split("searchqa", model, tmp_path / "test", 0, samples)
-        assert kept["samples"] == samples
-    assert len(played) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["test"]
-
-
-def test_a_report_without_results_says_what_to_run(tmp_path, capsys):
-    assert learns.main(["report", "--results", str(tmp_path)]) == 2
-    assert "run: python recipes/learns.py run --arm rl --seed 0" in capsys.readouterr().err
-
-
-def test_evaluations_are_read_from_a_run_directory_in_order(tmp_path):
-    (tmp_path / "eval").mkdir()
-    avg = {"value": 0.5, "low": 0.2, "high": 0.8}
-    for step in (10, 0):
-        items = {"textcraft_1": {"avg": step / 20, "return_mean": step / 40}}
-        summary = {"step": step, "samples": 4, "overall": {"avg": avg, "pass": avg}, "items": items}
-        (tmp_path / f"eval/step_{step:06d}.json").write_text(json.dumps(summary))
-    found = common.read_evaluations(tmp_path)
-    assert [(e["step"], e["items"], e["returns"]) for e in found] == [
-        (0, {"textcraft_1": 0.0}, {"textcraft_1": 0.0}),
-        (10, {"textcraft_1": 0.5}, {"textcraft_1": 0.25}),
-    ]
-
-
-# ------------------------------------------------------------------------------------ other worlds
-
-
-def write_world(folder, env, seed, before, after, steps=20):
-    """A result as `worlds.py run` writes it, for the first tasks of the short test list."""
-    file = f"envs/{env}/ids/{env}_simple_test.json"
-    ids = [task.task_id for task in load_tasks(env, file=file)][: len(before)]
-    made = result("rl", seed, before, after, steps)
-    for evaluation in made["held_out"]:
-        shares = evaluation["items"].values()
-        evaluation["items"] = dict(zip(ids, shares, strict=True))
-        evaluation["returns"] = {i: 0.8 * share + 0.2 for i, share in zip(ids, shares, strict=True)}
-    made |= {"env": env, "config": {"eval_tasks": file}}
-    (folder / "worlds").mkdir(exist_ok=True)
-    (folder / "worlds" / f"{env}-{seed}.json").write_text(json.dumps(made))
-    return ids
-
-
-def test_other_worlds_are_reported_by_sub_task_with_seeds_pooled_by_task(tmp_path):
-    before, after = [0.0, 0.5] * 5, [1.0, 0.5] * 5
-    ids = write_world(tmp_path, "babyai", 0, before, after)
-    write_world(tmp_path, "babyai", 1, before, before)
-    lines = worlds.report(tmp_path).splitlines()
-    assert (tmp_path / "worlds.png").stat().st_size > 5_000
-    cells = [cell.strip() for cell in lines[-2].strip("|").split("|")]
-    assert cells[:4] == ["babyai", "all", "0 1", "10"]
-    assert cells[4].startswith("25.0 [")
-    assert cells[5].startswith("50.0 [")
-    assert cells[6].startswith("+25.0 [")
-    subtasks = {task.task_id: task.subtask for task in load_tasks("babyai")[:4000]}
-    returns = [cell.strip() for cell in lines[-1].strip("|").split("|")]
-    assert returns[:4] == ["babyai", "all: mean return", "0 1", "10"]
-    assert returns[4].startswith("40.0 [") and returns[6].startswith("+20.0 [")
-    counts = [line.split("|")[4].strip() for line in lines[2:-2]]
-    assert sum(map(int, counts)) == 10
-    assert len(counts) == len({subtasks[task_id] for task_id in ids})
-
-
-def test_default_runs_of_the_other_methods_have_a_table_of_their_own(tmp_path):
-    write_world(tmp_path, "babyai", 0, [0.0] * 10, [0.0] * 10)
-    write_world(tmp_path / "worlds", "babyai", 0, [0.0, 0.5] * 5, [1.0, 0.5] * 5)
-    (tmp_path / "worlds" / "worlds").rename(tmp_path / "worlds" / "methods")
-    made = tmp_path / "worlds" / "methods" / "babyai-0.json"
-    made.rename(made.with_name("dpo-babyai-0.json"))
-    said = worlds.report(tmp_path)
-    assert "\n| babyai | all | 0 | 10 | 0.0 [" in said
-    assert "\n| `dpo.py --env babyai` | all | 0 | 20 | 10 | 25.0 [" in said
-
-
-def test_runs_of_another_world_with_different_lengths_are_not_pooled(tmp_path):
-    write_world(tmp_path, "babyai", 0, [0.0] * 5, [1.0] * 5)
-    write_world(tmp_path, "babyai", 1, [0.0] * 5, [1.0] * 5, steps=30)
-    with pytest.raises(ValueError, match=r"babyai: .* must not be pooled: steps 20 and 30"):
-        worlds.report(tmp_path)
-
-
-def test_a_report_on_other_worlds_without_results_says_what_to_run(tmp_path):
-    with pytest.raises(ValueError, match=r"worlds.py run"):
-        worlds.report(tmp_path)
-
-
-# --- Two worlds in one run ------------------------------------------------------------------------
-
-
-def test_the_lists_of_two_worlds_are_what_the_recipe_writes_and_share_no_goal(
-    tmp_path, monkeypatch
-):
-    there = {path.name: path.read_text() for path in several.IDS.glob("*.json")}
-    monkeypatch.setattr(several, "IDS", tmp_path)
-    several.write_ids()
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.json")} == there
-    for world in several.WORLDS:
-        train, test = (json.loads(there[f"{world}_{side}.json"]) for side in ("train", "test"))
-        assert not [each for each in test if each in train]
-
-
-def test_every_arm_of_two_worlds_plays_eight_tasks_of_each_of_its_worlds_a_step(tmp_path):
-    for arm, words in several.ARMS.items():
-        base = ["--config", str(several.BASE), "--model", "tiny", *words]
-        config = common.load_config([*base, "--run-dir", str(tmp_path / arm)])
-        requests = requests_of(3, tasks_of(config), config, horizons_of(config))
-        played = Counter(request.task.env for request in requests)
-        assert set(played.values()) == {8 * config.group_size}
-        assert set(played) == ({arm} if arm in several.WORLDS else set(several.WORLDS))
-        assert config.mini_batch_size >= len(requests), "one optimizer step"
-
-
-@pytest.mark.slow  # three minutes of play
-def test_the_start_of_two_worlds_was_made_by_the_command():
-    about = json.loads((common.ROOT / "recipes/starts/tiny-several/sft.json").read_text())
-    shown, _ = several.demonstrate(several.CRAFTED, several.MAZES)
-    assert about["records"] == hash_of(shown)
-    assert json.loads(several.BASE.read_text())["model"] == "recipes/starts/tiny-several"
-
-
-def test_what_the_page_says_of_two_worlds_is_what_their_runs_say():
-    said = several.table(several.FOLDER)
-    page = (common.ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    assert said in page
-
-    def points(words):
-        found = re.search(rf"{words}: ([+-][\d.]+) \(goals \[([+-][\d.]+), ([+-][\d.]+)\]", said)
-        return found[1], float(found[2]) < 0 < float(found[3])
-
-    alone, normal = (
-        [points(f"{world}, {arm}") for world in several.WORLDS]
-        for arm in ("mixed minus alone", "normalized minus mixed")
-    )
-    assert f"costs is {alone[0][0]} points in crafting and {alone[1][0]} in mazes" in page
-    assert f"makes {normal[0][0]} and {normal[1][0]}, which one seed does not tell" in page
-    assert all(has_0 for _, has_0 in alone + normal)
-    mixed = json.loads((several.FOLDER / "mixed-0.json").read_text())
-    goals = Counter(i.split("_")[0] for i in mixed["held_out"][-1]["solved_in"])
-    assert f"The {goals['textcraft']} held-out crafting goals and {goals['babyai']} mazes" in page
-    (craft,) = re.findall(r"\| craft \| mixed \|.*goals \[(-[\d.]+), ", said)
-    assert -1 < float(craft) < 0, "barely"
-
-
-def test_the_report_of_two_worlds_compares_each_with_itself_alone(tmp_path):
-    for arm, craft, maze in (("mixed", 1, 0), ("craft", 0, None), ("maze", None, 1)):
-        ended = {f"textcraft_{i}": [craft] for i in range(4) if craft is not None}
-        ended |= {f"babyai_{i}": [maze] for i in range(4) if maze is not None}
-        begun = {task_id: [int(arm == "craft")] for task_id in ended}
-        held_out = [{"step": 0, "solved_in": begun}, {"step": 9, "solved_in": ended}]
-        result = {"arm": arm, "seed": 0, "held_out": held_out}
-        (tmp_path / f"{arm}-0.json").write_text(json.dumps(result))
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- miniature several -->\n<!-- end several -->\nb\n")
-    text = several.report(tmp_path, page)
-    assert text in page.read_text()
-    assert "craft, mixed minus alone: +100.0" in text
-    assert "| craft | mixed | 0 | 50.0" in text, "what both arms began with, which is the same"
-    assert "| maze | mixed | 0 | 0.0" in text
-    assert "maze, mixed minus alone: -100.0" in text
+def test_a_job_whose_run_exists_resumes_it_with_the_servers_that_it_is_told(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    shown = commands(slurm(tmp_path, "--steps", "9", DRY_RUN="1", ENV_ADDR="http://a:1"))
+    assert not [c for c in shown if "envs.server" in c]
+    for command in shown:
+        _, after = the("train.py", [command])
+        assert after == ["--resume", "--run-dir", f"{tmp_path}/run", "--env-addr", "http://a:1"]
+    ended = slurm(tmp_path, SLURM_JOB_ID="")  # outside of a job
+    assert ended.returncode == 2 and "sbatch recipes/slurm.sh" in ended.stderr

@@ -1,0 +1,504 @@
+"""Every table of numbers in README.md and RESULTS.md, made from committed results; their pictures.
+
+A page shows table NAME between `<!-- table NAME -->` and `<!-- end NAME -->`.
+
+    python recipes/tables.py                  rewrite the tables in the pages, and the pictures
+    python recipes/tables.py --show horizons  print a table, with the results in runs/ as well
+
+A test says when a page is stale. Read first: evidence.py, which says what an interval is over.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import gpu  # noqa: E402
+from envs import load_tasks  # noqa: E402
+from recipes import memory, miniature, worlds  # noqa: E402
+from recipes.common import COMMITTED, Result, markdown, read_json  # noqa: E402
+from recipes.evidence import (  # noqa: E402
+    Reading,
+    Shares,
+    at,
+    cell,
+    change,
+    common_budget,
+    compare,
+    difference,
+    end,
+    mean_over_seeds,
+    only,
+    percent,
+    pooled,
+    seeds_cell,
+    shares,
+    smallest_effect,
+    spent_at,
+    start,
+)
+from recipes.laboratory import PLAYED, tier_of  # noqa: E402
+from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score  # noqa: E402
+from reporting.plots import GREY, PALETTE, band, figure, plot_estimates  # noqa: E402
+from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
+from run.files import write_text  # noqa: E402
+
+BENCHMARKS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "RESULTS.md", "recipes/results/memory.md")
+COLORS = {"textcraft": "#3a8f5c", "babyai": "#4c78a8", "sciworld": "#d9822b", "searchqa": "#cc79a7"}
+TASKS = {
+    "textcraft": "TextCraft: crafting depth 1 and 2, kinds of things never trained on",
+    "babyai": "BabyAI: GoTo and Pickup, other seeds",
+    "sciworld": "SciWorld: find and classify, test variations",
+    "searchqa": "SearchQA: one hop, about other countries",
+}
+CHANGE = "tasks | before, % | after, % | difference, points"
+also_uncommitted = False  # --show
+
+
+def results_of(folder: str, name: str) -> list[Result]:
+    """`<name>-<seed>.json` of a folder of results, by seed."""
+    folders = [COMMITTED / folder] + [worlds.RUNS / "results"] * also_uncommitted
+    return [
+        read_json(path) for where in folders for path in sorted(where.glob(f"{name}-[0-9].json"))
+    ]
+
+
+def seeds_in(results: Sequence[Result]) -> str:
+    return " ".join(str(result["seed"]) for result in results)
+
+
+# -------------------------------------------------------------------------------- the default runs
+
+
+def by_subtask(results: Sequence[Result]) -> list[list[str]]:
+    """(sub-task, its four cells), then all, of runs in one environment."""
+    env, kept = results[0]["env"], results[0]["config"]["eval_tasks"]
+    tasks = load_tasks(env, file=ROOT / kept if (ROOT / kept).exists() else kept)
+    subtask_of = {task.task_id: task.subtask for task in tasks}
+    before, after = pooled(results, start), pooled(results, end)
+    rows = []
+    for name in [*sorted({subtask_of[task_id] for task_id in before}), "all"]:
+        part = [
+            {i: x for i, x in items.items() if name in ("all", subtask_of[i])}
+            for items in (before, after)
+        ]
+        if len(part[0]) > 1:
+            rows.append([name, *change(*part)])
+    return rows
+
+
+def default_runs() -> list[str]:
+    rows = []
+    for env in COLORS:
+        results = results_of("worlds", env)
+        rows += [(env, name, seeds_in(results), *cells) for name, *cells in by_subtask(results)]
+    return markdown(f"environment | sub-task | seeds | {CHANGE}", rows)
+
+
+def default_runs_in_short() -> list[str]:
+    rows = []
+    for env, text in TASKS.items():
+        results = results_of("worlds", env)
+        _, *cells = by_subtask(results)[-1]
+        rows.append((text, seeds_in(results), *cells))
+    return markdown(f"environment | seeds | {CHANGE}", rows)
+
+
+def default_runs_of_methods() -> list[str]:
+    rows = []
+    for method in worlds.METHODS:
+        results = results_of("worlds/methods", f"{method}-textcraft")
+        head = (f"`{method}.py --env textcraft`", seeds_in(results), results[0]["steps"])
+        rows += [(*head, name, *cells) for name, *cells in by_subtask(results)]
+    return markdown(f"program | seeds | steps | sub-task | {CHANGE}", rows)
+
+
+def published_split(env: str) -> list[str]:
+    """The whole test list, before the run and after it, by sub-task."""
+    results = [result for result in results_of("worlds", env) if result.get("test")]
+    before, after = (
+        mean_over_seeds([result["test"][when]["items"] for result in results])
+        for when in ("before", "after")
+    )
+    kind_of = {task.task_id: task.subtask for task in load_tasks(env, "test")}
+    rows = []
+    for name in [*dict.fromkeys(kind_of.values()), "all"]:
+        part = [
+            {i: x for i, x in items.items() if name in ("all", kind_of[i])}
+            for items in (before, after)
+        ]
+        if part[0]:
+            rows.append((name, *change(*part)))
+    return markdown(f"sub-task | {CHANGE}", rows)
+
+
+def controls_of_default() -> list[str]:
+    """The earlier default run and its controls (their recipe is in the commit that RESULTS.md
+    names)."""
+    rows = []
+    for arm in ("rl", "sft", "shuffled"):
+        results = results_of("learns", arm)
+        rows.append((arm, seeds_in(results), *change(pooled(results, start), pooled(results, end))))
+    return markdown(f"arm | seeds | {CHANGE}", rows)
+
+
+def plot_worlds(path: Path) -> None:
+    curves = []
+    for env, color in COLORS.items():
+        by_seed = [
+            {e["step"]: e["items"] for e in r["held_out"]} for r in results_of("worlds", env)
+        ]
+        steps = sorted(set.intersection(*(set(seed) for seed in by_seed)))
+        means = {step: mean_over_seeds([seed[step] for seed in by_seed]) for step in steps}
+        points = [{"step": step, **bootstrap(list(m.values()))} for step, m in means.items()]
+        curves.append((env, color, points))
+    labels = ("training steps", "held-out tasks solved, %")
+    plot_estimates(path, curves, "step", labels, "95 % intervals over tasks")
+
+
+# --------------------------------------------------------------------------------- the laboratory
+
+Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
+SOON, LATE = 4, 16  # turns: what short horizons train for, and all that an evaluation plays
+BUDGETS = (SOON, 8, LATE)
+LEARNERS = ("rl", "imitation", "filtered")
+PART = 30  # steps at the beginning and at the end of a run
+
+
+@cache
+def laboratory_results(with_uncommitted: bool) -> miniature.Results:
+    folders = [miniature.FOLDER] + [ROOT / miniature.RUNS / "results"] * with_uncommitted
+    return miniature.read_results(*folders)
+
+
+def runs_of(name: str) -> Runs:
+    """The arms of a figure that have results."""
+    runs = miniature.runs_behind(name, laboratory_results(also_uncommitted))
+    return {arm: results for arm, results in runs.items() if results}
+
+
+def of_tier(reading: Reading, tier: str) -> Reading:
+    return only(reading, lambda task_id: tier_of(task_id) == tier)
+
+
+def compared(
+    runs: Runs, pairs: Sequence[tuple[str, str]], unit: str = "", kinds_within: int = SOON
+) -> list[str]:
+    """Two tables: where the arms stand, and how far they are from their start and each other.
+
+    Args:
+        pairs: (arm, the arm that it is compared with, or "its start").
+        unit: read each run where it had spent what all of them spend, of this unit; "": at its end.
+        kinds_within: turns within which the columns by kind of goal are counted.
+    """
+    budget = common_budget([r for results in runs.values() for r in results], unit) if unit else 0
+
+    def reached(within: int) -> Reading:
+        return at(budget, unit, within) if unit else partial(end, within=within)
+
+    every = [result for results in runs.values() for result in results if result["curve"]]
+    rows = [state_row("start", every, lambda within: partial(start, within=within), kinds_within)]
+    rows += [state_row(arm, results, reached, kinds_within) for arm, results in runs.items()]
+    titles = "arm | seeds | minutes | " + " | ".join(f"in {n} turns" for n in BUDGETS)
+    titles += f" | over seeds, in {SOON} | over seeds, in {LATE}"
+    titles += "".join(f" | {tier}, in {kinds_within}" for tier in PLAYED)
+    lines = (
+        [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""] if unit else []
+    )
+    lines += [*markdown(titles, rows), ""]
+    gains = []
+    for arm, other in pairs:
+        texts = [
+            compare(runs[arm], runs[other], reached(n), reached(n))
+            if other in runs
+            else compare(runs[arm], runs[arm], reached(n), partial(start, within=n))
+            for n in (SOON, LATE)
+        ]
+        gains.append((f"{arm} − {other}", *texts))
+    return lines + markdown(f"difference, points | in {SOON} turns | in {LATE} turns", gains)
+
+
+def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
+    return [(arm, "its start") for arm in arms]
+
+
+def state_row(
+    arm: str, results: Sequence[Result], reached: Callable[[int], Reading], kinds_within: int
+) -> list[str]:
+    seconds = [result["curve"][-1]["seconds"] for result in results if result["curve"]]
+    is_start = arm == "start"
+    row = [arm, "" if is_start else seeds_in(results)]
+    row += ["" if is_start or not seconds else f"{statistics.fmean(seconds) / 60:.0f}"]
+    row += [cell(results, reached(within)) for within in BUDGETS]
+    row += ["" if is_start else seeds_cell(results, reached(within)) for within in (SOON, LATE)]
+    return row + [cell(results, of_tier(reached(kinds_within), tier)) for tier in PLAYED]
+
+
+def horizons() -> list[str]:
+    runs = runs_of("horizons")
+    pairs = [("stepwise", "short"), ("stepwise", "long")]
+    lines = compared(runs, pairs, "turns", LATE)
+    titles = "arm | turns a step | in failed episodes, % | groups with signal, %"
+    titles += f" | in the first {PART} steps | in the last {PART} | tokens per success"
+    rows = [(arm, *mechanism(results)) for arm, results in runs.items()]
+    return [*lines, "", *markdown(titles, rows)]
+
+
+def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
+    """What the turns went into, and the share of groups whose returns differed."""
+
+    def with_signal(part: slice) -> str:
+        rows = [row for result in results for row in result["curve"][part]]
+        groups = sum(row["train/groups"] for row in rows)
+        silent = sum(row["train/groups_zero_variance"] for row in rows)
+        return f"{100 * (groups - silent) / groups:.0f}"
+
+    last = [result["curve"][-1] for result in results]
+    turns, failed, tokens, successes = (
+        sum(row[name] for row in last) for name in ("turns", "failed_turns", "tokens", "successes")
+    )
+    return (
+        f"{turns / sum(len(result['curve']) for result in results):.0f}",
+        f"{100 * failed / turns:.0f}",
+        *(with_signal(part) for part in (slice(None), slice(PART), slice(-PART, None))),
+        f"{tokens / successes:.0f}",
+    )
+
+
+def noise() -> list[str]:
+    """How far apart runs of one arm end that differ only in their seed."""
+    runs, rows = runs_of("noise")["short"], []
+    for within in (SOON, LATE):
+        ends = [statistics.fmean(end(r, within).values()) for r in runs]
+        starts = [statistics.fmean(start(r, within).values()) for r in runs]
+        gains = [after - before for before, after in zip(starts, ends, strict=True)]
+        for name, values in ((f"end, in {within} turns", ends), ("gain over the start", gains)):
+            seeds = " ".join(f"{100 * v:.1f}" for v in values)
+            spread = (
+                statistics.fmean(values),
+                statistics.stdev(values),
+                smallest_effect(values, 3),
+            )
+            rows.append((name, seeds, *(f"{100 * v:.1f}" for v in spread)))
+    titles = "short, % | by seed | mean | standard deviation | smallest effect of three seeds"
+    return markdown(titles, rows)
+
+
+def teacher() -> list[str]:
+    runs = runs_of("teacher")
+    lines = compared(runs, [*from_start(LEARNERS), ("rl", "imitation"), ("rl", "filtered")])
+    rows = []
+    for tier in ("all", *PLAYED):
+        cells = []
+        for within in (SOON, LATE):
+            reading: Reading = partial(end, within=within)
+            reading = reading if tier == "all" else of_tier(reading, tier)
+            gap = difference(reading(runs["teacher"][0]), pooled(runs["rl"], reading))
+            cells.append(percent(gap, signed=True))
+        rows.append((tier, *cells))
+    titles = f"rl − the teacher, points (over goals) | in {SOON} turns | in {LATE} turns"
+    return [*lines, "", *markdown(titles, rows)]
+
+
+def compute() -> list[str]:
+    """What more turns and more samples buy: the start, and the ends of two arms."""
+    runs, within = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
+    cases = {"start": (0, [r for results in runs.values() for r in results])}
+    cases |= {arm: (-1, list(results)) for arm, results in runs.items()}
+    rows = []
+    for name, (place, results) in cases.items():
+        evaluations = [result["held_out"][place] for result in results]
+        solved = [mean_over_seeds([shares(e, n) for e in evaluations]) for n in within]
+        solved.append(mean_over_seeds([one_of_two(e) for e in evaluations]))
+        rows.append((name, *(percent(bootstrap(list(each.values()))) for each in solved)))
+    turns = " | ".join("1 turn" if n == 1 else f"{n} turns" for n in within)
+    return markdown(f"% solved within | {turns} | one of two samples, {LATE} turns", rows)
+
+
+def one_of_two(evaluation: Mapping[str, Any]) -> Shares:
+    """The chance that one of two samples solves each goal."""
+    return {
+        task_id: pass_at_k(len(samples), sum(turns > 0 for turns in samples), 2)
+        for task_id, samples in evaluation["solved_in"].items()
+        if len(samples) >= 2
+    }
+
+
+def estimators() -> list[str]:
+    runs = runs_of("estimators")
+    pilots = [
+        (a, *(f"{100 * pilot_score(runs[pilot(a, rate)][0]):.1f}" for rate in RATES))
+        for a in ESTIMATORS
+    ]
+    rates = " | ".join(f"{rate:g}" for rate in RATES)
+    lines = [f"Success on training goals in the last third of a pilot, %, seed {PILOT_SEED}:", ""]
+    lines += [*markdown(f"estimator | {rates}", pilots), "", "With the best of them:", ""]
+    pairs = [*from_start(ESTIMATORS), *(("grpo", other) for other in ESTIMATORS[1:])]
+    return lines + compared({a: runs[a] for a in ESTIMATORS}, pairs)
+
+
+def methods() -> list[str]:
+    pairs = [(method, "grpo") for method in miniature.METHODS] + [("own", "dpo")]
+    pairs = [*from_start(miniature.METHODS), *pairs]
+    return compared(runs_of("methods"), pairs, "turns", LATE)
+
+
+def controls() -> list[str]:
+    arms = miniature.FIGURES["controls"]
+    pairs = [*from_start(arms), ("short", "shuffled"), ("short", "still")]
+    return compared(runs_of("controls"), pairs)
+
+
+def widening() -> list[str]:
+    pairs = [("early", "stepwise"), ("late", "stepwise")]
+    return compared(runs_of("widening"), pairs, "turns", LATE)
+
+
+def plot_laboratory(name: str, path: Path) -> None:
+    """Held-out success over what was spent, seeds pooled by goal; the teacher's as a line."""
+    runs = {arm: results for arm, results in runs_of(name).items() if "-" not in arm}  # no pilots
+    drawn = {arm: results for arm, results in runs.items() if results[0]["curve"]}
+    unit, label = ("turns", "turns played in training")
+    if name == "teacher":
+        unit, label = ("seconds", "seconds of training")
+    panels: list[tuple[str, str, int]] = [("all held-out", "", SOON), ("all held-out", "", LATE)]
+    panels += [("middle", "middle", LATE)] if name == "horizons" else []
+    size = (4.0 * len(panels), 4.2)
+    with figure(path, size, ncols=len(panels), squeeze=False) as (picture, axes):
+        for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
+            colors = (*PALETTE, GREY, "#a0522d")[: len(drawn)]
+            for place, ((arm, results), color) in enumerate(
+                zip(drawn.items(), colors, strict=True)
+            ):
+                points = curve_of(results, unit, tier, within)
+                band(axis, points, color, arm, 100, fill=False, shift=3.0 * place)
+            for taught in runs.get("teacher", ()):
+                value = 100 * statistics.fmean(end(taught, within).values())
+                axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
+            axis.set_title(f"{title} goals, in {within} turns")
+            axis.margins(x=max(0.05, 0.012 * len(drawn)))  # points are shifted, not to hide others
+            axis.set(ylabel="solved, %", xlabel=label)
+            axis.locator_params(axis="x", nbins=5)
+        lines = axes[0][0].get_legend_handles_labels()
+        rows = -(-len(lines[0]) // 6)  # more than six names are wider than the picture
+        picture.legend(*lines, loc="outside lower center", ncols=-(-len(lines[0]) // rows))
+
+
+def curve_of(
+    results: Sequence[Result], unit: str, tier: str, within: int
+) -> list[tuple[float, dict[str, Any]]]:
+    """(mean spent, estimate over goals) at each evaluation that all seeds have."""
+    by_seed = [{e["step"]: shares(e, within) for e in r["held_out"]} for r in results]
+    points = []
+    for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
+        goals = mean_over_seeds([seed[step] for seed in by_seed])
+        goals = {i: v for i, v in goals.items() if tier in ("", tier_of(i))}
+        spent = statistics.fmean(spent_at(r, step, unit) for r in results)
+        points.append((spent, bootstrap(list(goals.values()))))
+    return points
+
+
+# ------------------------------------------------------------------------------------- benchmarks
+
+
+def speed() -> list[str]:
+    """What the benchmarks measured, each with its command."""
+
+    def read(name: str) -> Any:
+        return read_json(BENCHMARKS / f"{name}.json")
+
+    rows = []
+    for name, words in (("rollout", ""), ("rollout-32", " --max-num-seqs 32")):
+        summary, slots = read(name)["summary"], read(name)["settings"]["max_num_seqs"]
+        none, waiting, tail = (summary[each] for each in ("none", "100 ms", "tail"))
+        what = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s over"
+        command = f"`python benchmarks/rollout.py{words}`"
+        ratios = f"{none['ratio_to_engine']:.2f}; {waiting['ratio_to_engine']:.2f}"
+        rows.append((f"{what} the bare engine, steps of 0 and 100 ms", ratios, "-; 0.85", command))
+        text = f"{what} a lockstep loop, 5 % of steps take 2 s"
+        rows.append((text, f"{tail['ratio_to_lockstep']:.1f}", "1.5", command))
+    for model, words in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
+        summary = read(f"update_{model}")["summary"]
+        what = f"update, {model}: tokens/s over a bare forward and backward"
+        command = f"`python benchmarks/update.py --model {model}{words}`"
+        rows.append((what, summary["ratio"], summary["goal"], command))
+    for name, what, words in (
+        ("trl_step", "the default step", " --repeats 3"),
+        ("trl_step-equal", "equal work", " --tasks 2 --repeats 5 --train-on-all"),
+    ):
+        times = read(name)["summary"]["trl_over_ours"]
+        figures = "; ".join(f"{times[f'{part}_s']:.1f}" for part in ("rollout", "update", "step"))
+        text = f"TRL 1.16's GRPOTrainer with transformers, {what}: its time over ours, rollout; "
+        text += "update; step"
+        rows.append((text, figures, "-", f"`python benchmarks/trl_step.py{words}`"))
+    for env in ("babyai", "sciworld", "searchqa"):
+        found = read(f"environments-{env}")
+        text = f"{env}'s server, {found['sessions']} sessions: steps/s over a simpler one; MB a "
+        text += f"session, {found['memory']['sessions']} open"
+        figures = f"{found['ratio']:g}; {found['memory']['rss_mb_per_session']:g}"
+        command = f"`python benchmarks/environments.py --env {env}`"
+        rows.append((text, figures, f"{found['goal']:g}; -", command))
+    return markdown("what | measured | goal | command", rows)
+
+
+# ------------------------------------------------------------------------------------------ pages
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "short": default_runs_in_short,
+    "worlds": default_runs,
+    "textcraft-test": partial(published_split, "textcraft"),
+    "searchqa-test": partial(published_split, "searchqa"),
+    "learns": controls_of_default,
+    "worlds-methods": default_runs_of_methods,
+    "horizons": horizons,
+    "widening": widening,
+    "noise": noise,
+    "controls": controls,
+    "teacher": teacher,
+    "compute": compute,
+    "estimators": estimators,
+    "methods": methods,
+    "speed": speed,
+    "arithmetic": memory.arithmetic,
+    "gpu-update": lambda: gpu.update_table(read_json(BENCHMARKS / "gpu-3B.json")["update"]),
+    "gpu-run": lambda: gpu.run_table(read_json(BENCHMARKS / "gpu-3B.json")["runs"]),
+}
+PICTURES = ("horizons", "controls", "teacher", "estimators", "methods")
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables made anew."""
+    for name, table in TABLES.items():
+        first, last = f"<!-- table {name} -->\n", f"<!-- end {name} -->"
+        if first in text:
+            before, _, rest = text.partition(first)
+            text = before + first + "\n".join(table()) + "\n" + last + rest.partition(last)[2]
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    global also_uncommitted
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--show", choices=TABLES, nargs="+", help="print these, write nothing")
+    options = parser.parse_args(argv)
+    if options.show:
+        also_uncommitted = True
+        print("\n\n".join("\n".join(TABLES[name]()) for name in options.show))
+        return 0
+    for page in PAGES:
+        write_text(ROOT / page, with_tables((ROOT / page).read_text(encoding="utf-8")))
+    plot_worlds(COMMITTED / "worlds.png")
+    for name in PICTURES:
+        plot_laboratory(name, miniature.FOLDER / f"{name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
