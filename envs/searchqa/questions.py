@@ -1,4 +1,4 @@
-"""Every question that SearchQA can ask, by its number: the reference's first, then ours.
+"""Every question that SearchQA can ask, by its number, and which train and which test.
 
         0 ..  51,712   the test questions of seven data sets, from nq to bamboogle
    51,713 .. 221,327   the training questions of nq and hotpotqa
@@ -9,27 +9,42 @@ that a user puts into the folder SEARCHQA_QUESTIONS_PATH; they are read line by 
 
     {"id": "test_0", "question": "who got the first nobel prize ...", "golden_answers": [...]}
 
-Ours are written by envs/searchqa/generate.py. With each comes its plan, the searches that lead to
-the answer. What a step's passage must show is its `finds`, the form in which the corpus has it; the
-last step's is the first golden answer where the file names none:
+Ours come with a plan, the searches that lead to the answer. A step's passage must show one of its
+`finds`, the form in which the corpus has it; the last step's is the first golden answer where the
+file names none. (A comparison's answer is a name, but its two steps must show the figures.)
 
     {"kind": "bridge", "split": "train", "question": "What is the currency of the country whose
      capital is Nairobi?", "golden_answers": ["Kenyan shillings", "Kenyan shilling", ...], "plan":
      [{"queries": ["capital name Nairobi", ...], "finds": ["Kenya"]}, {"queries": [...]}]}
 
-A comparison's answer is a name, but what its two steps must show are the figures. Reading questions
-needs no package. Read next: envs/searchqa/generate.py.
+How ours were made: a program (commit e80bf8e, envs/searchqa/generate.py) read facts out of the
+World Factbook and asked for them in one step, two or three, or compared two figures. A question was
+kept if it has one reading (the clue occurs in that field of no other page), its answer does not
+stand in it, no passage that shows the bridge holds the answer too, and for each step a query's
+first three passages by BM25 show what the step looks for. No answer belongs to many questions, so
+that guessing does not pay. Countries are for training or for testing (three in ten, by a hash of
+their code): no training question asks about a country that a test question asks about.
+
+Id lists of ids/, written by `python -m envs.searchqa --write-ids`:
+
+    train, test                 one hop, bridge, border and three hops, mixed; 350 of test. Without
+                                comparisons, as a guess solves half of them
+    single_train, single_test   the questions of one hop in those, a curriculum for a laptop
+    comparison_test             comparisons of countries that no list trains on
+    wiki_test                   published questions, evenly spaced: as many of each data set as
+                                AgentGym-RL's test has. Which ones it took is not public
 """
 
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from envs.common import write_id_lists
 from envs.searchqa.corpus import CorpusError, Lines
 
 FOLDER_VARIABLE = "SEARCHQA_QUESTIONS_PATH"
@@ -143,12 +158,6 @@ def _own(entry: dict[str, Any]) -> Question:
     return Question(entry["question"], golden, entry["kind"], plan)
 
 
-def forget() -> None:
-    """Of our questions what is kept in memory: the file is another one now."""
-    own_questions.cache_clear()
-    _opening.cache_clear()
-
-
 # The published ones.
 
 
@@ -200,3 +209,55 @@ def _published(entry: dict[str, Any], kind: str, error: Callable[[str], CorpusEr
         raise error('no list of texts under "golden_answers"')
     question = question.strip()
     return Question(question if question.endswith("?") else f"{question}?", tuple(golden), kind)
+
+
+# Id lists.
+
+NUM_TEST = {"one hop": 100, "bridge": 100, "border": 100, "three hops": 50}
+NUM_WIKI, NUM_MUSIQUE = 50, 100
+
+
+def spaced(indices: Sequence[int], count: int) -> list[int]:
+    """`count` of them at equal distances.
+
+    >>> spaced(range(10, 20), 3)
+    [10, 13, 16]
+    """
+    return [indices[place * len(indices) // count] for place in range(count)]
+
+
+def ours(kind: str, split: str) -> list[int]:
+    """Our questions of this kind that are for "train" or for "test"."""
+    both = enumerate(zip(kinds(), splits(), strict=True), start=FIRST_OWN)
+    return [index for index, each in both if each == (kind, split)]
+
+
+def wiki_test() -> list[str]:
+    """Ids of published test questions.
+
+    >>> wiki_test()[:2], len(wiki_test())
+    (['nq_0', 'nq_72'], 400)
+    """
+    tests = [each for each in PUBLISHED if each.file.endswith("_test.jsonl")]
+    return [
+        f"{each.file.removesuffix('_test.jsonl')}_{index}"
+        for each in tests
+        for index in spaced(
+            range(each.start, each.stop), NUM_MUSIQUE if each.kind == "Musique" else NUM_WIKI
+        )
+    ]
+
+
+def write_ids(folder: Path | None = None) -> dict[Path, int]:
+    """Writes the six lists; returns how many ids each file holds."""
+    train = [index for kind in NUM_TEST for index in ours(kind, "train")]
+    test = {kind: spaced(ours(kind, "test"), count) for kind, count in NUM_TEST.items()}
+    lists: dict[str, Sequence[int | str]] = {
+        "train": train,
+        "test": [index for indices in test.values() for index in indices],
+        "single_train": ours("one hop", "train"),
+        "single_test": test["one hop"],
+        "comparison_test": ours("comparison", "test"),
+        "wiki_test": wiki_test(),
+    }
+    return write_id_lists("searchqa", lists, folder)

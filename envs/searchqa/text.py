@@ -7,15 +7,15 @@ answer is right.
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-A passage is somebody else's text. Where it holds a tag of these, or "<|", which opens the special
-tokens of many chat templates, the bracket becomes another character: a passage must not be able to
-end the <information> that it stands in, or to speak as the policy. (In training no text from a
-world is read as a special token, whatever it looks like: chat.py.)
+The first complete tag counts; what follows is not read. A tag inside another one has no clear
+meaning: `ParseError` tells the policy what is wrong.
+
+A passage is somebody else's text. Where it holds one of these tags, or "<|", which opens the
+special tokens of many chat templates, the bracket becomes another character: a passage must not be
+able to end the <information> that it stands in, or to speak as the policy.
 
 An answer is right if it equals one of the golden ones after Search-R1's normalisation (that of
 SQuAD, https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single blanks.
-
-Read next: envs/searchqa/actions.py, how the tags are read.
 """
 
 import re
@@ -24,11 +24,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from envs import ParseError
+
 MAX_TITLE, MAX_WORD = 200, 20  # characters: of a title, and on average of a word
 TAGS = ("search", "answer")
 _UNSAFE = re.compile(r"<(?=\s*/?\s*(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+INSTRUCTIONS = (
+    "Answer the question. Think briefly, then write exactly one of\n"
+    "<search> query </search>\n"
+    "<answer> short answer </answer>\n"
+    "A search shows passages within <information> and </information>. Search until they show what "
+    "is asked, then answer in a few words."
+)
+QUESTION = "Question: "  # what the first observation begins with
+INVALID = "Your previous action is invalid."  # as AgentGym's server says
+EXPECTED = "Write one <search> query </search> or one <answer> short answer </answer>."
+_MARK = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
 
 
 class Passage(NamedTuple):
@@ -57,6 +70,17 @@ def passage_of(number: int, contents: str) -> Passage:
     if len(title) > 1 and title[0] == title[-1] == '"':
         title = title[1:-1]
     return Passage(number, title, text.strip())
+
+
+def contents(passage: Passage) -> str:
+    """A passage as a line of Search-R1's corpus holds it.
+
+    >>> contents(Passage(0, "Kenya", "A republic."))
+    '"Kenya"\\nA republic.'
+    """
+    if not passage.title and "\n" not in passage.text:
+        return passage.text
+    return f'"{passage.title}"\n{passage.text}'
 
 
 def information(passages: Sequence[Passage], max_words: int) -> str:
@@ -121,3 +145,72 @@ def _f1(words: Sequence[str], golden: Sequence[str]) -> float:
         return float(words == golden)
     common = (Counter(words) & Counter(golden)).total()
     return 2 * common / (len(words) + len(golden))
+
+
+# ------------------------------------------------------------ the policy's tags
+
+
+def read_tag(text: str) -> Tag:
+    """The first complete tag, in time linear in the text's length.
+
+    >>> read_tag("I look it up. <search> flag of\\n Kenya </search> <answer>red</answer>")
+    Tag(name='search', content='flag of Kenya')
+    >>> read_tag("<answer>red</search>")
+    Traceback (most recent call last):
+    envs.ParseError: Your previous action is invalid. <answer> is not closed by </answer>. Write \
+one <search> query </search> or one <answer> short answer </answer>.
+
+    Raises:
+        ParseError: no complete tag, an empty one, or a tag between its two ends.
+    """
+    marks = list(_MARK.finditer(text))
+    last_end = {mark[2]: mark.start() for mark in marks if mark[1]}
+    complete = [not m[1] and m.start() < last_end.get(m[2], 0) for m in marks]
+    if not any(complete):
+        raise _invalid(_why_none(marks))
+    begin, end = marks[complete.index(True) :][:2]
+    name = begin[2]
+    if not end[1] or end[2] != name:
+        raise _invalid(f"There is a tag between <{name}> and </{name}>.")
+    content = " ".join(text[begin.end() : end.start()].split())
+    if not content:
+        raise _invalid(f"<{name}> is empty.")
+    return Tag(name, content)
+
+
+def _why_none(marks: list[re.Match[str]]) -> str:
+    """What is wrong with a text that holds these ends of tags and no complete one."""
+    if not marks:
+        return ""
+    name = next((mark[2] for mark in marks if not mark[1]), "")
+    return f"<{name}> is not closed by </{name}>." if name else f"{marks[0][0]} closes no tag."
+
+
+def _invalid(why: str) -> ParseError:
+    return ParseError(" ".join(filter(None, (INVALID, why, EXPECTED))))
+
+
+def parse(model_text: str) -> str:
+    """The first tag of what the policy wrote, alone.
+
+    >>> parse("Thinking of it ... <search>flag of Kenya</search> and then")
+    '<search> flag of Kenya </search>'
+
+    Raises:
+        ParseError: as `read_tag`.
+    """
+    return written(*read_tag(model_text))
+
+
+def written(name: str, content: str) -> str:
+    """A tag as the policy should write it."""
+    return f"<{name}> {content} </{name}>"
+
+
+def say(thought: str, action: str) -> str:
+    """What `parse` reads the action from, whatever the thought quotes.
+
+    >>> say("I look it up.", written("search", "flag of Kenya"))
+    'I look it up.\\n<search> flag of Kenya </search>'
+    """
+    return f"{harmless(thought)}\n{action}" if thought else action

@@ -19,7 +19,7 @@ import re
 from typing import Any
 
 from envs import Wire
-from envs.searchqa.actions import INSTRUCTIONS, QUESTION
+from envs.searchqa.text import INSTRUCTIONS, QUESTION
 
 _OURS = f"{INSTRUCTIONS}\n\n"
 _OPENING = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
