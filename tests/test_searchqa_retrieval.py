@@ -1,36 +1,85 @@
-"""Retrieval by words: rankings, ties, the cache; one search for many; which retriever it is."""
+"""Retrieval: rankings by words, ties, the cache; the service, and the retriever that asks one."""
 
-import doctest
+import contextlib
+import hashlib
+import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval_fakes import (
-    BOOK,
-    Listed,
-    Recorder,
-    batched,
-    corpus_of,
-    numbers,
-    random_corpus,
-    write_corpus,
+from fastapi.testclient import TestClient
+
+from envs.searchqa import retrieval, service
+from envs.searchqa.retrieval import (
+    BM25,
+    Remote,
+    RetrievalError,
+    Scored,
+    best,
+    open_retriever,
+    words,
+)
+from envs.searchqa.service import create_app
+from envs.searchqa.text import Passage, contents, passage_of
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+class Listed(list):
+    """A corpus in a list."""
+
+    @property
+    def fingerprint(self):
+        return hashlib.sha256(repr(list(self)).encode()).hexdigest()
+
+
+def corpus_of(*titles_and_texts):
+    return Listed(Passage(number, *each) for number, each in enumerate(titles_and_texts))
+
+
+def random_corpus(num_passages, seed=0, num_words=60):
+    """Few different words, so that many passages are equally good."""
+    rng = random.Random(seed)
+    lexicon = [f"word{number}" for number in range(num_words)]
+    return corpus_of(
+        *(
+            (rng.choice(lexicon), " ".join(rng.choices(lexicon, k=rng.randrange(4))))
+            for _ in range(num_passages)
+        )
+    )
+
+
+BOOK = corpus_of(
+    ("Kenya - Economy", "Currency: Kenyan shilling (KES)"),
+    ("Norway - Economy", "Currency: Norwegian krone"),
+    ("Kenya - Government", "Capital: Nairobi"),
+    ("Côte d'Ivoire - Government", "Capital: Yamoussoukro"),
+    ("Nauru", "It is an island whose flag has a star"),
 )
 
-from envs.searchqa import ranking, remote, retrieval, service
-from envs.searchqa.corpus import CorpusError
-from envs.searchqa.ranking import Progress, QueryError, RetrievalError, Scored, best
-from envs.searchqa.remote import Remote
-from envs.searchqa.retrieval import BM25, Batcher, open_retriever, words
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+def write_corpus(path, corpus):
+    lines = ({"id": str(passage.number), "contents": contents(passage)} for passage in corpus)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def numbers(scored):
+    return [passage.number for passage, _ in scored]
 
 
 # -------------------------------------------------------------------------------------------- BM25
@@ -47,7 +96,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
     ],
 )
 def test_the_passage_that_shares_rare_words_comes_first(bm25s, query, number):
-    assert BM25(BOOK).search([query], 1) == [[BOOK[number]]]
+    assert numbers(BM25(BOOK).search(query, 1)) == [number]
 
 
 def slow_scores(corpus, query):
@@ -68,7 +117,7 @@ def test_scores_are_those_of_the_formula_with_the_title_three_times(bm25s):
     corpus = random_corpus(200)
     for query in ("word1", "word2 word3 word4", "word5 nothing word5"):
         scores = [0.0] * len(corpus)
-        for passage, score in BM25(corpus).scored([query], len(corpus))[0]:
+        for passage, score in BM25(corpus).search(query, len(corpus)):
             scores[passage.number] = score
         assert scores == pytest.approx(slow_scores(corpus, query), abs=1e-5)
 
@@ -77,19 +126,19 @@ def test_equally_good_passages_come_in_the_order_of_their_numbers_however_many_a
     retriever = BM25(random_corpus(500))
     queries = ["word1", "word2 word3", "word4 word4", "word5 word6 word7 word8"]
     for query in queries:
-        whole = retriever.scored([query], 500)[0]
+        whole = retriever.search(query, 500)
         order = sorted(whole, key=lambda each: (-each.score, each.passage.number))
         assert whole == order
         assert len({each.score for each in whole}) < 250  # many ties
         for top_k in (1, 2, 3, 7, 50, 499, 1000):
-            assert retriever.scored([query], top_k)[0] == order[:top_k]
+            assert retriever.search(query, top_k) == order[:top_k]
 
 
 def test_the_order_of_a_querys_words_changes_nothing(bm25s):
     retriever = BM25(random_corpus(300))
     query = [f"word{number}" for number in range(20)]
-    expected = retriever.scored([" ".join(query)], 300)
-    assert retriever.scored([" ".join(reversed(query))], 300) == expected
+    expected = retriever.search(" ".join(query), 300)
+    assert retriever.search(" ".join(reversed(query)), 300) == expected
 
 
 def test_best_is_a_stable_sort_of_everything():
@@ -104,71 +153,23 @@ def test_best_is_a_stable_sort_of_everything():
 
 @pytest.mark.parametrize("query", ["", " \n", "?!", "zzzzz", "x", "\ud83d", "\x00", "日本"])
 def test_a_query_without_a_known_word_gets_the_first_passages(bm25s, query):
-    assert BM25(BOOK).scored([query], 2) == [[Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]]
+    assert BM25(BOOK).search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
 
 
-def test_a_query_of_100_kb_is_answered_soon_and_counts_so_many_words(bm25s):
+def test_a_query_of_100_kb_counts_so_many_words(bm25s):
     corpus = random_corpus(2000, num_words=400)
     retriever = BM25(corpus)
     query = " ".join(f"word{number % 400}" for number in range(14_000))
-    began = time.process_time()
-    found = retriever.scored([query], 3)
-    assert time.process_time() - began < 1
+    found = retriever.search(query, 3)
     first = " ".join(f"word{number}" for number in range(retrieval.MAX_QUERY_WORDS))
     assert len(query) > 100_000
-    assert found == retriever.scored([first], 3)
+    assert found == retriever.search(first, 3)
 
 
 def test_a_corpus_smaller_than_top_k_is_found_whole_and_an_empty_one_refused(bm25s):
-    assert sorted(numbers(BM25(BOOK).search(["Kenya"], 99)[0])) == [0, 1, 2, 3, 4]
+    assert sorted(numbers(BM25(BOOK).search("Kenya", 99))) == [0, 1, 2, 3, 4]
     with pytest.raises(RetrievalError, match="the corpus has no passages"):
         BM25(corpus_of())
-
-
-def test_passages_without_words_are_found_last(bm25s):
-    corpus = corpus_of(("", ""), ("", "?"), ("Kenya", ""))
-    assert numbers(BM25(corpus).search(["Kenya"], 3)[0]) == [2, 0, 1]
-    with pytest.raises(RetrievalError, match="no passage of the corpus has a word"):
-        BM25(corpus_of(("", ""), ("", "")))
-
-
-def test_an_index_is_made_once_and_loaded_at_least_three_times_faster(bm25s, monkeypatch):
-    corpus = random_corpus(5000, num_words=3000)
-    queries = [f"word{number} word{number + 1}" for number in range(20)]
-    began = time.process_time()
-    built = BM25(corpus)
-    build_s = time.process_time() - began
-    monkeypatch.setattr(retrieval, "_build_bm25", None)  # would be an error now
-    began = time.process_time()
-    loaded = BM25(corpus)
-    assert 3 * (time.process_time() - began) < build_s
-    assert loaded.scored(queries, 9) == built.scored(queries, 9)
-    assert isinstance(loaded._index.scores["data"], np.memmap)
-
-
-def test_another_corpus_has_another_index(bm25s):
-    assert BM25(BOOK).folder != BM25(random_corpus(5)).folder
-
-
-def test_an_index_is_whole_or_absent(bm25s, tmp_path):
-    class Broken(Listed):
-        def __getitem__(self, number):
-            if number == 3:
-                raise ValueError("line 4: no JSON")
-            return super().__getitem__(number)
-
-    with pytest.raises(ValueError, match="line 4"):
-        BM25(Broken(BOOK))
-    assert list((tmp_path / "cache" / "searchqa").iterdir()) == []
-
-
-def test_several_that_make_an_index_at_once_get_the_same(bm25s):
-    corpus = random_corpus(300)
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: BM25(corpus), range(4)))
-    assert {retriever.folder for retriever in made} == {made[0].folder}
-    assert [each.name for each in made[0].folder.parent.iterdir()] == [made[0].folder.name]
-    assert len({repr(retriever.scored(["word1"], 9)) for retriever in made}) == 1
 
 
 def test_a_damaged_index_is_named_in_one_line(bm25s):
@@ -186,127 +187,6 @@ def test_a_missing_package_is_said_with_what_to_do(monkeypatch):
         BM25(BOOK)
 
 
-def test_what_takes_long_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(Progress, "EVERY_S", 0.0)
-    progress = Progress("counting", total=200, done=100)
-    progress.advance(50)
-    assert re.search(r"counting: 75 %, \d+ s left", capsys.readouterr().err)
-
-
-# ----------------------------------------------------------------------------------------- Batcher
-
-
-def test_what_many_threads_ask_is_one_search_and_each_gets_its_own():
-    recorder = Recorder()
-    with batched(recorder, wait_s=20.0, max_batch=16) as batcher, ThreadPoolExecutor(16) as pool:
-        asked = [(f"query {number}", 1 + number % 4) for number in range(16)]
-        found = list(pool.map(lambda each: batcher.search_one(*each), asked))
-    assert found == [recorder.search([query], top_k)[0] for query, top_k in asked]
-    assert sorted(recorder.asked[0]) == sorted(query for query, _ in asked)
-
-
-def test_a_full_batch_waits_for_nobody():
-    began = time.monotonic()
-    with (
-        batched(Recorder(), wait_s=30.0, max_batch=4) as batcher,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        list(pool.map(lambda number: batcher.search_one(str(number), 1), range(4)))
-    assert time.monotonic() - began < 10
-
-
-def test_equal_queries_are_searched_for_once():
-    recorder = Recorder()
-    with batched(recorder, wait_s=20.0, max_batch=8) as batcher, ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda top_k: batcher.search_one("same", top_k), range(1, 9)))
-    assert recorder.asked == [["same"]]
-    assert [len(each) for each in found] == list(range(1, 9))
-
-
-def test_batched_results_are_the_unbatched_ones(bm25s):
-    retriever = BM25(random_corpus(400))
-    rng = random.Random(1)
-    asked = [
-        (f"word{rng.randrange(70)} word{rng.randrange(70)}", rng.randrange(1, 9))
-        for _ in range(300)
-    ]
-    with batched(retriever) as batcher, ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda each: batcher.search_one(*each), asked))
-    assert found == [retriever.search([query], top_k)[0] for query, top_k in asked]
-
-
-def test_an_error_reaches_every_caller_of_its_batch_and_the_next_batch_is_answered():
-    def ask(batcher, query):
-        with pytest.raises(RetrievalError, match="it broke"):
-            batcher.search_one(query, 1)
-        return True
-
-    with batched(Recorder(), wait_s=20.0, max_batch=8) as batcher, ThreadPoolExecutor(8) as pool:
-        queries = ["bad", *map(str, range(7))]
-        assert all(pool.map(lambda query: ask(batcher, query), queries))
-        found = pool.map(lambda number: batcher.search_one(f"good {number}", 2), range(8))
-        assert [len(each) for each in found] == [2] * 8
-
-
-class OneIsBad(Recorder):
-    """A service that answers, with too little for one query of several."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def scored(self, queries, top_k):
-        if "bad" in queries:
-            self.asked.append(list(queries))
-            raise self.error
-        return super().scored(queries, top_k)
-
-
-@pytest.mark.parametrize("error", [QueryError("too few"), CorpusError("line 7 is no JSON")])
-def test_a_query_that_fails_by_itself_fails_alone(error):
-    """What one policy wrote cost up to 31 other sessions their episode."""
-
-    def ask(batcher, query):
-        try:
-            return batcher.search_one(query, 1)[0].title
-        except type(error):
-            return "failed"
-
-    recorder = OneIsBad(error)
-    with batched(recorder, wait_s=20.0, max_batch=8) as batcher, ThreadPoolExecutor(8) as pool:
-        queries = ["bad", *map(str, range(7))]
-        found = list(pool.map(lambda query: ask(batcher, query), queries))
-    assert found == ["failed", *map(str, range(7))]
-    assert len(recorder.asked) == 9  # together, and each alone
-
-
-def test_of_a_service_that_hangs_nobody_waits_for_more_than_two_searches():
-    """32 at a time, 128 sessions waited for four of them, longer than their clients wait."""
-
-    taken: list[int] = []  # queries of each search
-    hold = threading.Event()
-
-    class Hangs(Remote):
-        PAUSES_S = ()
-
-        def scored(self, queries, top_k):
-            taken.append(len(queries))
-            hold.wait(20)
-            raise RetrievalError("no answer")
-
-    with batched(Hangs("http://127.0.0.1:9")) as batcher, ThreadPoolExecutor(128) as pool:
-        waiting = [pool.submit(batcher.search_one, str(n), 3) for n in range(128)]
-        # The first search takes whoever is there by then; the others must be waiting for theirs.
-        while sum(taken) + len(batcher._waiting) < 128:
-            time.sleep(0.001)
-        hold.set()
-        for each in waiting:
-            with pytest.raises(RetrievalError, match="no answer"):
-                each.result(20)
-    assert len(taken) <= 2 and sum(taken) == 128
-    assert 2 * 25.0 < 60.0 and Remote("http://127.0.0.1:9")._timeout_s == 25.0  # a client's step
-
-
 def test_who_builds_an_index_builds_it_alone_and_deletes_what_a_killed_one_left(bm25s):
     first = BM25(BOOK)
     left = first.folder.parent / f".new-abc-{first.folder.name}"
@@ -315,7 +195,7 @@ def test_who_builds_an_index_builds_it_alone_and_deletes_what_a_killed_one_left(
     BM25(BOOK)
     assert left.exists()  # nothing is built
     shutil.rmtree(first.folder)
-    built, build = [], retrieval._build_bm25
+    built, build = [], retrieval._build
 
     def slow(corpus, new):
         built.append(new)
@@ -323,79 +203,9 @@ def test_who_builds_an_index_builds_it_alone_and_deletes_what_a_killed_one_left(
         build(corpus, new)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(retrieval, "_build_bm25", slow)
+        patch.setattr(retrieval, "_build", slow)
         list(pool.map(lambda _: BM25(BOOK), range(3)))
     assert len(built) == 1 and not left.exists()
-
-
-def test_a_retriever_that_returns_too_little_is_an_error_for_its_callers():
-    class Short(Recorder):
-        def search(self, queries, top_k):
-            return []
-
-    with batched(Short()) as batcher, pytest.raises(ValueError, match="zip"):
-        batcher.search_one("query", 1)
-
-
-def test_closing_answers_what_is_under_way_and_refuses_the_rest():
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Held(Recorder):
-        def scored(self, queries, top_k):
-            begun.set()
-            go_on.wait(20)
-            return super().scored(queries, top_k)
-
-    batcher = Batcher(Held(), wait_s=0.0, max_batch=1)
-    with ThreadPoolExecutor(5) as pool:
-        first = pool.submit(batcher.search_one, "first", 1)
-        assert begun.wait(20)
-        late = [pool.submit(batcher.search_one, "late", 1) for _ in range(3)]
-        while len(batcher._waiting) < 3:
-            time.sleep(0.001)
-        closing = pool.submit(batcher.close)
-        for each in late:
-            with pytest.raises(RetrievalError, match="closed"):
-                each.result(20)
-        go_on.set()
-        assert first.result(20)[0].title == "first"
-        closing.result(20)
-    with pytest.raises(RetrievalError, match="closed"):
-        batcher.search_one("after", 1)
-    batcher.close()  # twice does no harm
-
-
-def test_who_asks_first_is_answered_first():
-    go_on = threading.Event()
-
-    class Held(Recorder):
-        def scored(self, queries, top_k):
-            go_on.wait(20)
-            return super().scored(queries, top_k)
-
-    held = Held()
-    with batched(held, wait_s=0.0, max_batch=3) as batcher, ThreadPoolExecutor(21) as pool:
-        asking = [pool.submit(batcher.search_one, "first", 1)]
-        while batcher._waiting or not asking[0].running():
-            time.sleep(0.001)
-        for number in range(20):
-            asking.append(pool.submit(batcher.search_one, str(number), 1))
-            while len(batcher._waiting) <= number:
-                time.sleep(0.001)
-        go_on.set()
-        for each in asking:
-            each.result(20)
-    order = [query for queries in held.asked for query in queries]
-    assert order == ["first", *map(str, range(20))]
-    assert max(map(len, held.asked)) == 3
-
-
-def test_many_sessions_share_searches_that_take_as_long_for_one_as_for_all():
-    recorder = Recorder(sleep_s=0.01)
-    with batched(recorder, wait_s=0.01) as batcher, ThreadPoolExecutor(32) as pool:
-        list(pool.map(lambda number: batcher.search_one(str(number), 3), range(320)))
-    assert sum(map(len, recorder.asked)) == 320
-    assert len(recorder.asked) <= 320 / 4
 
 
 # ------------------------------------------------------------------------------------------ which
@@ -406,7 +216,7 @@ def test_many_sessions_share_searches_that_take_as_long_for_one_as_for_all():
     [
         ({"SEARCHQA_RETRIEVAL_METHOD": "BM25"}, "is 'BM25'; choose bm25"),
         ({"SEARCHQA_RETRIEVAL_METHOD": "remote"}, "needs SEARCHQA_RETRIEVAL_URL"),
-        ({"SEARCHQA_INDEX_PATH": "a.index"}, "SEARCHQA_RETRIEVAL_METHOD=dense"),
+        ({"SEARCHQA_RETRIEVAL_METHOD": "dense"}, "Search-R1's own server"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, said):
@@ -418,13 +228,266 @@ def test_the_settings_choose_the_retriever(bm25s, tmp_path):
     path = write_corpus(tmp_path / "wiki.jsonl", BOOK)
     retriever = open_retriever({"SEARCHQA_CORPUS_PATH": str(path)})
     assert isinstance(retriever, BM25)
-    assert retriever.search(["Nairobi"], 1) == [[BOOK[2]]]
+    assert numbers(retriever.search("Nairobi", 1)) == [2]
     url = "http://127.0.0.1:9/retrieve"
     assert isinstance(open_retriever({"SEARCHQA_RETRIEVAL_URL": url}), Remote)
     both = {"SEARCHQA_RETRIEVAL_URL": url, "SEARCHQA_RETRIEVAL_METHOD": "bm25"}
     assert isinstance(open_retriever(both | {"SEARCHQA_CORPUS_PATH": str(path)}), BM25)
 
 
-def test_the_examples_in_the_docstrings_run():
-    for module in (ranking, remote, retrieval, service):
-        assert doctest.testmod(module).failed == 0
+# -------------------------------------------------------------------------------- the service
+
+
+class Broken:
+    def search(self, query, top_k):
+        raise RetrievalError("it broke")
+
+
+@pytest.fixture
+def client(bm25s):
+    return TestClient(create_app(BM25(BOOK)))
+
+
+def test_the_service_answers_in_search_r1s_format(client):
+    body = {"queries": ["currency of Kenya", "Nairobi"], "topk": 2, "return_scores": True}
+    first, second = client.post("/retrieve", json=body).json()["result"]
+    document = {"id": "0", "contents": '"Kenya - Economy"\nCurrency: Kenyan shilling (KES)'}
+    assert first[0]["document"] == document
+    assert first[0]["score"] > first[1]["score"] > 0
+    assert second[0]["document"]["id"] == "2"
+    body["return_scores"] = False
+    assert client.post("/retrieve", json=body).json()["result"][0][0] == document
+    found = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
+    assert [len(each) for each in found] == [3]  # as many as Search-R1 asks for
+    assert client.post("/retrieve", json={"queries": []}).json() == {"result": []}
+    assert client.get("/").json() == {"retriever": "BM25", "passages": 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"not json", "JSON"),
+        (b"[]", "body"),
+        (b"{}", "queries"),
+        (b'{"queries": "Kenya"}', "queries"),
+        (b'{"queries": [1]}', "queries.0"),
+        (b'{"queries": ["a"], "topk": 0}', "topk is 0"),
+        (b'{"queries": ["a"], "topk": -3}', "topk is -3"),
+        (b'{"queries": ["a"], "topk": "3"}', "topk"),
+        (b'{"queries": ["a"], "topk": 10001}', "1 queries with 10001 passages"),
+        (b'{"queries": ["a"], "return_scores": 3}', "return_scores"),
+        (b"\xff\xfe", "JSON"),
+    ],
+)
+def test_a_bad_request_is_422_with_what_was_wrong(client, body, said):
+    answer = client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert said in answer.json()["error"]
+    assert answer.json()["hint"]
+
+
+def test_a_body_that_is_too_large_is_413_and_another_path_404(client):
+    body = {"queries": ["x" * (service.MAX_BODY_BYTES + 1)]}
+    assert client.post("/retrieve", json=body).status_code == 413
+    assert client.post("/search", json={}).status_code == 404
+    assert client.get("/retrieve").status_code == 405
+
+
+def test_a_search_that_fails_is_500_with_the_reason():
+    client = TestClient(create_app(Broken()), raise_server_exceptions=False)
+    answer = client.post("/retrieve", json={"queries": ["bad"]})
+    assert answer.status_code == 500
+    assert answer.json()["error"] == "it broke"
+
+
+@contextlib.contextmanager
+def scripted(*answers, sleep_s=0.0):
+    """A server that gives these answers, (status, body) each or None to hang up, the last for ever;
+    yields its URL and what it was asked."""
+    left, asked = list(answers), []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            time.sleep(sleep_s)
+            if answer is None:
+                self.close_connection = True
+                return
+            status, content = answer
+            content = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def document(number, score=None, **other):
+    inner = {"id": str(number), "contents": contents(BOOK[number])} | other
+    return inner if score is None else {"document": inner, "score": score}
+
+
+GOOD = (200, {"result": [[document(2, 1.5), document(0, 0.5)]]})
+
+
+def test_remote_asks_and_reads_search_r1s_format():
+    with scripted(GOOD) as (url, asked):
+        found = Remote(f"{url}/retrieve").search("Nairobi", 2)
+        assert found == [Scored(BOOK[2], 1.5), Scored(BOOK[0], 0.5)]
+    body = {"queries": ["Nairobi"], "topk": 2, "return_scores": True}
+    assert asked == [("/retrieve", body)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "passage"),
+    [
+        ({"contents": '"A "quoted" title"\ntext'}, Passage(0, 'A "quoted" title', "text")),
+        ({"contents": "Bare title\ntext\nmore"}, Passage(0, "Bare title", "text\nmore")),
+        ({"contents": "no title at all"}, Passage(0, "", "no title at all")),
+        ({"contents": ""}, Passage(0, "", "")),
+        ({"id": "doc-7"}, BOOK[0]._replace(number=-1)),
+        ({"id": 0, "title": "ignored"}, BOOK[0]),
+    ],
+)
+def test_remote_takes_what_services_call_a_document(inner, passage):
+    with scripted((200, {"result": [[document(0, **inner)]]})) as (url, _):
+        assert [each.passage for each in Remote(url).search("query", 1)] == [passage]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((200, b"<html>hello</html>"), "not Search-R1's"),
+        ((200, b""), "not Search-R1's"),
+        ((200, [1]), "not Search-R1's"),
+        ((200, {"results": []}), "not Search-R1's"),
+        ((200, {"result": 7}), "not Search-R1's"),
+        ((200, {"result": ["text"]}), "not Search-R1's"),
+        ((200, {"result": [[7, 8]]}), "not Search-R1's"),
+        ((200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
+        ((200, {"result": [[{"id": "0"}, {"id": "1"}]]}), "not Search-R1's"),
+        ((200, {"result": [[document(0, 0.5, contents=7)] * 2]}), "contents is not a string"),
+        ((200, {"result": [[document(0, "high")] * 2]}), "not Search-R1's"),
+        ((200, {"result": [[document(0, float("nan"))] * 2]}), "not Search-R1's"),
+        ((200, {"result": []}), "not Search-R1's"),
+        ((200, {"result": [[document(0)] * 2] * 2}), "not Search-R1's"),
+        ((200, {"result": [[document(0)]]}), "got 1"),
+        ((200, {"result": [[]]}), "got 0"),
+        ((200, b"[" * 100_000), "not Search-R1's"),
+        ((200, b" " * 300_000), "larger than 200000 bytes"),
+        ((404, {"detail": "Not Found"}), "HTTP 404"),
+        ((422, b"x\ny"), "HTTP 422"),
+        ((307, b""), "HTTP 307"),
+    ],
+)
+def test_an_answer_that_is_none_is_refused_at_once_in_one_line(answer, said):
+    with scripted(answer) as (url, asked):
+        with pytest.raises(RetrievalError) as caught:
+            Remote(url, max_bytes=200_000).search("query", 2)
+        assert len(asked) == 1
+    message = str(caught.value)
+    assert said in message and url in message and "SEARCHQA_RETRIEVAL_URL" in message
+    assert "\n" not in message and len(message) < 700
+
+
+def test_a_passage_without_a_title_leaves_as_it_came():
+    for line in ("only text", '"Kenya"\ntext', '""\ntwo\nlines'):
+        assert contents(passage_of(0, line)) == line
+
+
+def test_a_lost_connection_and_a_5xx_are_repeated(monkeypatch):
+    monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
+    with scripted(None, (503, b"loading"), GOOD) as (url, asked):
+        assert numbers(Remote(url).search("Nairobi", 2)) == [2, 0]
+        assert len(asked) == 3
+
+
+def test_a_service_that_is_down_is_an_error_within_seconds():
+    with scripted(GOOD) as (url, _):
+        pass
+    with pytest.raises(RetrievalError, match=f"{url} .SEARCHQA_RETRIEVAL_URL.: .*refused"):
+        Remote(url).search("query", 2)
+    with scripted((500, {"error": "it broke"})) as (url, asked):
+        with pytest.raises(RetrievalError, match="HTTP 500: .*it broke"):
+            Remote(url, timeout_s=1.0).search("query", 2)
+        assert len(asked) > 1
+
+
+@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://a", "http://me:secret@host"])
+def test_what_is_no_address_is_refused_without_repeating_a_secret(url):
+    with pytest.raises(RetrievalError, match="SEARCHQA_RETRIEVAL_URL") as caught:
+        Remote(url)
+    assert "secret" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def serving(path, *flags):
+    """`python -m envs.searchqa.retrieval` over the corpus in `path`; yields its URL and process."""
+    command = [sys.executable, "-m", "envs.searchqa.retrieval", "--port", "0", *flags]
+    settings = {"SEARCHQA_CORPUS_PATH": str(path), "SEARCHQA_RETRIEVAL_METHOD": "bm25"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | settings, text=True, stdout=subprocess.PIPE
+    )
+    try:
+        line = process.stdout.readline()
+        match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
+        assert match, line
+        yield match[1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_env_servers_search_through_a_service_that_sigterm_ends(bm25s, tmp_path):
+    corpus = random_corpus(300)
+    path = write_corpus(tmp_path / "wiki.jsonl", corpus)
+    queries = [f"word{number} word{number + 1}" for number in range(60)]
+    with serving(path) as (url, process):
+        remote = open_retriever({"SEARCHQA_RETRIEVAL_URL": url})
+        with ThreadPoolExecutor(12) as pool:  # one retriever, the sessions of an env server
+            answers = list(pool.map(lambda query: remote.search(query, 3), queries))
+        assert answers == [BM25(corpus).search(query, 3) for query in queries]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        with pytest.raises(RetrievalError, match="SEARCHQA_RETRIEVAL_URL"):
+            Remote(url, timeout_s=0.5).search("query", 3)
+
+
+def test_a_service_that_cannot_be_says_why_in_one_line(bm25s, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "wiki.jsonl"
+    path.write_text('{"id": "0", "contents": "\\"A\\"\\nfine"}\n{"id": 1\n')
+    monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        for name, value, said in (
+            ("SEARCHQA_RETRIEVAL_METHOD", "bm25", f"{path}, line 2: no JSON"),
+            ("SEARCHQA_RETRIEVAL_METHOD", "elastic", "choose bm25 or remote"),
+            ("SEARCHQA_CORPUS_PATH", str(tmp_path / "none"), f"{tmp_path / 'none'} cannot be read"),
+        ):
+            monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
+            monkeypatch.setenv(name, value)
+            assert service.main(["--port", "0"]) == 1
+            wrote = capsys.readouterr().err
+            assert said in wrote and wrote.count("\n") == 1
+        with pytest.raises(SystemExit, match="2"):
+            service.main(["--port", "99999"])
+        assert "a port is a number" in capsys.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -4,12 +4,10 @@ import json
 import os
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("bm25s", reason="NOT TESTED: make setup ENV=searchqa")
@@ -17,22 +15,15 @@ if os.environ.get("CI") != "true":
 from envclient import (
     EnvError,
     EnvServerError,
-    SessionLost,
     StepOutsideEpisode,
-    UnknownTask,
     connect,
     local_server,
 )
-from envs.local import check_local
-from envs.searchqa import SearchQA, shared
-from envs.searchqa.actions import INSTRUCTIONS, INVALID, say
-from envs.searchqa.env import WRONG
-from envs.searchqa.questions import FIRST_OWN, KINDS, kinds, own_questions
-from envs.searchqa.retrieval import RetrievalError
-from envs.searchqa.splits import spaced
-from envs.searchqa.text import exact_match
+from envs.searchqa import SearchQA
+from envs.searchqa.env import WRONG, shared_retriever
+from envs.searchqa.questions import FIRST_OWN, KINDS, kinds
+from envs.searchqa.text import INSTRUCTIONS, INVALID, exact_match, say
 from envs.searchqa.wire import SearchWire
-from envs.server import create_app
 
 BRIDGE = FIRST_OWN + kinds().index("bridge")
 
@@ -46,7 +37,7 @@ def server():
 @pytest.fixture(scope="module")
 def book():
     """The same corpus in this process."""
-    yield shared.shared_batcher()
+    yield shared_retriever()
     SearchQA.close_shared()
 
 
@@ -283,82 +274,6 @@ def test_the_first_observation_is_the_question_and_nothing_else():
 # ---- ours at ours
 
 
-def played(url, index, seed=0):
-    """The oracle's episode over HTTP: the texts, the last result."""
-    with connect("searchqa", url) as client:
-        texts = [client.reset(index, seed)]
-        for _ in range(20):
-            texts.append(say(*client.oracle()))
-            result = client.step(texts[-1])
-            texts.append(result.observation)
-            if result.terminated:
-                break
-        return texts, result
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_solves_every_sub_task_over_http(server, kind):
-    indices = [FIRST_OWN + place for place, each in enumerate(kinds()) if each == kind]
-    with ThreadPoolExecutor(4) as threads:
-        results = list(threads.map(lambda i: played(server, i)[1], spaced(indices, 20)))
-    solved = sum(result.info["success"] for result in results)
-    assert solved >= 0.95 * len(results)
-    assert all(result.reward == 1.0 for result in results if result.info["success"])
-
-
-def test_our_client_gets_from_our_server_what_it_gets_from_other_worlds(server):
-    with connect("searchqa", server) as client:
-        client.check_world()
-        question = client.reset(BRIDGE)
-        assert question == f"Question: {own_questions()[BRIDGE - FIRST_OWN].question}"
-        assert client._transport.is_sealing
-        assert client.observation() == f"{INSTRUCTIONS}\n\n{question}"
-        result = client.step("<search> Kenya </search>")
-        assert result.observation == client.observation()
-        assert (result.terminated, result.truncated) == (False, False)
-        assert result.info == {"success": False, "score": 0.0, "f1": 0.0, "searches": 1}
-        assert client.state()["queries"][0]["query"] == "Kenya"
-        assert client.available_actions()[0].startswith("<search> ")
-        result = client.step("<answer> \ud83d </answer>")
-        assert result[1:4] == (0.0, True, False)
-        for index in (10**6, 71):
-            with pytest.raises(UnknownTask):
-                client.reset(index)
-        with pytest.raises(StepOutsideEpisode):
-            client.step("<search> Kenya </search>")
-        assert client.reset(BRIDGE) == question
-        assert client.close() is True
-
-
-def test_a_session_that_the_server_has_forgotten_is_replaced_at_the_next_reset(server):
-    with connect("searchqa", server) as client:
-        client.reset(BRIDGE)
-        httpx.post(f"{server}/close", json={"env_idx": client._session_id})
-        with pytest.raises(SessionLost):
-            client.step("<search> Kenya </search>")
-        assert client.reset(BRIDGE).startswith("Question: ")
-
-
-def test_a_query_of_100_kb_and_one_over_the_limit_are_answered(server):
-    with connect("searchqa", server) as client:
-        client.reset(BRIDGE)
-        assert client.step(f"<search> {'Kenya ' * 17_000} </search>").observation.startswith(
-            "<information>"
-        )
-        assert "rejected" in client.step(f"<search> {'Kenya ' * 170_000} </search>").info
-        assert not client.step("<search> Kenya </search>").terminated
-
-
-def test_two_sessions_at_once_do_not_meet(server):
-    alone = {index: played(server, index) for index in (BRIDGE, BRIDGE + 1)}
-    with ThreadPoolExecutor(8) as threads:
-        indices = [BRIDGE, BRIDGE + 1] * 8
-        for index, found in zip(
-            indices, threads.map(lambda i: played(server, i, seed=i), indices), strict=True
-        ):
-            assert found == alone[index]
-
-
 def test_an_index_service_that_is_down_is_the_worlds_failure_and_never_a_reward(monkeypatch):
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "remote")
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_URL", "http://127.0.0.1:9")
@@ -371,35 +286,6 @@ def test_an_index_service_that_is_down_is_the_worlds_failure_and_never_a_reward(
             client.step("<answer> nobody </answer>")
         client.reset(BRIDGE)
         assert client.step("<answer> nobody </answer>")[1:3] == (0.0, True)
-
-
-def test_a_failing_search_costs_its_own_episode_only(monkeypatch):
-    class Flaky:
-        def search_one(self, query, top_k):
-            if "bad" in query:
-                raise RetrievalError("the index is gone")
-            return []
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(shared, "_shared", [Flaky()])
-    with TestClient(create_app("searchqa", first_id=0)) as client:
-        for number in range(2):
-            assert client.post("/create", json={"id": 0}).json() == number
-            client.post("/reset", json={"env_idx": number, "id": BRIDGE})
-
-        def search(number, query):
-            body = {"env_idx": number, "action": f"<search> {query} </search>"}
-            return client.post("/step", json=body)
-
-        failed = search(0, "bad")
-        assert failed.status_code == 500 and "the index is gone" in failed.json()["error"]
-        assert search(1, "good").status_code == 200
-        assert search(0, "good").status_code == 409  # until it is reset
-        client.post("/reset", json={"env_idx": 0, "id": BRIDGE})
-        assert search(0, "good").status_code == 200
-    assert shared._shared == []  # the server closes what it shares
 
 
 @pytest.mark.parametrize(
@@ -418,8 +304,3 @@ def test_a_server_that_cannot_search_says_so_in_one_line_and_does_not_start(
         pass
     said = [line for line in str(error.value).splitlines() if "cannot serve searchqa" in line]
     assert len(said) == 1 and value in said[0] and "Traceback" not in str(error.value)
-
-
-def test_it_is_not_played_in_the_trainers_process():
-    with pytest.raises(ValueError, match="searchqa needs what its server starts and ends"):
-        check_local("searchqa")
