@@ -2,9 +2,7 @@
 
 An episode gives a few rewards, most often one at its end. Policy gradients need a number per
 token: positive makes the token likelier, negative less likely, zero leaves it alone. An
-*estimator* turns rewards into those numbers. All four here take a baseline, what was to be
-expected, off a return: gae and reinforce_plus_plus off that of what came after the token, grpo and
-rloo, on every token alike, off the whole episode's. The baselines differ:
+*estimator* turns rewards into those numbers by taking a baseline off a return:
 
     gae                  a critic V(s), token by token       GAE          arXiv 1506.02438
     grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300
@@ -17,51 +15,30 @@ A multi-turn trajectory alternates between the policy's tokens and the environme
     loss_mask  | 0 0 0  | 1 1 1    | 0 0 0 0       | 1 1      | 0 0 0         | 0 0     |
     rewards    |        |     r₁   |               |    r₂    |               |         |
 
-Two rules follow. (1) Time runs over policy tokens only: the recursions step from the last token
-of action 1 straight to the first token of action 2. An observation is neither discounted nor
-given a value, however long the environment chose to make it. (2) A turn's reward sits on that
-turn's last policy token (`token_rewards_of`). An estimator that finds reward anywhere else raises.
+(1) Time runs over policy tokens only: the recursions step from the last token of action 1 straight
+to the first token of action 2, so an observation is neither discounted nor given a value.
+(2) A turn's reward sits on that turn's last policy token (`token_rewards_of`). An estimator that
+finds reward anywhere else raises.
 
-On an action's last token the next value is the one of the next *policy* token, and 0 after the last
-one: the critic is never trained on observations. A group of one has no baseline: it raises.
-Episodes without a policy token (a reset that failed) have nothing to learn from; they get zeros and
-enter no statistic. What the published system does instead, and what follows from it, is in
-docs/differences.md.
+An episode cut by max_rounds or by its token budget counts as over: the cap is part of the task, so
+nothing is bootstrapped after the last token. Rows without a policy token get zeros and enter no
+statistic; a group of one has no baseline and raises.
 
-An episode cut by max_rounds or by its token budget counts as over: nothing is bootstrapped after
-its last token. The cap is part of the task the policy is given, so running into it is a failure
-to finish, not missing data.
+Shapes: B trajectories (rows), T tokens, right- or left-padded; values[b, t] is V of the state
+before token t. Sums run in float64, results are float32. All statistics are over the whole batch:
+with several processes each holds all rows.
 
-Shapes: B trajectories (rows), T tokens, right- or left-padded; every (B, T) tensor is aligned to
-the token, so values[b, t] is V of the state before token t. Sums run in float64 and results are
-float32. All statistics (group mean, whitening) are over the whole batch; of several processes each
-holds all rows and estimates on all of them, else the result would depend on the sharding.
-
-Run it: tutorials/02_advantages.md works one small batch by hand and through these functions;
-Read next: losses.py, which spends the advantages.
+Run it: tutorials/02_advantages.md works one small batch by hand. What the published system does
+instead: docs/differences.md. Read next: losses.py, which spends the advantages.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "ESTIMATORS",
-    "Estimator",
-    "estimate",
-    "gae",
-    "grpo",
-    "reinforce_plus_plus",
-    "rloo",
-    "token_rewards_of",
-    "whiten",
-    "whiten_each",
-]
 
 
 def token_rewards_of(
@@ -72,8 +49,8 @@ def token_rewards_of(
     Args:
         turns_rewards: one reward per turn, that turn's increment of the return.
         action_spans: one [start, end) per turn, positions in the trajectory.
-        loss_mask: T zeros and ones. An end-of-turn token appended by us (the action was cut at
-            its length limit) has mask 0, inside the span or after it, and never gets the reward.
+        loss_mask: T zeros and ones. An end-of-turn token that we appended has mask 0 and never
+            gets the reward.
     Returns:
         T floats, zero but for at most one per turn; they sum to the trajectory's return.
     Raises:
@@ -191,8 +168,8 @@ def grpo(
     Returns:
         advantages, returns: (B, T) float32, 0 where loss_mask is 0; returns hold Rᵢ.
     Raises:
-        ValueError: as `gae`; group_ids is not (B,) of integers; a group has a single member. Rows
-            without policy tokens are no members and get zeros.
+        ValueError: as `gae`; group_ids is not (B,) of integers; a group has a single member (rows
+            without policy tokens are not members).
     """
     mask = _check(token_rewards, loss_mask)
     same_group = _same_group(group_ids, mask)  # (B, B)
@@ -212,8 +189,8 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
 
         Âᵢ = Rᵢ − 1/(n−1) Σ_{j ∈ G, j ≠ i} Rⱼ
 
-    A trajectory is no part of its own baseline, so the gradient is unbiased. In numbers it is
-    n/(n−1) times grpo's with scale_by_std=False; nothing is divided by a standard deviation.
+    A trajectory is not part of its own baseline, so the gradient is unbiased. It equals n/(n−1)
+    times grpo's with scale_by_std=False.
 
     Args, Returns, Raises: as `grpo`.
     """
@@ -272,21 +249,21 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     return _whiten(x.double(), loss_mask.bool()).float()
 
 
-def whiten_each(x: Tensor, loss_mask: Tensor, worlds: Sequence[str]) -> Tensor:
-    """`whiten` within the rows of each world: a world whose returns spread more than another's has
-    no more say. As AgentRL normalises the advantages of several tasks (arXiv 2510.04206). The
-    shift is theirs too: where long trajectories fail, it lifts what a group's baseline put below 0.
+def whiten_each(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
+    """`whiten` within the rows of each environment, so that wider returns in one do not drown the
+    others (AgentRL, arXiv 2510.04206). The shift is theirs too: where long trajectories fail, it
+    lifts what a group's baseline put below 0.
 
     Args:
-        worlds: B names, the world of each row.
+        envs: B names, the environment of each row.
 
     >>> two = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
     >>> [[round(v, 3) for v in row] for row in whiten_each(two, torch.ones(2, 2), "ab").tolist()]
     [[-0.707, 0.707], [-0.707, 0.707]]
     """
     whitened = torch.zeros_like(x)
-    for world in dict.fromkeys(worlds):
-        rows = [row for row, name in enumerate(worlds) if name == world]
+    for env in dict.fromkeys(envs):
+        rows = [row for row, name in enumerate(envs) if name == env]
         whitened[rows] = whiten(x[rows], loss_mask[rows])
     return whitened
 
@@ -365,30 +342,27 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **others: Tensor) -> Tensor
 
 
 class Estimator(NamedTuple):
-    """An entry of ESTIMATORS: the function, and what it asks of a run."""
+    """An entry of ESTIMATORS: what it takes from a batch, and what it needs from a run."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    estimate: Callable[[Any, float, float], tuple[Tensor, Tensor]]  # (Batch, gamma, lam)
     needs_group: bool = False  # its baseline is the other samples of the task: two or more
     needs_critic: bool = False  # its baseline is a critic's values
 
 
-# What --algorithm chooses from. A new estimator is a function above and a line here.
+# What --algorithm chooses from. A new estimator is a function above, a line here and its name in
+# config.py.
 ESTIMATORS = {
-    "grpo": Estimator(grpo, needs_group=True),
-    "ppo": Estimator(gae, needs_critic=True),
-    "rloo": Estimator(rloo, needs_group=True),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus),
+    "grpo": Estimator(
+        lambda b, gamma, lam: grpo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+    ),
+    "ppo": Estimator(
+        lambda b, gamma, lam: gae(b.token_rewards, b.values, b.loss_mask, gamma, lam),
+        needs_critic=True,
+    ),
+    "rloo": Estimator(
+        lambda b, gamma, lam: rloo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+    ),
+    "reinforce_plus_plus": Estimator(
+        lambda b, gamma, lam: reinforce_plus_plus(b.token_rewards, b.loss_mask, gamma)
+    ),
 }
-
-
-def estimate(algorithm: str, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), (B, T) each, by the estimator's own rule.
-
-    Args:
-        algorithm: a key of ESTIMATORS.
-        given: what there is, by name: token_rewards, loss_mask, group_ids, values, gamma, lam, ...;
-            the function takes the ones among its parameters.
-    """
-    function = ESTIMATORS[algorithm].function
-    wanted = inspect.signature(function).parameters
-    return function(**{name: given[name] for name in wanted if name in given})

@@ -71,7 +71,15 @@ from run.rundir import Run
 from run.session import Session, TrainingError, at_work
 from run.session import command_line as run_command
 from scale import distributed
-from update import Learner, Metrics, forward_policy, optimize, score_policy, suited
+from update import (
+    Learner,
+    Metrics,
+    forward_policy,
+    optimize,
+    policy_metrics,
+    score_policy,
+    suited,
+)
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 
@@ -311,7 +319,8 @@ def prefer(
     """
     objective, device = suited(objective, batch), learner.accelerator.device
 
-    def loss_of(part: Batch, num_pairs: float) -> tuple[Tensor, Metrics]:
+    def loss_of(part: Batch, mini_batch: Batch) -> tuple[Tensor, Metrics]:
+        num_pairs = len(mini_batch) / 2
         log_probs, _ = forward_policy(learner.model, part, objective, device)  # (B, T)
         b = part.to(device)
         assert b.ref_sums is not None
@@ -343,34 +352,7 @@ def prefer(
             "preference/rejected_log_prob": rejected.detach().sum() / num_pairs,
         }
 
-    metrics = optimize(
-        learner, batch, loss_of, objective, seed, count=lambda b: len(b) / 2, cuts_of=pair_cuts
-    )
-    named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
-    return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
-
-
-def pair_cuts(batch: Batch, rows: Sequence[int], objective: Objective) -> list[list[int]]:
-    """Rows of a mini-batch -> rows of its micro-batches. A pair is never cut in two, since the loss
-    is not a sum over rows.
-
-    With shared openings a pair is a packed row and a micro-batch; padded, pairs of like length lie
-    together. A pair over the budget gets its own.
-    """
-    pairs = sorted(
-        {row - row % 2 for row in rows},
-        key=lambda row: (-int(batch.lengths[row : row + 2].max()), row),
-    )
-    if objective.share_prefix:
-        return [[row, row + 1] for row in pairs]
-    cuts: list[list[int]] = []
-    for row in pairs:
-        longest = int(batch.lengths[cuts[-1]].max()) if cuts else 0
-        if cuts and (len(cuts[-1]) + 2) * longest <= objective.max_tokens_per_micro_batch:
-            cuts[-1] += [row, row + 1]
-        else:
-            cuts.append([row, row + 1])
-    return cuts
+    return policy_metrics(optimize(learner, batch, loss_of, objective, seed), learner)
 
 
 # --------------------------------------------------------------------------------------- the pairs

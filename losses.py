@@ -1,38 +1,32 @@
 """Losses: how the update spends the advantages, and what keeps it from running away.
 
-The policy gradient makes tokens with a positive advantage likelier. Tokens were sampled by the
-policy as it was before the step, the gradient is taken at the policy as it is now, and PPO
-(arXiv 1707.06347, eq. 7) bounds how far the two may part:
+Tokens were sampled by the policy as it was before the step, the gradient is taken at the policy as
+it is now, and PPO (arXiv 1707.06347, eq. 7) bounds how far the two may part:
 
     ρₜ = π(aₜ | sₜ) / π_old(aₜ | sₜ) = exp(log_probs − old_log_probs)
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
-N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler (below).
-`policy_objective` adds an entropy bonus and a penalty for leaving the reference model (below). The
-critic's loss and that of imitation stand by themselves; that of preferences (DPO) is in
-dpo.py.
+N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler.
+`policy_objective` adds an entropy bonus and a penalty for leaving the reference model. A reward
+says what to do and nothing of how: left alone, a policy that is paid for success drifts away from
+the language it started with. KL(π ‖ π_ref) measures that drift, and two places can make it cost:
+
+    in the reward   r′ₜ = rₜ − β · KLₜ      PPO for language models (arXiv 1909.08593, eq. 2)
+    in the loss     L + β · mean KL         GRPO (arXiv 2402.03300, eq. 3)
 
 One rule holds for every mean in this file: *token-level over a global denominator*. The caller
 counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
-that number as `denominator`; each micro-batch then yields its share of the sum, and gradients
-accumulate to the same update however the batch was split.
+that number as `denominator`; gradients then add up to the same update however the batch is split.
 
 Masks select, they do not multiply: NaN · 0 is NaN, so one bad logit on a padding token would end a
-run. `torch.where`, before any exp, keeps garbage on masked tokens out of the loss and of every
-gradient; NaN on a policy token does show, for the loop must see it.
+run. NaN on a policy token does show, for the loop must see it.
 
-The sampler's own log-probs. vLLM and the trainer disagree by about 0.004 nats a token in bf16,
-which makes "on-policy" RL off-policy. wₜ = min(π_old / π_sampler, C) is the truncated importance
-sampling of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training" (a technical report without an arXiv id).
-
-Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the
-ones before it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are
-scalars that carry the gradient; the other fields are detached metrics over the same denominator, so
-they too sum over micro-batches.
+Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the ones before
+it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are scalars that
+carry the gradient; the other fields are detached metrics over the same denominator.
 
 Run it: tutorials/02_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
-hand. Read next: train.py.
+hand. Read next: schedulers.py. The loss of preferences (DPO) is in dpo.py.
 """
 
 from __future__ import annotations
@@ -87,8 +81,6 @@ def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) 
         x, loss_mask: (B, T).
         denominator: policy tokens of the *whole* mini-batch; None counts those of this loss_mask
             (a mask without any gives 0).
-    Raises:
-        ValueError: denominator is not positive and finite.
 
     >>> x, loss_mask = torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> masked_mean(x, loss_mask).item()  # (1 + 2 + 6) / 3
@@ -100,11 +92,6 @@ def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) 
     """
     if denominator is None:
         return masked_sum(x, loss_mask) / loss_mask.bool().sum().clamp(min=1)
-    if not 0 < denominator < math.inf:
-        raise ValueError(
-            f"denominator is {denominator}; it must be the number of policy tokens in the whole "
-            "mini-batch: skip a mini-batch that has none"
-        )
     return masked_sum(x, loss_mask) / denominator
 
 
@@ -135,7 +122,7 @@ def policy_loss(
     Returns:
         PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, without an error.
     Raises:
-        ValueError: shapes differ, clip_ratio is not positive, or denominator is not.
+        ValueError: shapes differ.
     """
     check_shapes(
         log_probs,
@@ -144,8 +131,6 @@ def policy_loss(
         loss_mask=loss_mask,
         is_weights=is_weights,
     )
-    if not clip_ratio > 0:
-        raise ValueError(f"clip_ratio is {clip_ratio}; it must be positive (PPO uses 0.2)")
     mask = loss_mask.bool()
     # NOTE: select before exp, not only in the mean: where(mask, exp(x), 0) is finite in value, but
     # its gradient is 0 · inf = NaN. This one select stops every gradient on the way back.
@@ -184,12 +169,8 @@ def value_loss(
         loss_mask: (B, T) of 0 and 1.
         value_clip: ε, in units of return; math.inf switches the clip off.
         denominator: as in `policy_loss`.
-    Raises:
-        ValueError: shapes differ, value_clip is not positive, or denominator is not.
     """
     check_shapes(values, old_values=old_values, returns=returns, loss_mask=loss_mask)
-    if not value_clip > 0:
-        raise ValueError(f"value_clip is {value_clip}; it must be positive (math.inf: no clip)")
     mask = loss_mask.bool()
     returns, old_values = returns.detach(), old_values.detach()  # (B, T)
     values = torch.where(mask, values, 0.0)  # (B, T)  stops gradients of garbage, as above
@@ -223,12 +204,15 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 def sampler_is_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, cap: float
 ) -> Tensor:
-    """Truncated importance weights from the sampler's policy to the trainer's (Yao et al. 2025).
+    """Truncated importance weights from the sampler's policy to the trainer's.
 
         wₜ = min( exp(old_log_probs − rollout_log_probs), C )
 
-    Without mismatch w = 1. The cap bounds the variance at the price of some bias, and only from
-    above: a token the trainer finds less likely than the sampler did is weighed down in full.
+    vLLM and the trainer disagree by about 0.004 nats a token in bf16, which makes "on-policy" RL
+    off-policy (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", a technical report). Without mismatch w = 1. The cap bounds the variance at the price
+    of some bias, and only from above: a token the trainer finds less likely than the sampler did is
+    weighed down in full.
 
     Args:
         old_log_probs: (B, T) of the trainer, before the step's first update.
@@ -237,12 +221,8 @@ def sampler_is_weights(
         cap: C, at least 1; the report uses 2.
     Returns:
         (B, T), detached; 0 where loss_mask is 0.
-    Raises:
-        ValueError: shapes differ, or cap is below 1.
     """
     check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
-    if not cap >= 1:
-        raise ValueError(f"cap is {cap}; below 1 it would scale down tokens without any mismatch")
     weights = (old_log_probs - rollout_log_probs).exp().clamp(max=cap)  # (B, T)
     return torch.where(loss_mask.bool(), weights, 0.0)
 
@@ -271,8 +251,6 @@ def kl_estimate(
         loss_mask: (B, T); given, masked tokens are 0 in value and gradient whatever they hold.
     Returns:
         (B, T).
-    Raises:
-        ValueError: estimator is none of the three, or shapes differ.
     """
     check_shapes(log_probs, ref_log_probs=ref_log_probs, loss_mask=loss_mask)
     log_ratio = ref_log_probs.detach() - log_probs  # (B, T)  log r
@@ -282,9 +260,7 @@ def kl_estimate(
         return -log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    if estimator == "k3":
-        return log_ratio.expm1() - log_ratio  # expm1: r − 1 without cancellation near r = 1
-    raise ValueError(f"KL estimator is {estimator!r}; it must be one of k1, k2, k3")
+    return log_ratio.expm1() - log_ratio  # k3; expm1: r − 1 without cancellation near r = 1
 
 
 @torch.no_grad()
@@ -338,32 +314,17 @@ class AdaptiveKLController(FixedKLController):
         kl_coef: β at the start, positive (a product never leaves 0).
         target: KL in nats, in the unit of what `update` is given.
         horizon: number of trajectories over which β may change by a factor of about 1.2.
-    Raises:
-        ValueError: an argument is not positive.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
-        for name, number in (("kl_coef", kl_coef), ("target", target), ("horizon", horizon)):
-            if not number > 0:
-                raise ValueError(f"{name} is {number}; the adaptive controller needs it positive")
         super().__init__(kl_coef)
         self.target = target
         self.horizon = horizon
 
     def update(self, observed_kl: float, num_steps: int) -> None:
         """Adapt β to the KL observed over num_steps trajectories (all processes together)."""
-        if not math.isfinite(observed_kl):
-            raise ValueError(
-                f"observed KL is {observed_kl}; the coefficient would stay non-finite for good"
-            )
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
-        factor = 1 + error * num_steps / self.horizon
-        if factor <= 0:
-            raise ValueError(
-                f"{num_steps} trajectories in one update are too many for horizon {self.horizon}: "
-                f"the KL coefficient would turn negative; make horizon at least {num_steps}"
-            )
-        self.value *= factor
+        self.value *= 1 + error * num_steps / self.horizon
 
 
 # ------------------------------------------------------------- what an optimizer step descends
@@ -394,8 +355,7 @@ class LossTerm(NamedTuple):
 
 def kl_to_reference(s: Scored, objective: Objective) -> Tensor:
     """KL(π ‖ π_ref) by token, (B, T)."""
-    if s.ref_log_probs is None:
-        raise ValueError("kl_loss_coef needs the log-probs of the reference model")
+    assert s.ref_log_probs is not None
     return kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
 
 
@@ -416,9 +376,9 @@ def policy_objective(
     Args:
         denominator: policy tokens of the whole mini-batch.
         signal_share: policy tokens of the batch over those of the step (with seq-mean: rows).
-            Groups whose samples all did equally well are not in the batch, since their advantages
-            are 0, but they count: a step in which one group in eight says something is an eighth as
-            sure of its direction. The other terms are means over what is in the batch.
+            Groups with equal returns are not in the batch, since their advantages are 0, but they
+            count: a step with signal in one group of eight is an eighth as sure of its direction.
+            The other terms are means over what is in the batch.
     Returns:
         The loss, a scalar with gradient; and metrics, shares of a mean over policy tokens (those
         whose name begins with "max:" of a maximum).
@@ -472,16 +432,9 @@ def imitation_loss(
 
     Args:
         log_probs, loss_mask, denominator: as in `policy_loss`.
-        weights: (B,), one per trajectory, finite and not negative; None is 1 everywhere.
-    Raises:
-        ValueError: shapes differ, weights are not as above, or denominator is not positive.
+        weights: (B,), one per trajectory; None is 1 everywhere.
     """
     check_shapes(log_probs, loss_mask=loss_mask)
     if weights is not None:
-        if weights.shape != log_probs.shape[:1]:
-            got, expected = tuple(weights.shape), tuple(log_probs.shape[:1])
-            raise ValueError(f"weights is {got}, expected {expected}: one for each trajectory")
-        if not ((weights >= 0) & weights.isfinite()).all():
-            raise ValueError(f"weights are {weights.tolist()}; each must be finite and at least 0")
         log_probs = log_probs * weights.detach()[:, None]  # (B, T)
     return -masked_mean(log_probs, loss_mask, denominator)

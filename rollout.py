@@ -1,7 +1,7 @@
 """Multi-turn rollouts: the event-driven loop that grows many trajectories at once.
 
-Advancing all trajectories in rounds, generate for all, step all environments, again, makes every
-round last as long as its slowest environment. Here an environment's answer goes back to the engine
+If all trajectories advanced in rounds (generate for all, step all environments, again), every round
+would last as long as its slowest environment. Here an environment's answer goes back to the engine
 the moment it arrives, and the engine decodes whatever is there:
 
         ┌── a generation ends ──> env.step in a thread ──> observation ids appended ──┐
@@ -9,12 +9,13 @@ the moment it arrives, and the engine decodes whatever is there:
       engine (continuous batching) <───────────── submit the longer prompt ───────────┘
 
 Budgets are checked while rolling: a trajectory that reaches `max_trajectory_tokens` stops with
-`length` before the action that was cut is played, so no reward is earned by tokens that training
-never sees.
+`length` before the action that was cut is played, so tokens that training never sees earn nothing.
 
-What the policy caused (an unparsable action, a wrong one, too long a text) is its reward 0 and its
-lesson. What it cannot have caused (a server that dies, a time-out) is retried, and then the
-trajectory is marked `env_error`: left out of the loss and of its group's statistics, and counted.
+What the policy caused (an action that cannot be parsed, a wrong one, a text that is too long) earns
+0 and is learned from. What it cannot have caused (a server that dies, a time-out) is retried; then
+the trajectory is marked `env_error`, left out of the loss and of its group, and counted.
+
+At the end of the file: which tasks a step plays, a pure function of the step.
 
 Read first: `trajectory.py`. Read next: `train.py`.
 """
@@ -36,14 +37,7 @@ from typing import Any
 
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import (
-    EnvClient,
-    EnvError,
-    EnvPool,
-    EnvPools,
-    StepResult,
-    TooManySessions,
-)
+from envclient import EnvClient, EnvError, EnvPool, EnvPools, StepResult, TooManySessions
 from envs import Task, tasks_by_world
 from run.errors import TooManyEnvFailures
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
@@ -55,8 +49,34 @@ IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to 
 
 
 @dataclass(frozen=True)
+class RolloutRequest:
+    """One trajectory to roll: its group, which sample of its task, the environment's seed, and how
+    many turns it may take."""
+
+    task: Task
+    group_id: int
+    sample: int
+    seed: int
+    step: int
+    max_rounds: int
+
+    def heading(self, env: str) -> dict[str, Any]:
+        """What a `Trajectory` of this request begins with."""
+        return {
+            "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
+            "step": self.step,
+            "env": env,
+            "task_id": self.task.task_id,
+            "subtask": self.task.subtask,
+            "group_id": self.group_id,
+            "seed": self.seed,
+            "max_rounds": self.max_rounds,
+        }
+
+
+@dataclass(frozen=True)
 class RolloutSettings:
-    """Budgets and limits of a rollout; the horizon stands in each request."""
+    """Budgets and limits of a rollout; each request has its own horizon."""
 
     max_tokens_per_turn: int
     max_trajectory_tokens: int  # the prompt included
@@ -84,7 +104,7 @@ class RolloutLog:
 
 
 def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
-    """A 63-bit seed that depends on what is sampled, never on rank, thread or order of arrival."""
+    """63 bits that depend on what is sampled, never on rank, thread or order of arrival."""
     key = f"{seed}/{step}/{task_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
@@ -111,8 +131,7 @@ def collect(
     episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     num_open = len(episodes)
-    # More of them, and the engine's cache forgets between two turns what a trajectory has said.
-    waiting = iter(episodes)
+    waiting = iter(episodes)  # with more open the engine's cache would forget them between turns
     began = time.perf_counter()
     try:
         for episode in islice(waiting, engine.max_open):
@@ -145,10 +164,10 @@ def collect(
         with contextlib.suppress(Exception):  # it may be the engine that has failed
             engine.abort()
         if isinstance(error, EngineError):
-            for episode in generating.values():  # in nobody's hands but the engine's
+            for episode in generating.values():
                 episode.fail("engine_error", error)
         noted = {id(handler) for handler in log.ended}
-        for episode in episodes:  # also those whose last answer nobody has looked at
+        for episode in episodes:  # also those whose last answer is still in the queue
             if episode.handler.stop_reason and id(episode.handler) not in noted:
                 log.end(episode.handler)
         raise
@@ -165,14 +184,14 @@ def collect(
 
 
 class _EnvCalls:
-    """Calls to environments, in threads; `answered` gives back the episodes whose call is done.
+    """Calls to environments, in threads; `answered` returns the episodes whose call is done.
 
-    Two pools: resets wait when a server has no free session (429), and must not keep the steps
-    waiting that will free one.
+    Two thread pools: a reset waits while a server is full (429), and must not block the steps that
+    will free a session.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self.stopping = threading.Event()  # the loop has ended early: open no session any more
+        self.stopping = threading.Event()  # the loop ended early: open no more sessions
         self._resets = ThreadPoolExecutor(num_threads, THREAD_NAME)
         self._steps = ThreadPoolExecutor(num_threads, THREAD_NAME)
         self._answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()
@@ -188,9 +207,7 @@ class _EnvCalls:
             call()
         except BaseException as error:  # a bug in a thread must surface in the loop
             episode.crash = error
-        if (
-            self.stopping.is_set()
-        ):  # the loop has closed all sessions; this call may have opened one
+        if self.stopping.is_set():  # all sessions were closed, and this call may have opened one
             episode.close()
         self._answers.put(episode)
 
@@ -215,19 +232,16 @@ class _EnvCalls:
 
 
 def state_of(client: EnvClient) -> dict[str, Any] | None:
-    """What people look at; None where the server has none, as AgentGym's own, or fails to show it:
-    the turn was played all the same, and a session that is gone shows at the next."""
+    """The state as people see it, or None if the server has none (AgentGym's) or fails to show it:
+    the turn was played all the same."""
     with contextlib.suppress(EnvError):
         return client.state()
     return None
 
 
 def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
-    """Note what the environment answered to `turn`, and end the trajectory where that ends it;
-    whether it goes on.
-
-    How every episode proceeds after a step, one of tokens and one behind a chat server.
-    """
+    """Note the environment's answer to `turn` and end the trajectory if that ends it; whether it
+    goes on."""
     turn.observation_text, turn.reward = result.observation, float(result.reward)
     turn.parse_error = result.info.get("parse_error")
     success = bool(result.info.get("success"))
@@ -244,27 +258,23 @@ def check_failures(
     trajectories: Sequence[Trajectory], limit: float, total: int | None = None
 ) -> None:
     """Raise TooManyEnvFailures if more than the share `limit` of `total` (None: of these) was lost
-    to the infrastructure. Of several worlds in any: the small one that is gone would else be
-    missed by nobody."""
-    worlds = dict.fromkeys(t.env for t in trajectories)
-    for world in worlds:
-        own = [t for t in trajectories if t.env == world]
-        lost = [t for t in own if t.stop_reason in LOST]
-        asked = len(own) if total is None else total
-        if len(lost) > limit * asked:
-            of = f" of {world}" if len(worlds) > 1 else ""
+    to the infrastructure. Checked per environment, so that losing a small one is noticed."""
+    envs = dict.fromkeys(t.env for t in trajectories)
+    for env in envs:
+        of_env = [t for t in trajectories if t.env == env]
+        lost = [t for t in of_env if t.stop_reason in LOST]
+        num_asked = len(of_env) if total is None else total
+        if len(lost) > limit * num_asked:
+            where = f" of {env}" if len(envs) > 1 else ""
             raise TooManyEnvFailures(
-                f"{len(lost)} of {asked} trajectories{of} were lost to the environment, "
+                f"{len(lost)} of {num_asked} trajectories{where} were lost to the environment, "
                 f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
             )
 
 
 class _Episode:
-    """One trajectory in the making: its handler, its environment session, what may be done next.
-
-    `reset` and `act` run in a thread and touch nothing shared, `next_request` and `take` in the
-    loop.
-    """
+    """One trajectory in the making and its environment session. `reset` and `act` run in a thread
+    and touch nothing shared; `next_request` and `take` run in the loop."""
 
     def __init__(
         self,
@@ -289,9 +299,8 @@ class _Episode:
         return RolloutHandler(**heading, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:
-        """Open a session on a healthy server and reset it; up to NUM_TRIES servers are tried, those
-        that have failed this episode last. Full ones are waited for as long as sessions of ours may
-        end."""
+        """Open a session on a healthy server and reset it. Tries up to NUM_TRIES servers, those
+        that failed this episode last; waits for full ones while sessions of ours may end."""
         self.handler, self.must_restart = self._new_handler(), False
         left = NUM_TRIES
         while left and not self.stopping.is_set():
@@ -324,8 +333,7 @@ class _Episode:
             if self.settings.record_state:
                 turn.state = state_of(self.client)
         except EnvError as error:
-            # Now: while it waits for another one, those before it may be waiting for this one.
-            self.give_up_session()
+            self.give_up_session()  # now, or a full server could deadlock
             if self.restarts_left:
                 self.restarts_left -= 1
                 self.must_restart = True  # by the loop, in the pool where waiting is allowed
@@ -333,12 +341,9 @@ class _Episode:
                 self.fail("env_error", error)
             return
         if take_result(handler, turn, result):
-            ids = self.chat.observation(result.observation)
-            # The observation, one token of an answer, its end-of-turn.
-            if len(handler.input_ids) + len(ids) + 2 > self.settings.max_trajectory_tokens:
+            room = self.settings.max_trajectory_tokens - 2  # a token of an answer, its end-of-turn
+            if not handler.add_observation(self.chat, result.observation, room):
                 handler.stop("length", bool(result.info.get("success")))
-            else:
-                handler.add_observation(self.chat, result.observation)
         if handler.stop_reason:
             self.close()
 
@@ -371,7 +376,7 @@ class _Episode:
             handler.stop("length")
 
     def give_up_session(self) -> None:
-        """It has failed: the next one is of another server, if there is one."""
+        """The session failed: take the next one from another server, if there is one."""
         if self.client is not None:
             self.failed.add(self.client.base_url)
         self.close()
@@ -389,16 +394,25 @@ class _Episode:
 
 
 # ------------------------------------------------------------- which tasks a step plays, in order
+#
+#     position(t, n) = (t - 1) · per_turn + n              n-th task of draw t, counted from 1
+#     epoch, place   = divmod(position, count)
+#     index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
+#
+# All tasks are taken once before any is taken again, each epoch in another order. There is no
+# cursor and no generator that a checkpoint could restore wrong. With several environments positions
+# are dealt out to them, and each counts its own: weights 2, 1 give a a b a a b ...
 
 
 def drawn(
     turn: int, counts: Sequence[int], per_turn: int, key: str, weights: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
-    """(world, index in its list) of each task that the `turn`-th draw takes.
+    """(environment, index in its list) of each task that the `turn`-th draw takes. A draw may go on
+    into the next epoch, so that every step plays as many tasks.
 
     Args:
-        counts: tasks that each world has.
-        weights: how many tasks of each world follow one another; none: one of each.
+        counts: tasks of each environment.
+        weights: how many tasks of each environment follow one another; none: one of each.
 
     >>> [index for _, index in drawn(1, [4], 2, "0") + drawn(2, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]
@@ -411,30 +425,30 @@ def drawn(
     orders: dict[tuple[int, int], list[int]] = {}
     taken = []
     for position in range((turn - 1) * per_turn, turn * per_turn):
-        world = dealt[position % len(dealt)]
-        epoch, place = divmod(_times(world, position, dealt), counts[world])
-        if (world, epoch) not in orders:
-            orders[world, epoch] = _order_of(epoch, counts[world], key)
-        taken.append((world, orders[world, epoch][place]))
+        env = dealt[position % len(dealt)]
+        epoch, place = divmod(_times(env, position, dealt), counts[env])
+        if (env, epoch) not in orders:
+            orders[env, epoch] = _order_of(epoch, counts[env], key)
+        taken.append((env, orders[env, epoch][place]))
     return taken
 
 
 def epochs(
     turn: int, counts: Sequence[int], per_turn: int, weights: Sequence[int] = ()
 ) -> list[float]:
-    """How often each world's tasks have been taken once the `turn`-th draw is done.
+    """How often each environment's tasks have been taken once the `turn`-th draw is done.
 
     >>> epochs(1, [4, 2], 6, [2, 1])
     [1.0, 1.0]
     """
     dealt = _round_of(len(counts), weights)
-    return [_times(world, turn * per_turn, dealt) / count for world, count in enumerate(counts)]
+    return [_times(env, turn * per_turn, dealt) / count for env, count in enumerate(counts)]
 
 
 def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
-    """Indices that the `turn`-th step of an optimizer takes, at most `per_turn`, and the epochs
-    that are done with it. The steps of an epoch are of equal sizes: a step is a mean over what it
-    takes, so that in a rest of one that one would count as much as `per_turn` elsewhere.
+    """Indices of the conversations or pairs that the `turn`-th step learns, at most `per_turn`, and
+    the epochs done after it. The steps of an epoch have equal sizes: a step is a mean over its
+    rows, so a single row in a last step would count as much as `per_turn` elsewhere.
 
     >>> [portion(turn, 5, 4, "0")[0] for turn in (1, 2)], portion(2, 5, 4, "0")[1]
     ([[2, 3], [4, 1, 0]], 1.0)
@@ -445,46 +459,20 @@ def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], 
     return _order_of(epoch, count, key)[first:end], epoch + end / count
 
 
-def _round_of(num_worlds: int, weights: Sequence[int]) -> list[int]:
-    """The worlds as positions are dealt to them, over and over."""
-    weights = weights or [1] * num_worlds
-    return [world for world, weight in enumerate(weights) for _ in range(weight)]
+def _round_of(num_envs: int, weights: Sequence[int]) -> list[int]:
+    """The environments as positions are dealt to them, over and over."""
+    weights = weights or [1] * num_envs
+    return [env for env, weight in enumerate(weights) for _ in range(weight)]
 
 
-def _times(world: int, position: int, dealt: Sequence[int]) -> int:
-    """How many of the positions before this one are the world's."""
+def _times(env: int, position: int, dealt: Sequence[int]) -> int:
+    """How many of the positions before this one are the environment's."""
     rounds, rest = divmod(position, len(dealt))
-    return rounds * dealt.count(world) + dealt[:rest].count(world)
+    return rounds * dealt.count(env) + dealt[:rest].count(env)
 
 
 def _order_of(epoch: int, count: int, key: str) -> list[int]:
     return random.Random(f"{key}/{epoch}").sample(range(count), count)
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """One trajectory to roll: of which group, which sample of its task, the environment's seed, and
-    how many turns it may take, which is a matter of the world and of the schedule."""
-
-    task: Task
-    group_id: int
-    sample: int
-    seed: int
-    step: int
-    max_rounds: int
-
-    def heading(self, env: str) -> dict[str, Any]:
-        """What a `Trajectory` of this request begins with."""
-        return {
-            "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
-            "step": self.step,
-            "env": env,
-            "task_id": self.task.task_id,
-            "subtask": self.task.subtask,
-            "group_id": self.group_id,
-            "seed": self.seed,
-            "max_rounds": self.max_rounds,
-        }
 
 
 def draw(
@@ -497,36 +485,38 @@ def draw(
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
-    """What is played at the `turn`-th time, named by `step`; all samples of a group share the
-    environment's seed. A task that comes twice in a turn goes on counting its samples, which are
-    what tells the random numbers of one from those of another.
+    """The requests of the `turn`-th draw, named by `step`; all samples of a group share the
+    environment's seed. A task that comes twice in a draw goes on counting its samples, because the
+    sampler's random numbers depend on step, task and sample alone.
 
     Args:
-        horizons: most turns in each world.
-        weights: of the worlds, in the order in which `tasks` names them.
+        horizons: most turns in each environment.
+        weights: of the environments, in the order in which `tasks` names them.
     """
-    by_world = list(tasks_by_world(tasks).values())
-    counts = [len(own) for own in by_world]
-    requests, first, before = [], (turn - 1) * num_tasks, Counter[str]()
-    for n, (world, index) in enumerate(drawn(turn, counts, num_tasks, str(seed), weights)):
-        task, env_seed = by_world[world][index], seed * 1_000_003 + first + n
-        rounds, k = horizons[task.env], before[task.task_id]
-        before[task.task_id] += group_size
-        samples = range(k, k + group_size)
-        requests += [RolloutRequest(task, n, k, env_seed, step, rounds) for k in samples]
+    by_env = list(tasks_by_world(tasks).values())
+    requests, first, num_before = [], (turn - 1) * num_tasks, Counter[str]()
+    pairs = drawn(turn, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
+    for n, (env, index) in enumerate(pairs):
+        task, env_seed = by_env[env][index], seed * 1_000_003 + first + n
+        k = num_before[task.task_id]
+        num_before[task.task_id] += group_size
+        requests += [
+            RolloutRequest(task, n, sample, env_seed, step, horizons[task.env])
+            for sample in range(k, k + group_size)
+        ]
     return requests
 
 
 def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
-    """The requests of one process: all samples of every `ranks`-th task of each world. A rollout
-    waits for the process that is done last, so none has the slow world for itself.
+    """The requests of one process: all samples of every `ranks`-th task of each environment, so
+    that no process has a slow environment to itself.
 
     >>> tasks = [Task(f"t{n}", n, "", env) for n, env in enumerate(["quick", "slow"] * 2)]
     >>> requests = draw(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})
     >>> [sorted(r.task.env for r in share_of(requests, rank, 2)) for rank in (0, 1)]
     [['quick', 'slow'], ['quick', 'slow']]
     """
-    world_of = {r.group_id: r.task.env for r in requests}
-    in_turn = sorted(world_of, key=lambda group: (world_of[group], group))
-    own = set(in_turn[rank::ranks])
-    return [r for r in requests if r.group_id in own]
+    env_of = {r.group_id: r.task.env for r in requests}
+    in_turn = sorted(env_of, key=lambda group: (env_of[group], group))
+    groups = set(in_turn[rank::ranks])
+    return [r for r in requests if r.group_id in groups]

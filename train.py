@@ -7,8 +7,7 @@ in one loop.
                            │
     environment servers <──> 2 roll out: sampler and environments take turns, token by token
                            │        trajectories: ids, masks, log-probs, rewards
-                           3 log-probs: what the trainer, the reference and the critic say of the
-                           same tokens
+                           3 log-probs of the same tokens: trainer, reference, critic
                            │
                            4 advantages: was a token followed by more reward than usual?
                            │
@@ -18,20 +17,17 @@ in one loop.
                            │
                            7 log, evaluate on held-out tasks, save ──> next step
 
-Banner 1 makes it ScalingInter-RL. Banner 4 makes it GRPO, RLOO, REINFORCE++ or PPO, which also asks
-for a critic in 3 and 5.
+Banner 1 makes it ScalingInter-RL. Banner 4 makes it GRPO, RLOO, REINFORCE++ or PPO, which also
+needs a critic in 3 and 5.
 
     python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
     accelerate launch --config_file recipes/fsdp2.yaml train.py --env textcraft   # many GPUs
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
 
-With several processes all of them run this loop, line by line, on the same trajectories; what is
-split between them is in scale/distributed.py.
-
-Everything a run writes lies in its directory: metrics, timings, every trajectory, evaluations,
-checkpoints and a plot. Ctrl-C stops it after saving; `--resume --run-dir DIR` goes on. Exit codes:
-0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
+With several processes each runs this loop, line by line, on the same trajectories; what is split
+between them is in scale/distributed.py. Ctrl-C stops a run after saving; `--resume --run-dir DIR`
+goes on. Exit codes: 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
 From Python: `from config import options`, `train(options("textcraft", steps=4))`.
 
@@ -49,9 +45,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from advantages import ESTIMATORS, estimate, whiten_each
+from advantages import ESTIMATORS, whiten_each
 from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, in_each
 from envs import Task, env_name, tasks_by_world
@@ -90,14 +84,14 @@ SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 
 def train(config: Config) -> Run:
-    """Train as the options say; the run, closed: `run.path` holds all that it left.
+    """Train as the options say; the run, closed: `run.path` holds everything that it wrote.
 
     Raises:
         Misuse: an option, or what it names, cannot work; nothing was written.
-        KeyboardInterrupt: after Ctrl-C, once all is saved.
+        KeyboardInterrupt: after Ctrl-C, once everything is saved.
         RunFailed: training ended early; what was saved stays.
     """
-    config = checked(config)
+    c = config = checked(config)
     with at_work(config, RLWorker) as session:
         w = session.worker
         session.evaluate_start()
@@ -110,45 +104,44 @@ def train(config: Config) -> Run:
             requests = requests_of(step, w.tasks, config, horizons)
             with session.saving_on_failure(), clock("time/rollout_s"):
                 trajectories, log = w.roll_out(requests)
-            if config.shuffle_rewards:
-                shuffle_rewards(trajectories, seed=config.seed + step)
-            usable, num_compared, signal = usable_trajectories(trajectories, config)
+            if c.shuffle_rewards:
+                shuffle_rewards(trajectories, seed=c.seed + step)
+            usable, num_compared, signal = select(trajectories, config)
             metrics = by_env("horizon/max_rounds", horizons, max)
             metrics["data/epoch"] = w.epoch_of(step)
 
             if usable:
                 # ---------------------------------------------------------------------- 3 log-probs
                 batch = make_batch(usable, w.pad_id)
-                objective, each = in_as_many_steps(config, len(usable), num_compared)
+                objective, step_weight = keep_num_steps(config, len(usable), num_compared)
                 with session.saving_on_failure(), clock("time/log_probs_s"):
                     w.score(batch, objective)
 
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch)
-                    # The estimator takes the ones that its parameters name.
-                    given = vars(batch) | {"gamma": config.gamma, "lam": config.lam}
-                    batch.advantages, batch.returns = estimate(config.algorithm, given)
-                    if config.normalize_per_env:
-                        worlds = [t.env for t in usable]
-                        whitened = whiten_each(batch.advantages, batch.loss_mask, worlds)
-                        batch.advantages = whitened
+                    estimator = ESTIMATORS[c.algorithm]
+                    batch.advantages, batch.returns = estimator.estimate(batch, c.gamma, c.lam)
+                    if c.normalize_per_env:
+                        envs = [t.env for t in usable]
+                        batch.advantages = whiten_each(batch.advantages, batch.loss_mask, envs)
 
                 # ------------------------------------------------------------------------- 5 update
                 with clock("time/update_s"):
-                    metrics |= w.update(step, batch, objective, each * signal["data/signal_share"])
+                    share = step_weight * signal["data/signal_share"]
+                    metrics |= w.update(step, batch, objective, share)
 
                 # --------------------------------------------------------------------------- 6 sync
                 with session.saving_on_failure(learned=True), clock("time/sync_s"):
                     difference, clock.values["sync/bytes"] = w.sync(step, usable)
                     metrics["sync/log_prob_diff_mean"] = difference
 
-                trained = int(batch.lengths.sum()) * config.ppo_epochs
-                clock.values |= {
-                    "update/tokens_per_s": trained / max(clock.values["time/update_s"], 1e-9),
-                    "update/padding_share": padding_of(batch, objective, seed=step),
-                }
-                keep_advantages(usable, batch.advantages)
+                num_trained = int(batch.lengths.sum()) * c.ppo_epochs
+                seconds = max(clock.values["time/update_s"], 1e-9)
+                clock.values["update/tokens_per_s"] = num_trained / seconds
+                clock.values["update/padding_share"] = padding_of(batch, objective, seed=step)
+                for t, row in zip(usable, batch.advantages, strict=True):
+                    t.advantages = row[: len(t.input_ids)].tolist()
             else:
                 distributed.say(f"step {step}: no learning signal, no weight changes")
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
@@ -167,48 +160,48 @@ def train(config: Config) -> Run:
 def requests_of(
     step: int, tasks: Sequence[Task], config: Config, horizons: Mapping[str, int]
 ) -> list[RolloutRequest]:
-    """The step's trajectories to roll: `order.draw`, a pure function of the step."""
+    """The step's trajectories to roll: `rollout.draw`, a pure function of the step."""
     c = config
     size = c.tasks_per_step, c.group_size
     return draw(step, tasks, *size, c.seed, step, horizons, c.env_weights)
 
 
-def usable_trajectories(
+def select(
     trajectories: Sequence[RolloutHandler], config: Config
 ) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
     """The trajectories that enter the loss, of how many that were compared, and their share.
 
-    Out go: those the infrastructure lost or without a policy token; for algorithms that compare
-    within a group, groups left with one member and, with --skip-zero-variance, groups whose returns
-    are all equal: their advantages are 0, but where --kl-coef takes from each what it has drifted,
-    or --normalize-per-env shifts them all.
+    Dropped: trajectories lost to the infrastructure or without a policy token. For algorithms that
+    compare within a group also groups left with one member and, with --skip-zero-variance, groups
+    with equal returns: their advantages are 0, unless --kl-coef or --normalize-per-env moves them.
     """
-    valid = [t for t in trajectories if t.is_valid]
-    compared = valid
+    usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
-        size = Counter(t.group_id for t in valid)
-        compared = valid = [t for t in valid if size[t.group_id] > 1]
+        size = Counter(t.group_id for t in usable)
+        usable = compared = [t for t in usable if size[t.group_id] > 1]
         if config.skip_zero_variance and not (config.kl_coef or config.normalize_per_env):
             returns: dict[int, list[float]] = {}
-            for t in valid:
+            for t in compared:
                 returns.setdefault(t.group_id, []).append(t.total_return)
-            valid = [t for t in valid if not are_equal(returns[t.group_id])]
-    for t in valid:
+            usable = [t for t in compared if not are_equal(returns[t.group_id])]
+    for t in usable:
         t.used_in_loss = True
-    used, all_tokens = (sum(sum(t.loss_mask) for t in each) for each in (valid, compared))
-    share = used / max(all_tokens, 1)
-    if config.loss_agg == "seq-mean":  # a mean over trajectories, then
-        share = len(valid) / max(len(compared), 1)
-    return valid, len(compared), {"data/policy_tokens": used, "data/signal_share": share}
+    num_tokens, all_tokens = (sum(sum(t.loss_mask) for t in ts) for ts in (usable, compared))
+    share = num_tokens / max(all_tokens, 1)
+    if config.loss_agg == "seq-mean":  # the loss is a mean over trajectories
+        share = len(usable) / max(len(compared), 1)
+    return usable, len(compared), {"data/policy_tokens": num_tokens, "data/signal_share": share}
 
 
-def in_as_many_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Config, float]:
-    """Options by which what is left of a step's trajectories is learned in as many optimizer steps
-    as all would be, and how many of those each stands for where they cannot be as many. Each is
-    scaled by the share that is left; fewer would count what was left out a second time.
+def keep_num_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Config, float]:
+    """Shrink mini_batch_size so that the remaining rows take as many optimizer steps as all would;
+    and the steps that each stands for, where there are too few rows for that.
 
-    >>> made = [in_as_many_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
-    >>> [(objective.mini_batch_size, round(each, 2)) for objective, each in made]
+    Each step is scaled by the share of rows with signal. With fewer steps as well, the rows that
+    were left out would count twice.
+
+    >>> made = [keep_num_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
+    >>> [(objective.mini_batch_size, round(weight, 2)) for objective, weight in made]
     [(64, 1.0), (16, 1.0), (2, 1.33)]
     """
     steps = math.ceil(num_compared / config.mini_batch_size)
@@ -217,9 +210,8 @@ def in_as_many_steps(config: Config, num_rows: int, num_compared: int) -> tuple[
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
-    """The control: every trajectory gets another one's return, on its last turn; what it did no
-    longer matters. The multiset of returns stays; fewer groups are silent then.
-    """
+    """The control: every trajectory gets another one's return, on its last turn. The multiset of
+    returns stays; what a trajectory did no longer matters."""
     valid = [t for t in trajectories if t.is_valid]
     returns = [t.total_return for t in valid]
     random.Random(seed).shuffle(returns)
@@ -229,18 +221,17 @@ def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
         t.turns[-1].reward = value
 
 
-def keep_advantages(trajectories: Sequence[RolloutHandler], advantages: torch.Tensor) -> None:
-    """Write each row's advantages into its trajectory, as they were trained on; files round them
-    (`trajectory.rounded`)."""
-    for t, row in zip(trajectories, advantages, strict=True):
-        t.advantages = row[: len(t.input_ids)].tolist()
-
-
 # ---------------------------------------------------------------- what RL adds to run/worker.py
 
 
 class RLWorker(Worker):
-    """A worker that scores what was played and learns from advantages.
+    """A worker that scores trajectories and learns from advantages. It adds
+
+        critic         PPO's: the return to expect after each token
+        reference      the policy that the run began with, frozen; with LoRA the policy without its
+                       adapters
+        schedulers     how many turns the agent may take at step t, one per environment
+        kl_controller  the weight of the KL penalty in the reward, fixed or steered
 
     Raises:
         Misuse: what only the tasks, the model or the first prompt reveal.
@@ -264,10 +255,8 @@ class RLWorker(Worker):
             )
         super().__init__(config, run, stack, stop)
         self.schedulers = {
-            env_name(own.env): make_scheduler(
-                own.rounds_scheduler, own.rounds, own.steps_scaling_inter
-            )
-            for own in in_each(config)
+            env_name(c.env): make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
+            for c in in_each(config)
         }
         self.kl_controller = FixedKLController(config.kl_coef)
         if config.kl_target is not None:
@@ -276,7 +265,7 @@ class RLWorker(Worker):
             )
 
     def load_models(self) -> None:
-        """The policy, PPO's critic and the frozen reference, as far as the options ask for them."""
+        """The policy, PPO's critic and the frozen reference, as far as the options need them."""
         super().load_models()
         c = self.config
         self.critic: Learner | None = None
@@ -289,8 +278,8 @@ class RLWorker(Worker):
             self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
 
     def rounds_at(self, step: int) -> dict[str, int]:
-        """World -> how many turns the agent may take there at this step."""
-        return {world: each.rounds_at(step) for world, each in self.schedulers.items()}
+        """Environment -> how many turns the agent may take in it at this step."""
+        return {env: scheduler.rounds_at(step) for env, scheduler in self.schedulers.items()}
 
     @property
     def returns_to_start(self) -> bool:
@@ -298,8 +287,8 @@ class RLWorker(Worker):
         return super().returns_to_start or self.has_reference
 
     def epoch_of(self, step: int) -> float:
-        """Passes over the tasks, after a step; of several worlds that of the least."""
-        c, counts = self.config, [len(own) for own in tasks_by_world(self.tasks).values()]
+        """Passes over the tasks after a step; with several environments, the smallest of theirs."""
+        c, counts = self.config, [len(tasks) for tasks in tasks_by_world(self.tasks).values()]
         return min(epochs(step, counts, c.tasks_per_step, c.env_weights))
 
     def rates(self) -> dict[str, float]:
@@ -313,8 +302,8 @@ class RLWorker(Worker):
         return parts
 
     def score(self, batch: Batch, objective: Objective) -> None:
-        """Banner 3: old log-probs (where the policy moves more than once, see update.py), reference
-        log-probs, values."""
+        """Banner 3: old log-probs (only if the policy moves more than once, see update.py),
+        reference log-probs, values."""
         c, policy, device = self.config, self.policy.model, self.device
         self.rest()
         with phase("log-probs"):
@@ -343,10 +332,8 @@ class RLWorker(Worker):
     def update(
         self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0
     ) -> dict[str, float]:
-        """Banner 5: optimizer steps on the critic, if there is one, and on the policy.
-
-        The step is the seed of the mini-batches' order.
-        """
+        """Banner 5: optimizer steps on the critic, if there is one, and on the policy. The step is
+        the seed of the order of the mini-batches."""
         self.set_learning_rates(step)
         metrics: dict[str, float] = {}
         if self.critic is not None:

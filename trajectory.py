@@ -1,7 +1,6 @@
 """One trajectory as token ids and masks: what was said, by whom, how likely it was when sampled.
 
-A multi-turn trajectory is an alternation of what the environment says (o) and what the policy says
-(a), kept as token ids in lists of equal length:
+The environment (o) and the policy (a) speak in turn, kept as token ids in lists of equal length:
 
     input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   what the model is fed
     loss_mask           0  0  0   1  1   1     0  0   1  1  1   1: sampled by the policy
@@ -9,8 +8,8 @@ A multi-turn trajectory is an alternation of what the environment says (o) and w
 
 Two rules make it exact, and each has broken a published system:
   * token ids in, token ids out. Sampled ids are appended as sampled; nothing is decoded and encoded
-    again. Each prompt sent to the engine is therefore a prefix of the final sequence, which
-    `check()` verifies every time.
+    again. Each prompt sent to the engine is therefore a prefix of the final sequence, and
+    `check()` verifies that every time.
   * mask 1 only on sampled tokens. A turn cut at `max_tokens_per_turn` gets its end-of-turn appended
     with mask 0.
 
@@ -46,8 +45,8 @@ COUNTED = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")  # 
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """Whether a group's returns are all the same, as far as float32 tells (advantages.py): a world
-    that pays in parts adds them up in the order in which they came.
+    """Whether a group's returns are all the same up to float32 rounding (advantages.py): rewards
+    paid in parts are added in the order in which they came.
 
     >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
     (True, False)
@@ -108,10 +107,8 @@ class Trajectory:
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:
-        """One JSON object of `trajectories/*.jsonl`: what is short, what was said, token by token.
-
-        Fields about tokens are null without any.
-        """
+        """One JSON object of `trajectories/*.jsonl`: short fields, messages and turns, then lists
+        of tokens (null without any)."""
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         line |= {name: line.get(name) for name in TOKEN_FIELDS}
         said = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
@@ -160,10 +157,15 @@ class RolloutHandler(Trajectory):
         self.messages = [*prompt, {"role": "user", "content": observation}]
         self._append(chat.opening(prompt, observation))
 
-    def add_observation(self, chat: ChatTemplate, text: str) -> None:
-        """Append what the environment said; its tokens get loss_mask 0."""
+    def add_observation(self, chat: ChatTemplate, text: str, max_tokens: int | None = None) -> bool:
+        """Append what the environment said; its tokens get loss_mask 0. False, with nothing
+        appended, if the sequence would then have more than `max_tokens`."""
+        ids = chat.observation(text)
+        if max_tokens is not None and len(self.input_ids) + len(ids) > max_tokens:
+            return False
         self.messages.append({"role": "user", "content": text})
-        self._append(chat.observation(text))
+        self._append(ids)
+        return True
 
     def add_action(
         self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]
@@ -189,7 +191,7 @@ class RolloutHandler(Trajectory):
         return turn
 
     def next_prompt(self) -> list[int]:
-        """The ids to sample from now; remembered for `check`."""
+        """The ids to sample from now, remembered for `check`."""
         self._prompts.append((len(self.input_ids), hash(tuple(self.input_ids))))
         return self.input_ids
 
@@ -203,7 +205,7 @@ class RolloutHandler(Trajectory):
         for length, digest in self._prompts:
             if hash(tuple(self.input_ids[:length])) != digest:
                 raise RuntimeError(
-                    f"{self.trajectory_id}: a prompt of {length} ids is no prefix of the sequence"
+                    f"{self.trajectory_id}: a prompt of {length} ids is not a prefix of the ids"
                 )
 
     def stop(self, reason: str, success: bool = False) -> None:
@@ -234,11 +236,9 @@ class RolloutHandler(Trajectory):
 
 
 def rounded(numbers: Sequence[float]) -> list[float]:
-    """Each with 7 significant digits, nothing as the shortest zero: half the bytes of all digits.
-
-    That is off by at most 5e-7 of the number, 8 times what float32 itself is off by. A log-prob of
-    -10 moves by 5e-6 nats at most, where sampler and trainer differ by 4e-3 in bfloat16. What is
-    trained on is the number in memory; the file is for reading.
+    """Each with 7 significant digits, which halves the bytes. A log-prob of -10 moves by 5e-6 nats
+    at most, where sampler and trainer differ by 4e-3 in bfloat16; training uses the numbers in
+    memory, the file is for reading.
 
     >>> rounded([-0.10536051541566849, 0.0, -1.2345678e-09])
     [-0.1053605, 0, -1.234568e-09]
@@ -250,7 +250,7 @@ def from_line(line: dict[str, Any]) -> Trajectory:
     """The trajectory that `to_line` wrote: a RolloutHandler, or without tokens a Trajectory.
 
     Raises:
-        ValueError: a field is missing, or is none of ours.
+        ValueError: a field is missing or unknown.
     """
     fields = {name: value for name, value in line.items() if name not in COUNTED}
     kind: type[Trajectory] = RolloutHandler
@@ -265,5 +265,5 @@ def from_line(line: dict[str, Any]) -> Trajectory:
         return kind(**fields, turns=turns)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{line.get('trajectory_id')} is no line of a trajectory: {error}"
+            f"{line.get('trajectory_id')} is not a line of a trajectory: {error}"
         ) from None

@@ -2,41 +2,27 @@
 
     J(θ) = s/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A ) - β KL(π_θ ‖ π_ref) + c_H H(π_θ)
 
-    ρ = π_θ(token) / π_old(token)
-    w = min( π_old / μ, cap )
+    ρ = π_θ(token) / π_old(token)        π_old: the policy when the step began
+    w = min( π_old / μ, cap )            μ: the policy as the sampler computed it
     N = policy tokens of the mini-batch over all processes
     s = policy tokens of the batch over those of the step, groups without signal included
 
-With `--loss-agg seq-mean` all three are means over trajectories, each token times N / (B n_b)
-(`batching.even_weights`), and s counts trajectories; KL and entropy are logged by token.
-
-π_old is the policy when the step began, as the trainer computes it; μ is the policy as the sampler
-computed it. The two have the same weights and differ by rounding (0.004 nats a token in bfloat16);
-w corrects for that.
+With `--loss-agg seq-mean` all three terms are means over trajectories, each token weighted by
+`batching.even_weights`, and s counts trajectories; KL and entropy are logged by token.
 
     step's batch ──shuffle──> mini-batches ──cut──> micro-batches
                               an optimizer step     a backward each
 
-`--ppo-epochs` E over a batch of M mini-batches takes E·M optimizer steps. When E·M = 1 the policy
-has not moved before its only step, so ρ = 1 and π_old is the current policy, detached: the pass
-that would recompute it is left out, exactly.
+`--ppo-epochs` E over M mini-batches takes E·M optimizer steps. When E·M = 1 the policy has not
+moved before its only step: ρ = 1, and π_old is the current policy, detached.
 
-`optimize` is the one loop that cuts, accumulates, clips and steps. A method is a `loss_of`, a few
-lines that run the model on a micro-batch and ask losses.py for its loss: RL's policy and critic and
-weighted imitation here, preferences in dpo.py.
+`optimize` is the one loop that cuts, accumulates, clips and steps. A method is a `loss_of`: a few
+lines that run the model on a micro-batch and ask losses.py for its loss.
 
-Over several processes every rank holds the whole batch, takes the same mini-batches, and runs its
-own share of the micro-batches (`scale/distributed.py`); N and the sums are global, so that
-neither the number of processes nor the cut changes the step.
+Over several processes every rank holds the whole batch, takes the same mini-batches and runs its
+share of the micro-batches (`scale/distributed.py`); N and the sums are global.
 
-The samples of a task are neighbours when mini-batches are cut: a group that is spread over four
-mini-batches shares its opening with a quarter of its samples only (`scale/prefix.py`).
-
-A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped and
-counted, on every rank alike.
-
-Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for where the passes
-stand in a step.
+Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for the whole step.
 """
 
 from __future__ import annotations
@@ -48,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batching import Batch, even_weights, micro_batches, padding_share
+from batching import Batch, cut, even_weights, padding_share
 from config import Objective
 from losses import (
     Scored,
@@ -60,7 +46,7 @@ from losses import (
 )
 from run.progress import phase
 from scale import distributed
-from scale.prefix import group_cuts, pack, shared_share
+from scale.prefix import pack, shared_share
 
 # Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
 # on it was faster in every repeat of a benchmark (135M model, two CPU cores), below 6 %
@@ -68,10 +54,9 @@ from scale.prefix import group_cuts, pack, shared_share
 SHARING_PAYS = 0.1
 
 Metrics = dict[str, torch.Tensor]
-# The loss of a micro-batch (on the CPU), given the policy tokens of its mini-batch, or what else is
-# counted of it; what is logged.
-LossOf = Callable[[Batch, float], tuple[torch.Tensor, Metrics]]
-CutsOf = Callable[[Batch, list[int], Objective], list[list[int]]]
+# (micro-batch, its mini-batch), on the CPU -> the micro-batch's share of the mini-batch's loss, and
+# of what is logged.
+LossOf = Callable[[Batch, Batch], tuple[torch.Tensor, Metrics]]
 
 
 class Learner(NamedTuple):
@@ -85,67 +70,50 @@ class Learner(NamedTuple):
 # ---------------------------------------------------------------------- one loop for every method
 
 
-def num_policy_tokens(batch: Batch) -> float:
-    return float(batch.loss_mask.sum())
-
-
 def optimize(
     learner: Learner,
     batch: Batch,
     loss_of: LossOf,
     objective: Objective,
     seed: int = 0,
-    count: Callable[[Batch], float] = num_policy_tokens,
-    cuts_of: CutsOf | None = None,
-    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
     label: str = "update",
 ) -> dict[str, float]:
     """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
+    A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped
+    and counted, on every rank alike.
+
     Args:
-        loss_of: must be a sum over policy tokens divided by the number that it is given, so that
-            neither the cut nor the number of processes changes the step.
-        count: what that number counts in a mini-batch, if not its policy tokens.
-        cuts_of: rows of a mini-batch -> rows of its micro-batches, if not `cut`.
-        weigh: loss_mask of a mini-batch -> weights of its rows; None: the batch's own, if any.
+        loss_of: must be a sum over rows divided by a count of the mini-batch, so that neither the
+            cut nor the number of processes changes the step.
         objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
         seed: of the order of the mini-batches.
-        label: what its progress is called; empty: a phase around this one tells it.
+        label: of the progress line.
     Returns:
         What loss_of measures, as means over mini-batches (names with "max:" as maxima);
-        `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`,
-        mini-batches that were not finite.
+        `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`.
     """
     totals: dict[str, float] = {}
     norms: list[float] = []
-    num_skipped = 0
     mini_batches = list(_mini_batches(batch, objective, seed))
     with phase(label, len(batch) * objective.ppo_epochs, "trajectories") as tick:
         for rows in mini_batches:
-            if weigh is not None:
-                weights = torch.zeros(len(batch))  # other rows are not read
-                weights[rows] = weigh(batch.loss_mask[rows])
-                batch = replace(batch, weights=weights)
-            denominator = count(batch.rows(rows))
-            sums: dict[str, float] = {}  # of this rank's micro-batches
-            finite = True
-            passes = own_passes(batch, (cuts_of or cut)(batch, rows, objective))
+            mini_batch, sums, is_finite = batch.rows(rows), dict[str, float](), True
+            passes = _own_passes(batch, rows, objective)
             for micro, counts in passes:
-                loss, parts = loss_of(batch.rows(micro), denominator)
-                # FSDP averages gradients over ranks, and what is wanted is their sum.
+                loss, parts = loss_of(batch.rows(micro), mini_batch)
+                # FSDP averages gradients over ranks, and we want their sum.
                 learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
                 if counts and torch.isfinite(loss):
                     _add(sums, {name: float(value.detach()) for name, value in parts.items()})
                 elif counts:
-                    finite = False
-                tick(len(rows) / len(passes))  # of all ranks: they take as many passes each
+                    is_finite = False
+                tick(len(rows) / len(passes))  # every rank takes as many passes
             norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
-            reports = distributed.gather((finite and math.isfinite(norm), sums))
-            if all(is_finite for is_finite, _ in reports):
+            reports = distributed.gather((is_finite and math.isfinite(norm), sums))
+            if all(finite for finite, _ in reports):
                 learner.optimizer.step()
                 norms.append(norm)
-            else:
-                num_skipped += 1
             learner.optimizer.zero_grad()
             for _, part in reports:
                 _add(totals, part)
@@ -153,16 +121,15 @@ def optimize(
         name.removeprefix("max:"): value if name.startswith("max:") else value / len(mini_batches)
         for name, value in totals.items()
     }
-    grad_norm = sum(norms) / len(norms) if norms else 0.0
     return means | {
-        "grad_norm": grad_norm,
+        "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "optimizer_steps": len(norms),
-        "skipped_steps": num_skipped,
+        "skipped_steps": len(mini_batches) - len(norms),
     }
 
 
 def _add(totals: dict[str, float], numbers: dict[str, float]) -> None:
-    """Add numbers to running sums; those whose name begins with max: to running maxima."""
+    """Add to running sums; names that begin with max: are running maxima."""
     for name, number in numbers.items():
         if name.startswith("max:"):
             totals[name] = max(totals.get(name, 0.0), number)
@@ -171,7 +138,8 @@ def _add(totals: dict[str, float], numbers: dict[str, float]) -> None:
 
 
 def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[list[int]]:
-    """Row indices of each optimizer step: every row once per epoch, groups in a fresh order."""
+    """Row indices of each optimizer step: every row once per epoch, groups in a fresh order. A
+    group's samples stay neighbours, so that they can share their opening (scale/prefix.py)."""
     generator = torch.Generator().manual_seed(seed)
     members: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
@@ -185,31 +153,13 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
             yield rows[n * len(rows) // parts : (n + 1) * len(rows) // parts]
 
 
-def cut(batch: Batch, rows: list[int], objective: Objective) -> list[list[int]]:
-    """Rows of a mini-batch -> rows of its micro-batches; where it can, one for every rank."""
-    limit, ranks = objective.max_tokens_per_micro_batch, distributed.world_size()
-
-    def cuts_of(max_tokens: int) -> list[list[int]]:
-        if objective.share_prefix:
-            return group_cuts(batch, rows, max_tokens)
-        by_length = micro_batches(batch.lengths[rows].tolist(), max_tokens)
-        return [[rows[i] for i in micro] for micro in by_length]
-
-    cuts = cuts_of(limit)
-    if len(cuts) < ranks:
-        finer = cuts_of(min(limit, math.ceil(sum(_costs(batch, cuts)) / ranks)))
-        cuts = finer if len(finer) > len(cuts) else cuts
-    return cuts
-
-
-def _costs(batch: Batch, cuts: list[list[int]]) -> list[int]:
-    """Tokens of each micro-batch: what ranks are given equal amounts of."""
-    return [int(batch.lengths[rows].sum()) for rows in cuts]
-
-
-def own_passes(batch: Batch, cuts: list[list[int]]) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches, and whether each counts (distributed.own_passes)."""
-    return distributed.own_passes(cuts, _costs(batch, cuts))
+def _own_passes(
+    batch: Batch, rows: list[int], objective: Objective
+) -> list[tuple[list[int], bool]]:
+    """This rank's micro-batches of these rows, and whether each counts."""
+    limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
+    cuts = cut(batch, rows, limit, share, distributed.world_size())
+    return distributed.own_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
 
 
 def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
@@ -217,17 +167,17 @@ def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
     objective = suited(objective, batch)
     if objective.share_prefix:
         return 0.0
+    limit, ranks = objective.max_tokens_per_micro_batch, distributed.world_size()
     steps = _mini_batches(batch, objective, seed)
-    return padding_share(
-        batch.lengths.tolist(), [micro for rows in steps for micro in cut(batch, rows, objective)]
-    )
+    cuts = [micro for rows in steps for micro in cut(batch, rows, limit, num_ranks=ranks)]
+    return padding_share(batch.lengths.tolist(), cuts)
 
 
 # --------------------------------------------------------------------------------------- the policy
 
 
 def suited(objective: Objective, batch: Batch) -> Objective:
-    """`objective` with prefix sharing left out where the batch shares too little for it to pay."""
+    """`objective` without prefix sharing where the batch shares too little for it to pay."""
     if objective.share_prefix and shared_share(batch) < SHARING_PAYS:
         return replace(objective, share_prefix=False)
     return objective
@@ -271,39 +221,34 @@ def update_policy(
     Args:
         batch: with advantages; with old_log_probs unless there is exactly one optimizer step (then
             π_old = π_θ); with ref_log_probs when kl_loss_coef > 0.
-        signal_share: see `losses.policy_objective`.
+        signal_share: s, see `losses.policy_objective`.
     Returns:
         `policy/*` and `sampler/*` metrics, means over policy tokens.
-    Raises:
-        ValueError: old_log_probs is None although the policy moves before the last mini-batch.
     """
-    if batch.old_log_probs is None and objective.num_optimizer_steps(len(batch)) > 1:
-        raise ValueError(
-            "several optimizer steps need old_log_probs, computed before the first of them"
-        )
+    has_old = batch.old_log_probs is not None
+    assert has_old or objective.num_optimizer_steps(len(batch)) == 1, "the policy moves before this"
     objective, device = suited(objective, batch), learner.accelerator.device
-    weigh = even_weights if objective.loss_agg == "seq-mean" else None
 
-    def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
+    def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = forward_policy(learner.model, part, objective, device)  # (B, T) each
         b = part.to(device)
-        old = log_probs.detach() if b.old_log_probs is None else b.old_log_probs
         assert b.advantages is not None
+        weights = None
+        if objective.loss_agg == "seq-mean":
+            weights = even_weights(part.loss_mask, mini_batch.loss_mask).to(device)  # (B,)
         scored = Scored(
             log_probs=log_probs,
             entropy=entropy,
-            old_log_probs=old,
+            old_log_probs=log_probs.detach() if b.old_log_probs is None else b.old_log_probs,
             rollout_log_probs=b.rollout_log_probs,
             ref_log_probs=b.ref_log_probs,
             advantages=b.advantages,
             loss_mask=b.loss_mask,
-            weights=b.weights,
+            weights=weights,
         )
-        return policy_objective(scored, objective, denominator, signal_share)
+        return policy_objective(scored, objective, _num_tokens(mini_batch), signal_share)
 
-    metrics = optimize(learner, batch, loss_of, objective, seed, weigh=weigh)
-    named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
-    return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
+    return policy_metrics(optimize(learner, batch, loss_of, objective, seed), learner)
 
 
 def imitate(
@@ -321,16 +266,25 @@ def imitate(
     """
     objective, device = suited(objective, batch), learner.accelerator.device
 
-    def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
+    def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         with learner.accelerator.autocast():
             log_probs, entropy = forward_policy(learner.model, part, objective, device)
-        b = part.to(device)
-        loss = imitation_loss(log_probs, b.loss_mask, denominator, b.weights)
-        return loss, {"loss": loss, "entropy": masked_mean(entropy, b.loss_mask, denominator)}
+        b, num_tokens = part.to(device), _num_tokens(mini_batch)
+        loss = imitation_loss(log_probs, b.loss_mask, num_tokens, b.weights)
+        return loss, {"loss": loss, "entropy": masked_mean(entropy, b.loss_mask, num_tokens)}
 
-    metrics = optimize(learner, batch, loss_of, objective, seed, label=label)
-    named = {f"policy/{name}": value for name, value in metrics.items()}
+    return policy_metrics(optimize(learner, batch, loss_of, objective, seed, label), learner)
+
+
+def policy_metrics(metrics: dict[str, float], learner: Learner) -> dict[str, float]:
+    """What `optimize` returns, under the names that are logged, with the learning rate."""
+    named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
     return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
+
+
+def _num_tokens(batch: Batch) -> float:
+    """Policy tokens (N)."""
+    return float(batch.loss_mask.sum())
 
 
 # --------------------------------------------------------------------------------------- the critic
@@ -357,12 +311,16 @@ def update_critic(
     device, values, returns = learner.accelerator.device, batch.values, batch.returns
     assert values is not None and returns is not None
 
-    def loss_of(part: Batch, denominator: float) -> tuple[torch.Tensor, Metrics]:
+    def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         b = part.to(device)
         assert b.values is not None and b.returns is not None
-        now = learner.model(b.input_ids, b.loss_mask)  # (B, T)
         result = value_loss(
-            now, b.values, b.returns, b.loss_mask, objective.value_clip, denominator
+            learner.model(b.input_ids, b.loss_mask),  # (B, T)
+            b.values,
+            b.returns,
+            b.loss_mask,
+            objective.value_clip,
+            _num_tokens(mini_batch),
         )
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
@@ -391,7 +349,7 @@ def _score(
     """This rank's rows through `forward`, zeros elsewhere, then the sum over ranks: (B, T)."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
     device: Any = "cpu"
-    for rows, counts in own_passes(batch, cut(batch, list(range(len(batch))), objective)):
+    for rows, counts in _own_passes(batch, list(range(len(batch))), objective):
         scores = forward(batch.rows(rows))
         device = scores.device
         if counts:

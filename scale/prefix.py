@@ -23,13 +23,11 @@ next: `update.py`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from batching import Batch
+from batching import Batch, opening_length
 
 
 @dataclass
@@ -42,15 +40,6 @@ class PackedGroup:
     parts: tuple[int, ...]  # (p, n_1, ..., n_B), their sum is L
     source: torch.Tensor  # (1, L) int64, the column whose state predicts this token
     columns: torch.Tensor  # (B, T) int64, where each token of the padded batch went; padding: 0
-
-
-def opening_length(batch: Batch) -> int:
-    """Tokens at the start that all rows share and no policy has sampled (p)."""
-    width = int(batch.lengths.min())
-    same = (batch.input_ids[:, :width] == batch.input_ids[:1, :width]).all(0)
-    given = (batch.loss_mask[:, :width] == 0).all(0)
-    differs = (~(same & given)).nonzero()
-    return int(differs[0]) if len(differs) else width
 
 
 def pack(batch: Batch) -> PackedGroup:
@@ -94,37 +83,3 @@ def shared_share(batch: Batch) -> float:
         total += int(lengths.sum())
         packed += int(lengths.sum()) - p * (len(lengths) - 1)
     return 1 - packed / total
-
-
-def group_cuts(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Micro-batches of rows that share an opening: one group each, cut where L is too long.
-
-    Args:
-        rows: the rows of the mini-batch.
-        max_tokens: of a packed row; a single trajectory longer than this gets its own.
-    """
-    cuts: list[list[int]] = []
-    for group in sorted({int(batch.group_ids[i]) for i in rows}):
-        members = [i for i in rows if int(batch.group_ids[i]) == group]
-        p = opening_length(batch.rows(members))
-        own = {i: int(batch.lengths[i]) - p for i in members}
-        fewest = len(_fill(own, max_tokens - p))
-        # As many passes, as even as they can be: the longest decides how much memory a step takes.
-        rooms = range(max(max_tokens - p, 0) + 1)
-        room = bisect_left(rooms, True, key=lambda room: len(_fill(own, room)) <= fewest)
-        cuts += _fill(own, room)
-    return cuts
-
-
-def _fill(own: dict[int, int], room: int) -> list[list[int]]:
-    """Rows in their order, put together as long as their own tokens fit into `room`."""
-    cuts: list[list[int]] = []
-    length = 0
-    for row, tokens in own.items():
-        if cuts and length + tokens <= room:
-            cuts[-1].append(row)
-            length += tokens
-        else:
-            cuts.append([row])
-            length = tokens
-    return cuts

@@ -54,14 +54,6 @@ def test_trap_1_a_win_reaches_every_policy_token_of_both_turns(name, expected):
     close(got, want, tolerance=5e-5)
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "grpo", "rloo"])
-def test_trap_1_reward_on_an_observation_token_is_refused_by_every_estimator(name):
-    on_observation = torch.zeros(2, 8)
-    on_observation[0, 7] = 1.0
-    with pytest.raises(ValueError, match=r"token_rewards\[0, 7\] is 1.0; but loss_mask is 0 there"):
-        call(name, on_observation, LOSS_MASK)
-
-
 def test_gae_by_hand_steps_over_the_observation():
     """Three policy tokens around an observation whose value (99) must not be read.
 
@@ -102,14 +94,6 @@ def test_grpo_and_rloo_by_hand_on_groups_of_three_and_two():
 def test_grpo_epsilon_is_added_to_the_standard_deviation():
     got, _ = grpo(WON, LOSS_MASK, SAME_TASK, epsilon=0.5)
     close(got[0, 0], torch.tensor(0.5 / (0.5**0.5 + 0.5)))
-
-
-def test_a_critic_that_knows_the_return_leaves_no_advantage():
-    values = torch.full((2, 8), 123.0)
-    values[0, LOSS_MASK[0] == 1], values[1, LOSS_MASK[1] == 1] = 1.0, 0.0
-    got, returns = gae(WON, values, LOSS_MASK)
-    assert (got == 0).all()
-    assert returns.tolist() == [LOSS_MASK[0].tolist(), [0] * 8]
 
 
 # ------------------------------------------------------------------- slow loops from the papers
@@ -196,14 +180,6 @@ def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
 
 
 # ------------------------------------------------------------------------------------ properties
-@settings(deadline=None, max_examples=60)
-@given(batches())
-def test_outputs_are_finite_float32_and_zero_where_the_policy_did_not_write(batch):
-    loss_mask = batch[2]
-    for got in estimates(*batch).values():
-        for x in got:
-            assert x.dtype == torch.float32 and x.shape == loss_mask.shape
-            assert x.isfinite().all() and (x[loss_mask == 0] == 0).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -250,12 +226,6 @@ def test_rows_without_policy_tokens_are_no_members_of_anything(batch):
             assert (got[~began] == 0).all()
 
 
-def test_a_batch_in_which_nothing_was_written_yields_zeros():
-    nothing = torch.zeros(2, 3)
-    for got in estimates(nothing, nothing, nothing, SAME_TASK).values():
-        assert all((x == 0).all() for x in got)
-
-
 @pytest.mark.parametrize("reward", [0.0, 0.1, -7.3])
 def test_a_group_that_always_returns_the_same_gets_exactly_zero(reward):
     token_rewards, loss_mask = torch.full((3, 1), reward), torch.ones(3, 1)
@@ -277,14 +247,6 @@ def test_float32_rounding_of_equal_returns_is_not_a_signal():
     assert got.abs().min() > 0.7  # a small difference that is one stays one
 
 
-def test_rloo_is_n_over_n_minus_1_times_the_unscaled_grpo():
-    torch.manual_seed(0)
-    token_rewards, loss_mask = torch.randn(8, 1), torch.ones(8, 1)
-    group_ids = torch.arange(8) // 4
-    unscaled, _ = grpo(token_rewards, loss_mask, group_ids, scale_by_std=False)
-    close(rloo(token_rewards, loss_mask, group_ids)[0], unscaled * 4 / 3)
-
-
 def test_statistics_are_of_the_whole_batch_so_estimating_by_shard_is_not_the_same():
     """Why rows are gathered over processes: the two halves of this batch whiten differently."""
     token_rewards, loss_mask = torch.tensor([[0.0], [1.0], [5.0], [9.0]]), torch.ones(4, 1)
@@ -293,16 +255,6 @@ def test_statistics_are_of_the_whole_batch_so_estimating_by_shard_is_not_the_sam
         [reinforce_plus_plus(token_rewards[i : i + 2], loss_mask[i : i + 2])[0] for i in (0, 2)]
     )
     assert whole[1] < 0 < halves[1]
-
-
-def test_the_same_batch_gives_the_same_bits():
-    torch.manual_seed(0)
-    loss_mask = (torch.rand(6, 40) < 0.5).long()
-    token_rewards = torch.randn(6, 40) * loss_mask
-    batch = (token_rewards, torch.randn(6, 40), loss_mask, torch.arange(6) // 3)
-    first, second = estimates(*batch, gamma=0.99), estimates(*batch, gamma=0.99)
-    for name in first:
-        assert all(torch.equal(x, y) for x, y in zip(first[name], second[name], strict=True))
 
 
 def test_inputs_stay_as_they_were_and_no_gradient_flows():
@@ -324,14 +276,6 @@ def test_any_dtype_of_mask_and_half_precision_values_are_taken(dtype):
 
 
 # -------------------------------------------------------------------------------------- whiten
-def test_whitened_policy_tokens_have_mean_0_and_unbiased_std_1():
-    torch.manual_seed(0)
-    x, loss_mask = torch.randn(5, 30) * 3 + 7, (torch.rand(5, 30) < 0.4).long()
-    x[loss_mask == 0] = math.nan
-    got = whiten(x, loss_mask)
-    assert got[loss_mask == 1].mean().abs() < 1e-6
-    assert abs(got[loss_mask == 1].std() - 1) < 1e-6
-    assert (got[loss_mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize("loss_mask", [[1, 1, 1], [0, 1, 0], [0, 0, 0]])
@@ -411,6 +355,7 @@ def call(name, token_rewards, loss_mask, group_ids=SAME_TASK):
     ],
 )  # fmt: skip
 def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_mask, message):
+    """Trap 1 too: reward on a token that the policy did not write would be lost in silence."""
     with pytest.raises(ValueError, match=message):
         call(name, token_rewards, loss_mask)
 

@@ -5,14 +5,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakes import CHATML_SPECIAL, byte_tokenizer
+from fakes import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from chat import ChatTemplate
-from models import load_tokenizer
-from scale.default_models import CHATML, resolve_model
+from scale.default_models import CHATML
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -90,17 +89,6 @@ def family(request):
     return build(), end_of_turn
 
 
-def test_an_end_that_the_sampler_knows_is_no_part_of_what_was_said(family):
-    tokenizer, _ = family
-    plain = ChatTemplate(tokenizer)
-    (other,) = plain.plain("~")[:1]
-    chat = ChatTemplate(tokenizer, (other,))
-    assert set(chat.stop_token_ids) == {*plain.stop_token_ids, other}
-    said = chat.plain("go on")
-    for end in chat.stop_token_ids:
-        assert chat.text_of([*said, end]) == "go on"
-
-
 def rendered(tokenizer, messages):
     """What the tokenizer's own template makes of a conversation, as the model's makers meant it."""
     if "start_of_turn" in tokenizer.chat_template and messages[0]["role"] == "system":
@@ -153,21 +141,6 @@ def test_a_tokenizer_that_begins_every_text_by_itself_begins_a_sequence_once():
     assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
     assert ids.count(begin) == 1 == ids.index(begin) + 1
     assert chat.end_of_turn == tokenizer.convert_tokens_to_ids("<|eot_id|>")
-
-
-def test_an_end_marker_that_was_added_without_being_called_special_ends_a_turn():
-    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<turn_over>"))
-    tokenizer.add_tokens(["<turn_over>"])
-    over = tokenizer.convert_tokens_to_ids("<turn_over>")
-    assert over not in tokenizer.all_special_ids
-    assert ChatTemplate(tokenizer).end_of_turn == over
-
-
-def test_without_an_end_of_sequence_the_end_of_turn_alone_stops_sampling():
-    tokenizer = byte_tokenizer(CHATML)
-    tokenizer.eos_token = None
-    chat = ChatTemplate(tokenizer)
-    assert chat.stop_token_ids == (chat.end_of_turn,)
 
 
 def test_the_end_of_turn_is_found_in_the_template_and_stops_sampling(family):
@@ -317,16 +290,6 @@ def test_the_worlds_rules_reach_a_model_whose_template_knows_no_system_role(temp
     assert text == expected
 
 
-def test_the_tiny_models_tokenizer_is_chatml():
-    chat = ChatTemplate(load_tokenizer(resolve_model("tiny")))
-    text = chat.tokenizer.decode(chat.opening(SYSTEM, "Goal: craft sugar."))
-    assert text == (
-        "<|im_start|>system\nYou craft.<|im_end|>\n"
-        "<|im_start|>user\nGoal: craft sugar.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert set(CHATML_SPECIAL) <= set(chat.tokenizer.get_vocab())
-
-
 def test_a_control_token_that_a_world_wrote_before_the_first_action_is_text_too():
     """A masked action (a slip, a weight of 0) and the observation before it are in the prompt."""
     chat = ChatTemplate(byte_tokenizer())
@@ -342,16 +305,3 @@ def test_a_control_token_that_a_world_wrote_before_the_first_action_is_text_too(
         return ids.count(chat.end_of_turn)
 
     assert ends(forged) == ends("a page") == 3
-
-
-def test_a_template_that_refuses_an_order_of_turns_says_so():
-    refuses = (
-        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('turns must alternate') }}{% endif %}"
-        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    chat = ChatTemplate(byte_tokenizer(refuses))
-    twice = [{"role": "user", "content": "one"}]
-    with pytest.raises(ValueError, match="template does not take this chat: turns must alternate"):
-        chat.opening(twice, "two")

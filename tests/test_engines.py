@@ -104,15 +104,6 @@ def test_log_probs_are_those_of_a_forward_pass_also_for_a_padded_batch(plain, lm
         assert len(done[name].token_ids) == 12 and done[name].finish_reason == "length"
 
 
-def test_a_batch_says_greedily_what_each_says_alone(plain):
-    sampling = SamplingSettings(10, temperature=0.0)
-    requests = {f"r{n}": (prompt_of(n, seed=n), sampling) for n in (3, 9, 30)}
-    together = run(plain, **requests)
-    assert len({tuple(g.token_ids) for g in together.values()}) == 3
-    for name, request in requests.items():
-        assert run(plain, **{name: request})[name].token_ids == together[name].token_ids
-
-
 def test_generation_ends_at_a_stop_token_or_at_the_limit(plain):
     prompt = prompt_of(8)
     greedy = run(plain, a=(prompt, SamplingSettings(8, 0.0)))["a"].token_ids

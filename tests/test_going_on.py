@@ -3,39 +3,31 @@ last evaluation shows; and a run that was refused late, which must leave nothing
 
 import json
 import os
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toy_env import (
     flags,
-    fresh_process_state,
     options,
     read_metrics,
-    registered,
     serve,
     train_main,
     write_ids,
 )
 
-import train
 from advantages import grpo, whiten_each
-from config import Config, Misuse, as_kept, saved_config
+from config import Config
 from engines import EngineError
-from envs import Task
-from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from reporting.sentinels import Alarm, Sentinels
-from rollout import RolloutHandler, draw, epochs
+from rollout import RolloutHandler
 from run import checkpoint, session
 from run.files import marks_of
 from scale.default_models import resolve_model
-from train import usable_trajectories
-from trajectory import Turn, are_equal
+from train import select
+from trajectory import Turn
 
 MOVING = dict(algorithm="reinforce_plus_plus", entropy_coef=0.01)  # whatever the returns are
 
@@ -83,30 +75,6 @@ def test_a_run_that_needs_the_weights_it_began_with_refuses_others(
     assert ("holds other weights than when this run began" in said) == needs_it
     if needs_it:
         assert read_metrics(told["run_dir"]) == before
-
-
-def test_a_run_that_fetched_its_model_knows_it_again_when_the_hubs_cache_has_it(
-    tmp_path, monkeypatch
-):
-    """At the first start the model is an id, at the next a folder: the marks were those of nothing,
-    and every run of the paper preset whose first start downloaded its model refused to go on."""
-    weights = a_start(tmp_path / "snapshot")
-    monkeypatch.setattr(session, "resolve_model", {"org/model": str(weights)}.get)
-    own = SimpleNamespace(start="org/model", kl_controller=None, eval_tasks=[])
-    run = SimpleNamespace(path=tmp_path)
-    begun = session.Session(Config(), run, own, stop=None)
-    assert begun.start_marks == marks_of(weights) != ""
-
-
-def test_a_link_is_kept_as_what_it_leads_to(tmp_path):
-    """`checkpoints/best` of a run that goes on is another folder tomorrow."""
-    for step in (1, 2):
-        (tmp_path / f"step_{step}").mkdir()
-    best = tmp_path / "best"
-    best.symlink_to("step_1")
-    config = Config(model=str(best), warm_start=str(best))
-    kept = as_kept(config)
-    assert kept.model == kept.warm_start == str(tmp_path / "step_1")
 
 
 def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
@@ -179,34 +147,7 @@ def test_the_best_is_marked_again_where_a_later_one_cannot_be_read(tmp_path):
     assert os.readlink(folder / "best") == "step_000001"
 
 
-def test_evaluations_say_which_weights_played(tmp_path):
-    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
-    every = {"eval_every": 1, "eval_samples": 1, "eval_tasks": held_out, "steps": 2}
-    with serve() as url:
-        told = options(tmp_path, url, **every, **MOVING)
-        assert train_main(flags(**told)) == 0
-    folder = Path(told["run_dir"]) / "trajectories"
-    versions = [
-        {line["weight_version"] for line in read_log(folder / f"eval_{step:06d}.jsonl")}
-        for step in (0, 1, 2)
-    ]
-    assert versions == [{0}, {1}, {2}]
-
-
 # --- Other options, and what is refused late -----------------------------------------------------
-
-
-def test_from_python_too_a_resumed_run_keeps_its_options(tmp_path):
-    with serve() as url, registered(), fresh_process_state():
-        told = options(tmp_path, url, steps=1, **MOVING)
-        train.train(Config(**told))
-        before = (tmp_path / "run/config.json").read_text()
-        kept = saved_config(str(tmp_path / "run"))
-        with pytest.raises(Misuse, match="leave out --seed"):
-            train.train(replace(kept, seed=5))
-        assert (tmp_path / "run/config.json").read_text() == before
-        train.train(replace(kept, steps=2))
-    assert len(read_metrics(tmp_path / "run")) == 2
 
 
 def test_a_tracker_that_cannot_be_reached_leaves_no_run_behind(tmp_path, capsys, monkeypatch):
@@ -243,7 +184,7 @@ def test_equal_scores_that_were_paid_in_other_parts_are_no_signal():
     """SciWorld pays as it goes: 0.1 + 0.2 is not 0.3, but nobody did better than anybody."""
     equal = [played(0, [0.1, 0.2]), played(0, [0.3])]
     other = [played(1, [0.1, 0.2]), played(1, [0.31])]
-    used, _, counts = usable_trajectories([*equal, *other], Config())
+    used, _, counts = select([*equal, *other], Config())
     assert used == other and counts["data/signal_share"] == 6 / 12
     assert summarize_trajectories([*equal, *other])["train/groups_zero_variance"] == 1
     rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
@@ -251,20 +192,11 @@ def test_equal_scores_that_were_paid_in_other_parts_are_no_signal():
     assert not advantages.any(), "as the estimator has it"
 
 
-@pytest.mark.parametrize("least", [0.0, 0.01, 0.3, 1.0])
-def test_what_counts_as_equal_is_what_the_estimator_has_no_advantage_for(least):
-    limit = 1e-7 + 1e-6 * least
-    for gap in (0.0, limit / 3, limit * 3):
-        rewards = torch.tensor([[least], [least + gap]], dtype=torch.float64)
-        advantages, _ = grpo(rewards, torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
-        assert are_equal([least, least + gap]) == (not advantages.any())
-
-
 def test_whitening_within_a_world_sees_the_groups_that_say_nothing():
     """Without them their world's advantages were divided by a larger deviation, and then scaled
     down once more by the share of signal over all worlds."""
     trajectories = [played(0, [1.0]), played(0, [0.0]), *(played(1, [1.0]) for _ in range(4))]
-    used, _, counts = usable_trajectories(trajectories, Config(normalize_per_env=True))
+    used, _, counts = select(trajectories, Config(normalize_per_env=True))
     assert used == trajectories and counts["data/signal_share"] == 1.0
     rewards = torch.zeros(6, 2)
     rewards[[0, 2, 3, 4, 5], 1] = 1.0
@@ -291,14 +223,3 @@ def test_equal_groups_are_no_silence_to_what_compares_no_groups(algorithm):
                 break
     assert stopped == {"all": ["no_signal"], "its own": []}
     assert not Config(algorithm="grpo").unwatched
-
-
-def test_the_epoch_of_several_worlds_is_that_of_the_least():
-    tasks = [Task(f"a{n}", n, "", "a") for n in range(9)]
-    tasks += [Task(f"b{n}", n, "", "b") for n in range(5)]
-    taken = Counter()
-    for turn in range(1, 8):
-        for request in draw(turn, tasks, 4, 1, 0, turn, {"a": 1, "b": 1}, (3, 1)):
-            taken[request.task.env] += 1
-        found = epochs(turn, [9, 5], 4, (3, 1))
-        assert found == pytest.approx([taken["a"] / 9, taken["b"] / 5])

@@ -79,22 +79,6 @@ def test_policy_metrics_by_hand():
     assert not any(x.requires_grad for x in got)
 
 
-def test_importance_weights_multiply_each_tokens_term_and_not_the_denominator():
-    args = (log(1.0, 1.0), log(1.0, 1.0), torch.tensor([[2.0, -4.0]]).double(), ones(2))
-    got = policy_loss(*args, is_weights=torch.tensor([[0.5, 2.0]]).double())
-    assert got.loss.item() == pytest.approx(-(0.5 * 2 - 2.0 * 4) / 2)
-
-
-def test_before_the_first_update_the_gradient_is_the_policy_gradient():
-    """ρ = 1: ∇L = −1/N Σ A ∇log π, so the metric of the first optimizer step is exact."""
-    _, old, advantages, loss_mask = random_batch()
-    log_probs = old.clone().requires_grad_()
-    got = policy_loss(log_probs, old, advantages, loss_mask)
-    (gradient,) = torch.autograd.grad(got.loss, log_probs)
-    torch.testing.assert_close(gradient, -advantages * loss_mask / loss_mask.sum())
-    assert (got.ratio_mean.item(), got.clip_frac.item(), got.approx_kl.item()) == (1, 0, 0)
-
-
 # ----------------------------------------------------------------- slow loops from the papers
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.1, 0.2, 0.5]), st.booleans())
@@ -186,21 +170,6 @@ def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cut
     assert split[-1].item() == pytest.approx(1.0)
 
 
-def test_without_a_denominator_the_mean_is_over_this_calls_policy_tokens():
-    *batch, loss_mask = random_batch()
-    tokens = float(loss_mask.sum())
-    alone, shared = policy_loss(*batch, loss_mask), policy_loss(*batch, loss_mask, 0.2, tokens)
-    assert all(torch.allclose(a, b) for a, b in zip(alone, shared, strict=True))
-
-
-def test_a_micro_batch_without_policy_tokens_adds_nothing():
-    new, old, advantages, _ = random_batch()
-    log_probs, nothing = new.clone().requires_grad_(), torch.zeros(6, 10)
-    got = policy_loss(log_probs, old, advantages, nothing)
-    got.loss.backward()
-    assert all(x.item() == 0 for x in got) and (log_probs.grad == 0).all()
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_the_order_of_rows_and_more_padding_change_nothing(seed, random):
@@ -284,12 +253,6 @@ def test_gradient_flows_through_the_current_policy_and_critic_only():
     assert not kl_penalized_rewards(other, current, old, batch[3], 0.1).requires_grad
 
 
-def test_the_same_inputs_give_the_same_bits():
-    batch = random_batch(dtype=torch.float32)
-    for loss in (policy_loss, value_loss):
-        assert all(torch.equal(x, y) for x, y in zip(loss(*batch), loss(*batch), strict=True))
-
-
 # ------------------------------------------------------------------------------------- KL
 def test_kl_estimators_by_hand():
     """π = 0.5, π_ref = 0.25: log r = −log 2."""
@@ -340,20 +303,13 @@ def test_k2_and_k3_are_never_negative(log_prob, ref_log_prob):
 
 
 def test_kl_in_the_reward_is_charged_on_policy_tokens_only():
-    token_rewards = torch.tensor([[0.0, 0.0, 1.0]]).double()
+    """Trap 1: a misplaced reward stays where it is, so that the estimators refuse it."""
+    token_rewards = torch.tensor([[0.0, 2.0, 1.0]]).double()
     loss_mask = torch.tensor([[1, 0, 1]])
     got = kl_penalized_rewards(
         token_rewards, log(0.5, 0.9, 0.5), log(0.25, 0.1, 0.5), loss_mask, 0.1
     )
-    assert got[0].tolist() == pytest.approx([-0.1 * math.log(2), 0.0, 1.0])
-
-
-def test_a_misplaced_reward_survives_the_kl_penalty_so_that_estimators_refuse_it():
-    """Trap 1: hidden here, the reward would be lost in silence after all."""
-    token_rewards = torch.tensor([[0.0, 1.0]]).double()
-    loss_mask = torch.tensor([[1, 0]])
-    got = kl_penalized_rewards(token_rewards, log(0.5, 0.5), log(0.5, 0.5), loss_mask, 0.1)
-    assert got.tolist() == [[0.0, 1.0]]
+    assert got[0].tolist() == pytest.approx([-0.1 * math.log(2), 2.0, 1.0])
 
 
 # -------------------------------------------------------------------------------- entropy
@@ -389,27 +345,6 @@ def test_sampler_weights_are_truncated_from_above_only():
         log(0.5, 0.5, 0.1, 0.5), log(0.4, 0.01, 0.5, 0.1), torch.tensor([[1, 1, 1, 0]]), 2
     )
     assert got[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
-
-
-def test_a_cap_of_1_weighs_down_and_never_up():
-    """The smallest cap there is: what the trainer finds likelier counts once."""
-    got = sampler_is_weights(log(0.5, 0.5, 0.1), log(0.4, 0.5, 0.5), ones(3), cap=1.0)
-    assert got[0].tolist() == pytest.approx([1.0, 1.0, 0.2])
-
-
-def test_weights_make_the_samplers_tokens_estimate_the_trainers_gradient():
-    """Below the cap, E_sampler[w A ∇log π] = E_trainer[A ∇log π]."""
-    logits, log_p, sampler = categorical()
-    advantages = torch.tensor([[1.0, -2.0, 0.5, 0.0, 3.0, -1.0]]).double()
-    weights = sampler_is_weights(log_p, sampler, ones(6), cap=1e9)
-    for expected, w in ((sampler.exp(), weights), (log_p.exp().detach(), None)):
-        loss = policy_loss(
-            log_p, log_p, expected * advantages, ones(6), denominator=1, is_weights=w
-        )
-        (gradient,) = torch.autograd.grad(loss.loss, logits, retain_graph=True)
-        if w is not None:
-            corrected = gradient
-    torch.testing.assert_close(corrected, gradient)
 
 
 # --------------------------------------------------------- what an optimizer step descends
@@ -478,21 +413,6 @@ def test_the_adaptive_controller_by_hand():
         assert controller.value == pytest.approx(0.1 * (1 + error * 256 / 10_000))
 
 
-def test_the_adaptive_controller_finds_the_coefficient_that_meets_its_target():
-    """A policy whose KL is 1/β: target 5 is met at β = 0.2, from either side."""
-    for start in (0.01, 2.0):
-        controller = AdaptiveKLController(start, target=5.0, horizon=1000)
-        for _ in range(400):
-            controller.update(1 / controller.value, 100)
-        assert controller.value == pytest.approx(0.2, rel=1e-3)
-
-
-def test_the_fixed_controller_stays():
-    controller = FixedKLController(0.05)
-    controller.update(1e9, 1000)
-    assert controller.value == 0.05
-
-
 @pytest.mark.parametrize("make", [FixedKLController, AdaptiveKLController])
 def test_a_controller_resumes_where_it_was_saved(make):
     args = (0.1,) if make is FixedKLController else (0.1, 1.0, 100)
@@ -515,28 +435,10 @@ x = torch.zeros(2, 3)
         (lambda: policy_loss(x, x[0], x, x), r"old_log_probs is \(3,\), expected \(2, 3\)"),
         (lambda: policy_loss(x, x, x, x[:1]), r"loss_mask is \(1, 3\), expected \(2, 3\)"),
         (lambda: policy_loss(x, x, x, x, is_weights=x[0]), r"is_weights is \(3,\), expected"),
-        (lambda: policy_loss(x, x, x, x, clip_ratio=0.0), r"clip_ratio is 0.0; it must be positi"),
-        (lambda: policy_loss(x, x, x, x, denominator=0), r"denominator is 0; it must be the numb"),
-        (lambda: policy_loss(x, x, x, x, denominator=math.inf), r"denominator is inf; it must be"),
-        (lambda: policy_loss(x, x, x, x, denominator=math.nan), r"denominator is nan; it must be"),
         (lambda: value_loss(x, x, x[:, :1], x), r"returns is \(2, 1\), expected \(2, 3\)"),
-        (lambda: value_loss(x, x, x, x, value_clip=-1), r"value_clip is -1; it must be positive"),
-        (lambda: value_loss(x, x, x, x, value_clip=0.0), r"value_clip is 0.0; it must be positive"),
-        (lambda: masked_mean(x, x, denominator=-1), r"denominator is -1; .* skip a mini-batch"),
-        (lambda: kl_estimate(x, x, "k4"), r"KL estimator is 'k4'; it must be one of k1, k2, k3"),
         (lambda: kl_estimate(x, x[0], "k1"), r"ref_log_probs is \(3,\), expected \(2, 3\)"),
-        (lambda: sampler_is_weights(x, x, x, cap=0.5), r"cap is 0.5; below 1 it would scale down"),
         (lambda: sampler_is_weights(x, x[0], x, cap=2), r"rollout_log_probs is \(3,\), expected"),
         (lambda: kl_penalized_rewards(x, x[0], x, x, 0.1), r"log_probs is \(3,\), expected"),
-        (lambda: AdaptiveKLController(0.0, 1, 1), r"kl_coef is 0.0; the adaptive controller need"),
-        (lambda: AdaptiveKLController(0.1, -1, 1), r"target is -1; the adaptive controller needs"),
-        (lambda: AdaptiveKLController(0.1, 1, 0), r"horizon is 0; the adaptive controller needs"),
-        (lambda: AdaptiveKLController(0.1, 1, 9).update(math.nan, 1), r"observed KL is nan; the c"),
-        (lambda: AdaptiveKLController(0.1, 1, 9).update(math.inf, 1), r"observed KL is inf; the c"),
-        (
-            lambda: AdaptiveKLController(0.1, 1, 9).update(0, 45),
-            r"45 trajectories in one update ar",
-        ),
     ],
 )
 def test_misuse_is_refused_with_what_was_got_and_what_to_do(call, message):

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batching import Batch
+from batching import Batch, cut, opening_length
 from config import Objective
 from models import load_policy, tree_attention
 from scale.default_models import resolve_model
-from scale.prefix import group_cuts, opening_length, pack
-from update import cut, forward_policy
+from scale.prefix import pack
+from update import forward_policy
 
 
 def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:
@@ -99,7 +99,7 @@ def test_an_opening_ends_where_rows_differ_or_a_policy_spoke() -> None:
 
 def test_every_row_is_in_one_cut_and_a_cut_holds_one_group(batch: Batch) -> None:
     for limit in (1, 40, 60, 10_000):
-        cuts = group_cuts(batch, range(len(batch)), limit)
+        cuts = cut(batch, range(len(batch)), limit, share_prefix=True)
         assert sorted(i for rows in cuts for i in rows) == list(range(len(batch)))
         for rows in cuts:
             assert len({int(batch.group_ids[i]) for i in rows}) == 1
@@ -111,10 +111,14 @@ def test_every_row_is_in_one_cut_and_a_cut_holds_one_group(batch: Batch) -> None
 def test_a_group_that_needs_several_passes_is_cut_evenly() -> None:
     """Eight samples of 3 tokens after an opening of 2; 20 tokens would be six of them and two."""
     batch = make([[5, 6]], [[[7, 8, 9]] * 8])
-    assert [len(rows) for rows in group_cuts(batch, range(8), 20)] == [4, 4]
-    assert [len(rows) for rows in group_cuts(batch, range(8), 25)] == [4, 4]
-    assert [len(rows) for rows in group_cuts(batch, range(8), 26)] == [8]
-    assert [len(rows) for rows in group_cuts(batch, range(7), 11)] == [3, 3, 1]  # 3 passes at least
+    assert [len(rows) for rows in cut(batch, range(8), 20, share_prefix=True)] == [4, 4]
+    assert [len(rows) for rows in cut(batch, range(8), 25, share_prefix=True)] == [4, 4]
+    assert [len(rows) for rows in cut(batch, range(8), 26, share_prefix=True)] == [8]
+    assert [len(rows) for rows in cut(batch, range(7), 11, share_prefix=True)] == [
+        3,
+        3,
+        1,
+    ]  # 3 passes at least
 
 
 def outcome(
@@ -125,7 +129,9 @@ def outcome(
     log_probs = torch.zeros(batch.loss_mask.shape)
     entropies = torch.zeros(batch.loss_mask.shape)
     weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
-    for rows in cut(batch, list(range(len(batch))), objective):
+    for rows in cut(
+        batch, range(len(batch)), objective.max_tokens_per_micro_batch, objective.share_prefix
+    ):
         part = batch.rows(rows)
         lp, entropy = forward_policy(policy, part, objective, "cpu")
         width = lp.shape[1]

@@ -33,8 +33,6 @@ from envclient import (
     EnvPool,
     EnvServerError,
     EnvTimeout,
-    NotSupported,
-    local_server,
 )
 from envs import Task
 from envs.server import create_app
@@ -115,14 +113,8 @@ def test_three_turns_have_exactly_this_mask(chat):
     spans = [handler.loss_mask[slice(*turn.action_span)] for turn in handler.turns]
     assert spans == [[1, 1, 1]] * 3 and sum(handler.loss_mask) == 9
     assert handler.stop_reason == "success" and handler.total_return == 1.0
-
-
-def test_log_probs_are_the_samplers_own_on_sampled_tokens_and_zero_elsewhere(chat):
-    pool = FakePool(playing(observe("bright"), observe("home", 1.0, True)))
-    engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
-    expected = [-1 / 8, -2 / 8, -3 / 8] * 2
-    assert [x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if m] == expected
+    sampled = [x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if m]
+    assert sampled == [-1 / 8, -2 / 8, -3 / 8] * 3, "the sampler's own"
     assert {x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if not m} == {0.0}
 
 
@@ -187,41 +179,9 @@ def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
     assert len(handler.input_ids) <= budget or not any(handler.loss_mask)
     assert all(end <= budget for _, end in (turn.action_span for turn in handler.turns))
     assert handler.stop_reason in ("length", "failure")
-    if budget < 16:
-        assert handler.turns == [] and not handler.is_valid
+    if budget < 16:  # trap 4: an empty trajectory is dropped and counted, never averaged
+        assert handler.turns == [] and not handler.is_valid and engine.asked == []
     assert not pool.open
-
-
-def test_an_observation_that_does_not_fit_ends_the_trajectory_and_keeps_the_turns_reward(chat):
-    pool = FakePool(playing(observe("no " * 50, 0.5), observe("home", 0.5, True)))
-    engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=60))
-    assert handler.stop_reason == "length" and handler.truncated
-    assert handler.total_return == 0.5 and len(handler.turns) == 1
-    assert draw(handler, WORDS)[-3:] == ["[light]", "[lamp]", "[<e>]"]
-    assert handler.is_valid and not pool.open
-
-
-def test_a_first_observation_over_the_budget_leaves_an_empty_trajectory_that_is_not_valid(chat):
-    """Trap 4: it has no policy token; it must be dropped and counted, never averaged."""
-    pool = FakePool(playing(), on_reset=lambda task_index: "dark " * 30)
-    engine = ScriptedEngine(saying())
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=40))
-    assert handler.stop_reason == "length" and handler.turns == []
-    assert not any(handler.loss_mask) and not handler.is_valid
-    assert engine.asked == [] and not pool.open
-
-
-def test_the_engine_is_never_asked_for_more_than_the_turn_or_the_trajectory_allows(chat):
-    pool = FakePool(playing(observe("bright"), observe("no"), observe("no")))
-    engine = ScriptedEngine(saying("light lamp<e>", "wait<e>", "wait<e>"))
-    settings = settings_of(max_tokens_per_turn=8, max_trajectory_tokens=40)
-    collect(engine, pool, chat, requests_of(1), settings)
-    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == [(15, 8), (28, 8)]
-    settings = settings_of(max_tokens_per_turn=8, max_trajectory_tokens=33)
-    engine.asked.clear()
-    collect(engine, pool, chat, requests_of(1), settings)
-    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == [(15, 8), (28, 4)]
 
 
 @pytest.mark.parametrize(
@@ -257,18 +217,6 @@ def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, b
     assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == asked
     assert handler.stop_reason == "length" and handler.total_return == 0.5
     assert len(handler.input_ids) == (budget if len(asked) > 1 else 18)
-
-
-def test_a_turn_that_ends_on_the_budgets_last_token_is_played(chat):
-    """Prompt 15, turn 3, observation 10, turn 3: 31 of 32, where one is kept for an end-of-turn
-    that did not come; with 31 the second turn's own end does not fit."""
-    for budget, reason in ((32, "success"), (31, "length")):
-        pool = FakePool(playing(observe("bright"), observe("home", 1.0, True)))
-        engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
-        settings = settings_of(max_trajectory_tokens=budget)
-        (handler,) = collect(engine, pool, chat, requests_of(1), settings)
-        assert (handler.stop_reason, len(handler.input_ids)) == (reason, 31)
-        assert len(handler.turns) == 2
 
 
 @pytest.mark.parametrize("truncated", [True, False])
@@ -330,56 +278,6 @@ def test_a_slow_environment_delays_only_itself(chat):
     assert all(len(h.turns) == 3 for h in handlers)
 
 
-def test_a_slow_reset_delays_only_itself(chat):
-    others_ended, waited = threading.Event(), []
-
-    def on_reset(task_index):
-        if task_index == 0:
-            waited.append(others_ended.wait(timeout=60))
-        return "dark"
-
-    pool = FakePool(playing(observe("home", 1.0, True)), on_reset)
-    engine = ScriptedEngine(saying("wait<e>"))
-    finished = []
-    collect(
-        engine,
-        pool,
-        chat,
-        requests_of(3),
-        settings_of(),
-        RolloutLog(lambda handler: len(finished) == 2 and others_ended.set(), finished),
-    )
-    assert waited == [True] and finished[-1].task_id == "fake_0"
-
-
-def test_a_long_answer_delays_only_itself(chat):
-    """The first answer is ready when the other trajectory has played its three turns."""
-    ended = []
-    pool = FakePool(playing(observe("no"), observe("no"), observe("no")))
-    engine = ScriptedEngine(
-        saying("wait<e>", "wait<e>", "wait<e>"),
-        is_ready=lambda request_id: "t0000" not in request_id or bool(ended),
-    )
-    collect(
-        engine,
-        pool,
-        chat,
-        requests_of(2),
-        settings_of(),
-        RolloutLog(lambda h: ended.append(h.task_id)),
-    )
-    assert ended == ["fake_1", "fake_0"]
-
-
-def test_the_time_the_engine_has_nothing_to_do_is_measured(chat):
-    stats = RolloutLog()
-    pool = FakePool(lambda *_: time.sleep(0.05) or observe("no"))
-    engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
-    collect(engine, pool, chat, requests_of(1), settings_of(), stats)
-    assert stats.generated_tokens == 6
-    assert 0.15 <= stats.engine_idle_s <= stats.seconds
-
-
 def test_no_more_episodes_are_open_than_the_engines_cache_keeps(chat):
     """One begins when another has ended; all are played."""
     begun, ended, most = [], [], []
@@ -395,10 +293,6 @@ def test_no_more_episodes_are_open_than_the_engines_cache_keeps(chat):
     assert [h.task_id for h in handlers] == [f"fake_{i}" for i in range(10)]
     assert all(len(h.turns) == 3 for h in handlers) and max(most) == 3
     assert sorted(begun[:3]) == [0, 1, 2] and sorted(begun) == list(range(10))
-
-
-def test_no_requests_are_no_trajectories(chat):
-    assert collect(ScriptedEngine(saying()), FakePool(playing()), chat, [], settings_of()) == []
 
 
 def test_seeds_depend_on_what_is_sampled_and_not_on_the_order_of_arrival(chat):
@@ -493,26 +387,17 @@ def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat
     assert len(finished) == 8
 
 
-def test_what_was_lost_is_a_share_of_all_that_were_asked_for(chat):
-    """Of several processes each knows its own trajectories, and the limit is for all of them."""
-    engine = ScriptedEngine(saying("open door<e>"))
-    pool = FakePool(failing(2))
-    lost = collect(engine, pool, chat, requests_of(1), settings_of())
-    check_failures(lost, limit=0.25, total=4)
-    with pytest.raises(TooManyEnvFailures, match="1 of 3 trajectories were lost"):
-        check_failures(lost, limit=0.25, total=3)
-    with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories were lost"):
-        check_failures(lost, limit=0.25)
-
-
-def test_a_small_world_that_is_gone_is_missed(chat):
-    """One of nine is lost, which the limit allows; of the small world it is all there is."""
+def test_lost_trajectories_are_counted_per_environment_and_as_a_share_of_all(chat):
+    """One of nine is lost, which the limit allows; of the small environment it is all there is."""
     engine, pool = ScriptedEngine(saying("open door<e>")), FakePool(failing(2))
     (lost,) = collect(engine, pool, chat, requests_of(1), settings_of())
     others = [replace(lost, stop_reason="success", env="other") for _ in range(8)]
     check_failures([lost, *(replace(t, env=lost.env) for t in others)], limit=0.2)
     with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories of fake were lost"):
         check_failures([lost, *others], limit=0.2)
+    check_failures([lost], limit=0.25, total=4)  # of several processes each knows its own
+    with pytest.raises(TooManyEnvFailures, match="1 of 3 trajectories were lost"):
+        check_failures([lost], limit=0.25, total=3)
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "policy"])
@@ -652,21 +537,15 @@ SOLVE_31 = (
 
 
 def test_what_the_policy_did_wrong_costs_its_turn_and_the_episode_goes_on():
-    """413 and a text without an action: reward 0, the observation says why, then it is solved."""
+    """A text without an action: reward 0, the observation says why, then the task is solved."""
     chat = ChatTemplate(byte_tokenizer())
-    too_long = "Action: get 1 " + "very " * 500 + "long stick"
-    engine = ScriptedEngine(byte_policy(chat, too_long, "I would rather fly.", *SOLVE_31))
-    with (
-        server_in_a_thread(max_body_bytes=1000) as url,
-        EnvPool("textcraft", [url]) as pool,
-    ):
+    engine = ScriptedEngine(byte_policy(chat, "I would rather fly.", *SOLVE_31))
+    with server_in_a_thread() as url, EnvPool("textcraft", [url]) as pool:
         settings = settings_of(**ROOMY)
-        (handler,) = collect(engine, pool, chat, [textcraft_request(31, max_rounds=4)], settings)
+        (handler,) = collect(engine, pool, chat, [textcraft_request(31, max_rounds=3)], settings)
     assert handler.stop_reason == "success" and handler.total_return == 1.0
-    assert [turn.reward for turn in handler.turns] == [0.0, 0.0, 0.0, 1.0]
-    assert "1000 bytes" in handler.turns[0].observation_text
-    assert handler.turns[0].parse_error is None
-    assert handler.turns[1].parse_error == handler.turns[1].observation_text != ""
+    assert [turn.reward for turn in handler.turns] == [0.0, 0.0, 1.0]
+    assert handler.turns[0].parse_error == handler.turns[0].observation_text != ""
     assert handler.messages[3]["content"] == handler.turns[0].observation_text
 
 
@@ -740,17 +619,6 @@ def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
         assert [t.reward for t in handler.turns] == rewards
 
 
-def test_a_server_that_is_down_stops_the_run_with_a_line_that_names_it():
-    chat = ChatTemplate(byte_tokenizer())
-    engine = ScriptedEngine(byte_policy(chat, *SOLVE_31))
-    dead = "http://127.0.0.1:9"
-    with EnvPool("textcraft", [dead], dead_wait_s=0.1) as pool:
-        requests = [textcraft_request(31, group_id=i) for i in range(4)]
-        with pytest.raises(TooManyEnvFailures, match=f"4 of 4 .*{dead}") as failure:
-            collect(engine, pool, chat, requests, settings_of(max_env_failures=0.2))
-    assert len(str(failure.value).splitlines()) == 1, "CONTRACT.md: one line"
-
-
 # ------------------------------------------------------------------------------ the record
 
 
@@ -786,45 +654,6 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
     assert not any(name.startswith("_") for name in line)
 
 
-def test_states_are_recorded_only_on_request(chat):
-    pool = FakePool(playing(observe("home", 1.0, True)), on_state=lambda *_: 1 // 0)
-    engine = ScriptedEngine(saying("open door<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
-    assert handler.turns[0].state is None
-
-
-def test_a_server_that_cannot_show_its_state_loses_no_trajectory(chat):
-    """AgentGym's servers have no /state; the played turn counts all the same."""
-
-    def on_state(task_index, turn):
-        raise NotSupported("no such path", "http://fake/state", 404)
-
-    pool = FakePool(playing(observe("home", 1.0, True)), on_state=on_state)
-    engine = ScriptedEngine(saying("open door<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(record_state=True))
-    assert handler.stop_reason == "success" and handler.turns[0].state is None
-
-
-def test_a_full_server_is_waited_for_while_sessions_of_ours_may_end():
-    """CONTRACT.md: 429 waits. Sixteen episodes, four places, and less patience than some need."""
-    chat = ChatTemplate(byte_tokenizer())
-    policy = byte_policy(chat, *SOLVE_31)
-
-    def slow_policy(*asked):
-        time.sleep(0.1)
-        return policy(*asked)
-
-    engine = ScriptedEngine(slow_policy)
-    requests = [textcraft_request(31, group_id=i) for i in range(16)]
-    with (
-        local_server("textcraft", max_sessions=4) as url,
-        EnvPool("textcraft", [url], busy_wait_s=0.3) as pool,
-    ):
-        settings = settings_of(**ROOMY, max_env_failures=0.0)
-        ended = collect(engine, pool, chat, requests, settings)
-    assert {handler.stop_reason for handler in ended} == {"success"}
-
-
 def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat):
     """Its new session may have to wait for another episode to end (429); with one thread for
     steps, that other one could not end while the restart sat in it."""
@@ -838,7 +667,7 @@ def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat
         return observe("home", 1.0, True)
 
     def on_open():
-        if failed:
+        if failed and pool.num_opened == 2:
             assert other_ended.wait(10), "the restart holds the thread that steps run in"
 
     pool = FakePool(play, on_open=on_open)

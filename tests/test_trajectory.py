@@ -34,7 +34,7 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
     handler.add_action(chat, ids_of("light<e>"), [-1.0, -1.0])
     handler.check()
     handler.input_ids[3] = ids_of("home")[0]
-    with pytest.raises(RuntimeError, match="a prompt of 15 ids is no"):
+    with pytest.raises(RuntimeError, match="a prompt of 15 ids is not a prefix"):
         handler.stop("failure")
     del handler.input_ids[-1]
     with pytest.raises(RuntimeError, match=r"different lengths \[16, 17\]"):
@@ -45,13 +45,6 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
 def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
     with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
         handler_of().add_action(chat, ids, log_probs)
-
-
-def test_attention_and_positions_count_every_token(chat):
-    handler = handler_of()
-    handler.start(chat, SYSTEM, "dark")
-    assert handler.attention_mask == [1] * 15
-    assert handler.position_ids == list(range(15))
 
 
 def test_a_line_of_a_file_is_the_trajectory_again(chat):
@@ -86,7 +79,7 @@ def test_a_line_that_is_none_is_refused(change):
     line = handler_of().to_line() | change
     if change == {"step": None}:
         del line["step"]
-    with pytest.raises(ValueError, match="s1-t0-k0 is no line of a trajectory"):
+    with pytest.raises(ValueError, match="s1-t0-k0 is not a line"):
         from_line(line)
 
 
