@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))  # before this folder, whose update.py is this fil
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
-from batching import Batch, make_batch, padding_share  # noqa: E402
+from batching import Batch, cut, make_batch, padding_share  # noqa: E402
 from benchmarks import common  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
@@ -42,7 +42,7 @@ from models import load_policy, load_tokenizer, num_parameters  # noqa: E402
 from scale.default_models import resolve_model  # noqa: E402
 from scale.prefix import pack  # noqa: E402
 from trajectory import RolloutHandler  # noqa: E402
-from update import cut, forward_policy  # noqa: E402
+from update import forward_policy  # noqa: E402
 
 GOAL = 0.9
 
@@ -146,7 +146,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     objective = common.one_step(len(batch), options.max_tokens)
     padded = replace(objective, share_prefix=False)
     rows = list(range(len(batch)))
-    cuts, padded_cuts = (cut(batch, rows, each) for each in (objective, padded))
+    cuts, padded_cuts = (
+        cut(batch, rows, o.max_tokens_per_micro_batch, o.share_prefix) for o in (objective, padded)
+    )
     loops: dict[str, Callable[[], Any]] = {
         "ours": lambda: common.take_step(learner, batch, objective),
         "bare": lambda: bare(plain, batch, cuts, objective),
