@@ -5,28 +5,19 @@ Evaluation: play held-out tasks, print how often they are solved and how sure th
                     └─> chatapi.collect_api   a model behind a chat server: messages
     trajectories ─────> scoring.summarize ──> table, eval.json, curves.png
 
-The loop that plays is the one that training uses: the same prompt, the same parsing, the same
-budgets. What is measured is defined in reporting/scoring.py: avg@k, pass@k and their 95 %
-intervals, per sub-task. Results go to a folder of their own:
+The loop that plays is the one of training: the same prompt, parsing and budgets. The numbers are
+avg@k, pass@k and their 95 % intervals, per sub-task (reporting/scoring.py). Results go to a folder:
 
     eval.json            per task, per sub-task, overall; the curves over turns and over samples
     trajectories.jsonl   one episode a line, written as it ends
     curves.png           success over test-time compute
     config.json          every option
-    tokenizer/           what turns token ids into text; not of a chat server's model
+    tokenizer/           turns token ids into text; absent for a chat server's model
 
-Several `--max-rounds` cost no more than the longest of them (reporting/scoring.py says why);
-without the option each environment has the horizon of the paper's evaluation.
-
-`--env all` plays every environment's test split with one model, loaded once, and prints the
-benchmark's table beside the paper's numbers (reporting/leaderboard.py):
-
-    <environment>/       eval.json, trajectories.jsonl and curves.png of each
-    benchmark.json, benchmark.md    the table, written anew after each environment
-    config.json          every option
-
-An environment that cannot start, or dies, does not lose the others: its row says "not measured" and
-why, the exit code is 1, and the same command with `--resume` plays what is missing.
+`--env all` plays every environment's test split with one model, loaded once, into a folder each,
+and writes the benchmark's table beside the paper's numbers: benchmark.json and benchmark.md
+(reporting/leaderboard.py). If an environment fails, the others go on, its row says why, the exit
+code is 1, and the same command with `--resume` plays what is missing.
 
 How to run:
 
@@ -35,44 +26,292 @@ How to run:
     .venv/bin/python evaluate.py --env textcraft --api-base http://127.0.0.1:8000 \\
         --api-model NAME --api-key-env OPENAI_API_KEY
     .venv/bin/python evaluate.py --env all --model runs/NAME/checkpoints/best --out results/NAME
-    .venv/bin/python evaluate.py --env all --limit 2
     .venv/bin/python evaluate.py --compare before/eval.json after/eval.json
 
-Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C; what had
-ended is written in every case but 2.
+Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C. Episodes
+that had ended are written in every case but 2.
 
-Read next: reporting/scoring.py for the numbers, rollout.py for the loop that plays; every option is
-in reporting/evalconfig.py.
+Read next: reporting/scoring.py for the numbers, rollout.py for the loop that plays.
 """
 
 import contextlib
 import json
+import math
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
-from config import prompt_of
+from config import (
+    PAPER,
+    SMALL_MODELS,
+    RunConfig,
+    check_addresses,
+    complete,
+    files_teach,
+    has_gpu,
+    in_each,
+    named,
+    parse_command_line,
+    prompt_of,
+    saved_config,
+    tasks_of,
+    with_prompt,
+)
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
-from envs import ENVS, Task, env_name, load_tasks
-from reporting.evalconfig import ALL, EvalConfig, asked, evaluation_options, model_of, trained_on
+from envs import ENVS, Task, env_name, load_tasks, settings_of, variant_of
+from envs.http import checked_url
 from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
 from reporting.plots import plot_evaluation
 from reporting.scoring import compare, format_table, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
-from run.errors import complain
+from run.errors import Misuse, complain, refusing
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
 from run.rundir import TOKENIZER, put_pictures_beside
+from scale.default_models import best_checkpoint, check_length, check_model
 from trajectory import Trajectory
 
 PROG = "evaluate.py"
+ALL = "all"  # --env all
+FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: an environment's package
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
+
+    env: str = "textcraft"
+    """environment (name), or `all`: every one in turn, in a table beside the paper's numbers"""
+    tasks: str | None = None
+    """id list to play instead of --split (JSON file)"""
+    split: Literal["train", "test"] | None = None
+    """id list that comes with the environment (default: test)"""
+    subtasks: tuple[str, ...] = ()
+    """play only these sub-tasks, e.g. --subtasks "depth 1" "depth 2" (names; default: all)"""
+    limit: int | None = None
+    """play only the first tasks of each sub-task, for a quick look (count; default: all)"""
+    run: str | None = None
+    """a run of train.py: measure its best checkpoint with its own evaluation settings, on its
+    held-out tasks (if it has none, on its training tasks); other options override (folder)"""
+    model: str | None = None
+    """smollm2-135m, tiny, a checkpoint folder or a hub id (default: smollm2-135m on a
+    CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """what samples from --model"""
+    api_base: str | None = None
+    """base URL of an OpenAI-compatible chat server, instead of --model (URL)"""
+    api_model: str | None = None
+    """model name to ask that server for"""
+    api_key_env: str | None = None
+    """environment variable that holds the server's key (name; default: no key is sent)"""
+    samples: int = 1
+    """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
+    max_rounds: tuple[int, ...] = ()
+    """turns an episode may take; several give the curve over turns at the cost of the longest
+    (turns; default: the environment's, the paper's where it has one: 20 babyai, 30 the others)"""
+    temperature: float = 1.0
+    """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
+    seed: int = 0
+    """of environments, sampling and bootstrap"""
+    max_tokens_per_turn: int = 512
+    """longest answer of the policy (tokens; paper: 512, or 200)"""
+    max_trajectory_tokens: int = 8192
+    """longest episode, prompt included (tokens; paper: 10752 for textcraft); not for --api-base"""
+    env_addr: tuple[str, ...] = ()
+    """addresses of running environment servers (URLs; default: one is started here; local:
+    no server, the environment plays in this process)"""
+    prompt: str | None = None
+    """file with another prompt than the environment's: JSON [{"role", "content"}, ...], or a text
+    that replaces its instruction"""
+    env_workers: int = 32
+    """environment calls, or with --api-base episodes, under way at a time (count)"""
+    max_env_failures: float = 0.2
+    """share of trajectories lost to servers above which the run fails (0..1)"""
+    record_state: bool = False
+    """keep what people look at (inventory, map) in the trajectory file, for replay.py"""
+    deterministic: bool = False
+    """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
+    out: str | None = None
+    """new folder for the results (default: runs/eval-<env>-<date-time>/)"""
+    resume: bool = False
+    """with --env all: environments that --out holds complete are not played again"""
+    compare: tuple[str, ...] = ()
+    """two eval.json: print the paired difference and stop"""
+
+    def horizons(self, env: str) -> list[int]:
+        """--max-rounds, ascending; by default the horizon of `env`."""
+        return sorted(set(self.max_rounds)) or [settings_of(env).horizon]
+
+    def model_name(self) -> str:
+        default = PAPER["model"] if has_gpu() else SMALL_MODELS[0]
+        return self.api_model or self.model or default
+
+    def check(self) -> None:
+        """Raises Misuse for a value out of range and for options that contradict each other."""
+        for name in ("samples", "limit", "env_workers", "max_tokens_per_turn"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1")
+        c, rounds = self, " ".join(map(str, self.max_rounds))
+        is_sampled, share = c.temperature > 0, c.max_env_failures
+        for is_wrong, problem in (
+            (len(c.compare) not in (0, 2), f"--compare takes two files, got {len(c.compare)}"),
+            (min(c.max_rounds, default=1) < 1, f"--max-rounds {rounds} must be at least 1"),
+            (not 0 <= c.temperature < math.inf, f"--temperature {c.temperature} must not be < 0"),
+            (
+                c.samples > 1 and not is_sampled,
+                f"--temperature 0 plays {c.samples} times the same; use --samples 1",
+            ),
+            (c.seed < 0, f"--seed {c.seed} must be 0 or more"),
+            (
+                c.max_tokens_per_turn >= c.max_trajectory_tokens,
+                f"--max-tokens-per-turn {c.max_tokens_per_turn} must be below "
+                f"--max-trajectory-tokens {c.max_trajectory_tokens}",
+            ),
+            (not 0 <= share <= 1, f"--max-env-failures {share} must be a share, 0 to 1"),
+            (c.tasks and c.split, "--tasks and --split both name tasks; give one"),
+            (c.model and c.api_base, "--model and --api-base exclude each other"),
+            (bool(c.api_base) != bool(c.api_model), "--api-base and --api-model go together"),
+            (
+                c.api_key_env and not os.environ.get(c.api_key_env),
+                f"--api-key-env {c.api_key_env}: this environment variable is not set",
+            ),
+            (
+                c.api_base and c.deterministic,
+                "--deterministic is not possible with --api-base: the server decides",
+            ),
+            (
+                c.env == ALL and (c.env_addr or c.tasks or c.subtasks or c.prompt),
+                "--env all starts a server for each environment and plays its test split: "
+                "--env-addr, --tasks, --subtasks and --prompt are not possible",
+            ),
+            (
+                c.env == ALL and c.split == "train",
+                "--split train is not possible with --env all, which plays the test splits",
+            ),
+            (
+                c.resume and not (c.env == ALL and c.out),
+                "--resume goes with --env all and --out, the folder to go on with",
+            ),
+        ):
+            if is_wrong:
+                raise Misuse(problem)
+        with refusing():
+            check_addresses("env_addr", c.env_addr, c.env)
+            if c.api_base:
+                checked_url(c.api_base, "--api-base")
+        out = Path(c.out or "")
+        if c.resume and not (out / "benchmark.json").exists():
+            raise Misuse(f"--resume: --out {out} holds no results of --env all to go on with")
+        if c.out and not c.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise Misuse(f"--out {out} exists and is not empty; choose a new folder")
+
+
+def parse_options(argv: Sequence[str] | None) -> EvalConfig:
+    """The options, checked, with what they name on this machine. Raises: Misuse; SystemExit from
+    `parse_command_line`."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = named(words)
+    (env, *_) = [*given.get("env", []), None]
+    start = settings_of_run(given["run"][0], set(given), env) if given.get("run") else None
+    config = parse_command_line(EvalConfig, words, PROG, start)
+    config.check()
+    if config.compare:
+        return config
+    with refusing():
+        if config.env != ALL:
+            config = with_prompt(config)
+            tasks_to_play(config)
+        if not config.api_base:
+            check_model(config.model_name())
+            check_length(config.model_name(), config.max_trajectory_tokens)
+    return config
+
+
+def tasks_to_play(config: EvalConfig) -> list[Task]:
+    split = None if config.tasks else config.split or "test"
+    return load_tasks(config.env, split, config.tasks, config.subtasks)
+
+
+def settings_of_run(folder: str, given: set[str], env: str | None = None) -> EvalConfig:
+    """The options under which a run evaluates itself.
+
+    Args:
+        given: options of the command line; those that they exclude are not taken over.
+        env: if the run plays several environments, the one to evaluate.
+    Raises: Misuse if there is no run, it has no checkpoint, or an environment must be named.
+    """
+    if not (Path(folder) / "config.json").exists():
+        raise Misuse(f"--run {folder} holds no run; give the folder that train.py has made")
+    c = complete(saved_config(folder, RunConfig))
+    if len(configs := in_each(c)) > 1:
+        chosen = [own for own in configs if own.env == env]
+        if not chosen:
+            names = " or ".join(own.env for own in configs)
+            raise Misuse(f"--run {folder} plays several environments: name one, --env {names}")
+        c, given = chosen[0], given - {"env"}
+    checkpoint = best_checkpoint(Path(folder))
+    if checkpoint is None and "model" not in given:
+        raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
+    config = EvalConfig(
+        run=folder,
+        env=c.env,
+        prompt=c.prompt,
+        engine=c.engine,
+        model=str(checkpoint),
+        max_rounds=(c.evaluation_rounds,),
+        temperature=c.temperature,
+        max_tokens_per_turn=c.max_tokens_per_turn,
+        max_trajectory_tokens=c.max_trajectory_tokens,
+        seed=c.seed,
+        samples=c.eval_samples,
+    )
+    if "env" in given and env not in (None, c.env):  # which has a prompt and a horizon of its own
+        return replace(config, env=env, prompt=None, max_rounds=())
+    if given & {"tasks", "split"}:
+        return config
+    if not c.eval_every and not c.eval_tasks:
+        return replace(config, tasks=c.tasks, split=c.split, subtasks=c.subtasks)
+    return replace(config, tasks=c.eval_tasks, subtasks=c.evaluation_subtasks)
+
+
+def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
+    """How many of the tasks the run of --run trains on; 0 if it learns from files."""
+    trained = set[str]()
+    with contextlib.suppress(ValueError, OSError):  # its id list is gone
+        if config.run:
+            saved = json.loads((Path(config.run) / "config.json").read_text(encoding="utf-8"))
+            if not files_teach(saved.get("method", ""), saved["config"]):
+                options = complete(saved_config(config.run, RunConfig))
+                trained = {task.task_id for task in tasks_of(options)}
+    return sum(task.task_id in trained for task in tasks)
+
+
+def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
+    """What a result depends on, as eval.json names it."""
+    names = ["temperature", "seed", "samples", "limit"]
+    names += ["max_tokens_per_turn", "max_trajectory_tokens"]
+    weights, variant = Path(config.model_name()), variant_of(env)
+    return (
+        {"env": env, "model": config.model_name()}
+        | ({"weights": str(weights.resolve())} if weights.is_dir() else {})  # `best` is a link
+        | ({"api_base": config.api_base} if config.api_base else {})
+        | {name: getattr(config, name) for name in names}
+        | {"max_rounds": config.horizons(env)}
+        | ({"prompt": config.prompt} if config.prompt else {})
+        | ({"variant": variant} if variant and not config.env_addr else {})  # of our own server
+    )
+
+
+# ----------------------------------------------------------------------------------------- playing
 
 
 def requests_for(
@@ -114,87 +353,20 @@ def evaluate_policy(
     step: int = 0,
 ) -> tuple[dict[str, Any], list[TrajectoryType]]:
     """
-    Play `tasks` with `samples` each; what a run in training calls.
+    Play `tasks` with `samples` each; what a training run calls.
 
     Args:
         play: `rollout.collect` of some engine and environments; requests -> trajectories.
         settings: its seed is that of the environments, the sampling and the bootstrap.
-        horizons: most turns in each world that the tasks are of.
+        horizons: most turns, by environment.
         step: the training step; names the trajectories and, with the seed, seeds the sampling.
     Returns: the summary and all trajectories, lost ones included.
-    Raises: what `play` raises.
     """
     seed = settings.seed
     trajectories = play(requests_for(tasks, samples, step, seed, horizons), settings)
     longest = [max(horizons.values())]
     return summarize(trajectories, samples, longest, step=step, seed=seed), trajectories
 
-
-# ----------------------------------------------------------------------------------------------
-# The command line
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 a failure at run time, 2 misuse, 130 stopped by Ctrl-C."""
-    with contextlib.ExitStack() as stack:
-        try:
-            config = evaluation_options(argv, PROG)
-            if config.compare:
-                print(compare(*config.compare))
-                return 0
-            out = stack.enter_context(_folder(config))
-            if config.env == ALL:
-                kept = _complete_families(config)
-                play = _player(config, out, stack) if kept.keys() < ENVS.keys() else _nothing
-            else:
-                split = None if config.tasks else config.split or "test"
-                tasks = load_tasks(config.env, split, config.tasks, config.subtasks)
-                pool = _pool(config, config.env, stack)
-                play = _player(config, out, stack)
-        except ValueError as error:
-            complain(PROG, error)
-            return 2
-        except FAILURES as error:
-            complain(PROG, error)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-        options = {"command": sys.argv, **asdict(config), "model": model_of(config)}
-        write_json(out / "config.json", options)
-        if config.env == ALL:
-            return _measure_all(config, play, kept, out)
-        summary, outcome = _measure(config, play, pool, tasks, out)
-        print(format_table(summary))
-        if outcome.problem:
-            complain(PROG, outcome.problem)
-        return outcome.exit_code
-
-
-@contextlib.contextmanager
-def _folder(config: EvalConfig) -> Iterator[Path]:
-    """Where the results go, made and writable, before anything that takes time is started.
-
-    What never began leaves no folder behind, so that the same command can be given again.
-    Raises: ValueError if nothing can be written there.
-    """
-    env = ALL if config.env == ALL else env_name(config.env)
-    out = Path(config.out or f"runs/eval-{env}-{time.strftime('%Y%m%d-%H%M%S')}")
-    made = [path for path in (out, *out.parents) if not path.exists()]  # innermost first
-    try:
-        try:
-            make_folder(out)
-            with tempfile.TemporaryFile(dir=out):
-                pass
-        except OSError as error:
-            raise ValueError(f"--out {out}: nothing can be written there: {error}") from None
-        yield out
-    finally:
-        with contextlib.suppress(OSError):  # the first that is not empty ends it
-            for path in made:
-                path.rmdir()
-
-
-FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: an environment's package
 
 # Pool, requests, settings and what to call with each trajectory that ends.
 Play = Callable[
@@ -203,22 +375,15 @@ Play = Callable[
 ]
 
 
-class Outcome(NamedTuple):
-    """How playing one environment went."""
-
-    exit_code: int
-    problem: str | None
-
-
-def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
-    """What plays requests in any environment. Whatever is started here, `stack` closes; a local
-    model's tokenizer is put into `out`."""
+def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
+    """Start what plays requests in any environment; `stack` closes it. The tokenizer of a local
+    model is saved in `out`."""
     if config.api_base:
         from sampling.chatapi import ChatApi, collect_api
 
         base, key = config.api_base, os.environ.get(config.api_key_env or "")
         return lambda pool, r, s, progress: collect_api(
-            ChatApi(base, model_of(config), key), pool, r, s, progress
+            ChatApi(base, config.model_name(), key), pool, r, s, progress
         )
 
     import torch
@@ -229,7 +394,7 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     from scale import precision
     from scale.default_models import resolve_model
 
-    path = resolve_model(model_of(config))
+    path = resolve_model(config.model_name())
     tokenizer = load_tokenizer(path)
     chat = ChatTemplate(tokenizer, stop_ids_of(path))
     kind = "transformers" if config.deterministic else config.engine
@@ -245,32 +410,24 @@ def _player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
 
 
-def _nothing(*_: Any) -> list[Trajectory]:
-    """A player for when all has been played; no model is loaded."""
-    return []
+def start_pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
+    """Clients of --env-addr, or of a server that is started here; `stack` closes them.
 
-
-def _pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
-    """Clients of --env-addr, or of a server that is started here and dies with us.
-
-    Raises: EnvError if nobody answers, or with another world.
+    Raises: EnvError if nobody answers, or another environment does.
     """
     addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
     pool = EnvPool(env, addresses, prompt=prompt_of(config))
     stack.callback(pool.close)
-    pool.client().close()  # before a model is loaded
+    pool.client().close()  # fails before a model is loaded
     return pool
 
 
-# ----------------------------------------------------------------------------------------------
-# One environment
-
-
-def _measure(
+def measure(
     config: EvalConfig, play: Play, pool: EnvPool, tasks: Sequence[Task], out: Path
-) -> tuple[dict[str, Any], Outcome]:
-    """Play, then write the three files of `out`; what has ended is written whatever happens."""
-    about = asked(config, pool.env)
+) -> tuple[dict[str, Any], int, str | None]:
+    """Play in one environment and write the results; episodes that have ended are kept whatever
+    happens. Returns: the summary, the exit code, and the problem if there was one."""
+    about = conditions(config, pool.env)
     settings = RolloutSettings(
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
@@ -285,12 +442,11 @@ def _measure(
     requests = requests_for(tasks, config.samples, 0, config.seed, horizons)
     what = f"{about['model']} on {about['env']}: {len(tasks)} tasks x {config.samples}"
     print(f"{what}, results in {out}", flush=True)
-    if known := trained_on(config, tasks):
-        about["trained_on"] = known
-        told = f"{config.run} trains on {known} of these; held-out ones: --split test"
-        print(f"note: {told}", flush=True)
+    if count := num_trained_on(config, tasks):
+        about["trained_on"] = count
+        print(f"note: {config.run} trains on {count} of these; held out: --split test", flush=True)
     ended: list[Trajectory] = []
-    outcome = Outcome(0, None)
+    exit_code, problem = 0, None
     with (
         open(out / "trajectories.jsonl", "w", encoding="utf-8") as log,
         playing(f"evaluation in {pool.env}", len(requests)) as tick,
@@ -306,85 +462,128 @@ def _measure(
         try:
             play(pool, requests, settings, progress)
         except KeyboardInterrupt:
-            outcome = Outcome(130, f"stopped; {len(ended)} of {len(requests)} episodes had ended")
+            exit_code = 130
+            problem = f"stopped; {len(ended)} of {len(requests)} episodes had ended"
         except (EngineError, EnvError, TooManyEnvFailures) as error:
-            outcome = Outcome(1, str(error))
+            exit_code, problem = 1, str(error)
         except Exception as error:  # of the sampler, of a full disk: hours of play are kept
-            outcome = Outcome(1, f"{type(error).__name__}: {error}")
-        os.fsync(log.fileno())  # before the result that is made of it
-    summary = about | {"complete": outcome.problem is None}
-    # In one order, whoever ended first: the bootstrap draws the same tasks for the same episodes.
+            exit_code, problem = 1, f"{type(error).__name__}: {error}"
+        os.fsync(log.fileno())
+    # In a fixed order: the bootstrap then draws the same tasks for the same episodes.
     ended.sort(key=lambda trajectory: trajectory.trajectory_id)
+    summary = about | {"complete": problem is None}
     summary |= summarize(ended, config.samples, about["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
     plot_evaluation(summary, out / "curves.png")
-    return summary, outcome
+    return summary, exit_code, problem
 
 
-# ----------------------------------------------------------------------------------------------
-# Every environment in turn
+# --------------------------------------------------------------------------------- the command line
 
 
-def _complete_families(config: EvalConfig) -> dict[str, dict[str, Any]]:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    try:
+        config = parse_options(argv)
+        if config.compare:
+            print(compare(*config.compare))
+            return 0
+        done = complete_results(config)
+        name = ALL if config.env == ALL else env_name(config.env)
+        out = Path(config.out or f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        make_folder(out)
+        (out / "config.json").touch()
+    except (ValueError, OSError) as error:  # OSError: nothing can be written there
+        complain(PROG, error)
+        return 2
+    try:
+        with contextlib.ExitStack() as stack:
+            pool = None if config.env == ALL else start_pool(config, config.env, stack)
+            is_done = config.env == ALL and done.keys() == ENVS.keys()
+            play = nothing_to_play if is_done else start_player(config, out, stack)
+            options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
+            write_json(out / "config.json", options)
+            if pool is None:
+                return measure_all(config, play, done, out)
+            summary, exit_code, problem = measure(config, play, pool, tasks_to_play(config), out)
+            print(format_table(summary))
+            if problem:
+                complain(PROG, problem)
+            return exit_code
+    except (ValueError, *FAILURES) as error:
+        complain(PROG, error)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    finally:  # so that a command that failed at its start can be given again
+        if not (out / "config.json").stat().st_size:
+            (out / "config.json").unlink()
+            with contextlib.suppress(OSError):
+                out.rmdir()
+
+
+def nothing_to_play(*_: Any) -> list[Trajectory]:
+    return []
+
+
+def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
     """
     What --resume need not play again: environment -> its eval.json.
 
-    Raises: ValueError if --out holds a result of other options; one table of both would lie.
+    Raises: Misuse if --out holds results of other options: one table of both would lie.
     """
-    families = {}
+    results = {}
     for env in ENVS if config.resume else ():
         path = Path(str(config.out), env, "eval.json")
         if not path.exists():
             continue
         try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            summary = None
-        if not isinstance(summary, dict):
-            raise ValueError(
-                f"--resume: {path} is no result; remove {path.parent} to have it played again"
-            )
-        for name, value in asked(config, env).items():
+            summary = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise Misuse(
+                f"--resume: {path} is damaged; remove {path.parent} to repeat it"
+            ) from None
+        for name, value in conditions(config, env).items():
             if summary.get(name) != value:
-                raise ValueError(
+                raise Misuse(
                     f"--resume: {path} was measured with {name} {summary.get(name)}, "
                     f"not {value}; choose another --out"
                 )
         if summary.get("complete"):
-            families[env] = summary
-    return families
+            results[env] = summary
+    return results
 
 
-def _measure_all(config: EvalConfig, play: Play, kept: Mapping[str, Any], out: Path) -> int:
-    """One environment after the other; the table is on disk after each. Returns the exit code."""
-    table = Benchmark(model_of(config), config.samples, config.temperature, config.seed)
-    table.families = {env: kept.get(env, "not played yet") for env in ENVS}
-    _write_table(table, out)
-    exit_code = 0
-    for env in [env for env in ENVS if env not in kept]:
+def measure_all(config: EvalConfig, play: Play, done: Mapping[str, Any], out: Path) -> int:
+    """One environment after the other, with the table on disk after each. Returns the exit code."""
+    table = Benchmark(config.model_name(), config.samples, config.temperature, config.seed)
+    table.families = {env: done.get(env, "not played yet") for env in ENVS}
+    write_table(table, out)
+    last_code = 0
+    for env in [env for env in ENVS if env not in done]:
         summary: dict[str, Any] = {}
         try:
             with contextlib.ExitStack() as stack:
                 tasks = load_tasks(env, "test")
-                pool = _pool(config, env, stack)
+                pool = start_pool(config, env, stack)
                 (out / env).mkdir(exist_ok=True)
-                summary, outcome = _measure(config, play, pool, tasks, out / env)
+                summary, exit_code, problem = measure(config, play, pool, tasks, out / env)
         except (ValueError, *FAILURES) as error:  # the others can still be measured
-            outcome = Outcome(1, str(error))
+            exit_code, problem = 1, str(error)
         except KeyboardInterrupt:
-            outcome = Outcome(130, "stopped while its server started or ended")
-        table.families[env] = outcome.problem or summary
-        _write_table(table, out)
-        if outcome.problem:
-            complain(PROG, f"{env}: {outcome.problem}")
-        exit_code = max(exit_code, outcome.exit_code)
-        if outcome.exit_code == 130:
+            exit_code, problem = 130, "stopped while its server started or ended"
+        table.families[env] = problem or summary
+        write_table(table, out)
+        if problem:
+            complain(PROG, f"{env}: {problem}")
+        last_code = max(last_code, exit_code)
+        if exit_code == 130:
             break
     print(format_text(table))
-    return exit_code
+    return last_code
 
 
-def _write_table(table: Benchmark, out: Path) -> None:
+def write_table(table: Benchmark, out: Path) -> None:
     write_json(out / "benchmark.json", to_json(table))
     write_text(out / "benchmark.md", format_markdown(table))
 

@@ -1,9 +1,8 @@
 """
-Play an environment with a model that hides behind an OpenAI-compatible chat server.
+Play an environment with a model behind an OpenAI-compatible chat server.
 
-Such a server takes messages and returns text: no token ids, no log-probs. Nothing can be trained
-on that, but everything can be measured, and a table of results wants the model next to GPT or
-Gemini. So this file has its own short episode loop over messages:
+Such a server takes messages and returns text: no token ids, no log-probs. Nothing can be trained on
+that, but everything can be measured, so this file has a short episode loop over messages:
 
     messages = PROMPT + [first observation]
     repeat at most max_rounds times:
@@ -11,42 +10,34 @@ Gemini. So this file has its own short episode loop over messages:
         observation = env.step(text)
         messages   += [assistant: text, user: observation]
 
-Each episode runs in a thread of its own and waits for nobody. How it goes on after a step, and how
-many may be lost, is decided where it is for a trajectory of tokens (`rollout.take_result`,
-`rollout.check_failures`), and it is written as the same line, with the token fields (`input_ids`,
-`loss_mask`, `rollout_log_probs`) null.
-
-What can go wrong, and what becomes of it:
+Each episode runs in a thread of its own. A trajectory is written as the same line as one of token
+ids, with the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`) null.
 
     429, 408, 409, 5xx, time-out, connection      asked again with back-off (`Retry-After` counts);
     lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
     400 or 422 in the middle of an episode        what was said there, a filter: `engine_error`
-    any other 4xx (key, model name, option), 3xx  nothing will go better for the next: the run stops
-    nobody at the address, ever                   the same
+    any other 4xx (key, model name, option), 3xx  will fail for every request: the run stops
+    nobody has ever answered at the address       the same
     an answer without text                        the model said "": an unparsable action, reward 0
     the environment server fails                  as in rollout.py: a reset is tried 3 times, an
                                                   episode once more from its reset; then `env_error`
-
-An answer is bounded in bytes and in total time, as every server's (envs/exchange.py).
 
 Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 """
 
 import contextlib
+import json
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 from urllib.parse import urlsplit
-
-import httpx2
-import openai
 
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
-from envs.http import Line, Lost, TimedOut, Unbelievable, checked_url, parse, proxy_of
+from envs.http import JSON_HEADERS, Answer, ExchangeError, Line, Lost, checked_url, parse, proxy_of
 from rollout import (
     NUM_TRIES,
     RolloutRequest,
@@ -58,20 +49,23 @@ from rollout import (
 )
 from trajectory import Trajectory, Turn
 
-MAY_PASS = (408, 409, 429)  # of the 4xx; the client asks again
+MAY_PASS = (408, 409, 429)  # of the 4xx: asked again
+FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before another try
 NUM_IDLE = 64  # connections that are kept for the next turns
-NEWER = "max_completion_tokens"  # what OpenAI's reasoning models call max_tokens, and say so
+NEWER_LIMIT = "max_completion_tokens"  # what OpenAI's reasoning models call max_tokens
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
 
 class ApiError(EngineError):
-    """The chat server did not give a usable answer, also not when asked again."""
+    """The chat server gave no usable answer, also not when asked again."""
 
 
 class ApiRefused(ApiError):
     """The server will refuse every request like this one (key, model name, option)."""
 
-    status: int | None = None  # of the answer, if there was one
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status  # of the answer, if there was one
 
 
 class ContextFull(ApiError):
@@ -92,7 +86,7 @@ class ChatApi:
         timeout_s: seconds for one answer, to its last byte.
         max_retries: further attempts after the first; 8 wait about 40 s in all.
 
-    Raises ValueError for an address that is none, or that holds a user, a password or a key.
+    Raises: ValueError if the address is not one, or holds a user, a password or a key.
     """
 
     def __init__(
@@ -105,23 +99,12 @@ class ChatApi:
     ) -> None:
         base = checked_url(base_url, "--api-base")
         base += "" if urlsplit(base).path else "/v1"
-        self.url, self.model = f"{base}/chat/completions", model
+        self.url, self.model, self.max_retries = f"{base}/chat/completions", model, max_retries
         self.stopped = threading.Event()  # once set, nothing is asked any more
         self._limit = "max_tokens"
-        # Without a key no header is sent; what stands in for it keeps OPENAI_API_KEY out.
-        self._headers = {} if api_key else {"Authorization": openai.Omit()}
-        transport = _BoundedTransport(base, timeout_s)
-        self._client = _Client(
-            base_url=base,
-            api_key=api_key or "none",
-            timeout=timeout_s,
-            max_retries=max_retries,
-            http_client=httpx2.Client(
-                transport=transport,
-                event_hooks={"response": [_must_be_completion]},
-            ),
-        )
-        self._client.stopped, self._client.transport = self.stopped, transport
+        self._has_answered = False
+        self._headers = JSON_HEADERS | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._line = Line(base, timeout_s, proxy_url=proxy_of(base), maxsize=NUM_IDLE)
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
@@ -131,139 +114,80 @@ class ChatApi:
 
         Raises: ContextFull, ApiRefused (see there), ApiError after the last retry, Stopped.
         """
-        if self.stopped.is_set():
-            raise Stopped
-        try:
-            create: Any = self._client.chat.completions.with_raw_response.create
-            answer = create(
-                model=self.model,
-                # Some servers refuse a message without text.
-                messages=[m | {"content": m["content"] or " "} for m in messages],
-                **{self._limit: max_tokens},
-                temperature=temperature,
-                seed=seed % 2**31,  # some servers' field is no wider
-                extra_headers=self._headers,
-            )
-        except _NobodyThere:
-            what = "nobody answers at this address; is the server running? See --api-base"
-            raise ApiRefused(f"{self.url}: {what}") from None
-        except openai.APIStatusError as error:
-            status, body = error.status_code, error.response.text
-            problem = f"HTTP {status}: {' '.join(body[:300].split())}"
-            if 300 <= status < 400:
-                problem += f" (it leads to {error.response.headers.get('location', '')[:300]!r})"
-            is_about_length = any(words in body.lower() for words in LENGTH_WORDS)
-            if status == 400 and NEWER in body and self._limit != NEWER:
-                self._limit = NEWER
-                return self.complete(messages, max_tokens, temperature, seed)
-            if status in (400, 413) and is_about_length:
-                raise ContextFull(f"{self.url} answered {problem}") from None
-            if 300 <= status < 500 and status not in MAY_PASS:
-                refused = ApiRefused(f"{self.url} answered {problem}")
-                refused.status = status
-                raise refused from None
-            raise self._no_answer(error, problem) from None
-        except openai.APIConnectionError as error:  # time-outs are of this kind
-            cause = error.__cause__ or error
-            raise self._no_answer(error, f"{type(cause).__name__}: {cause}") from None
-        return str(answer.http_response.extensions["text"])
+        body = {
+            "model": self.model,
+            # Some servers refuse a message without text.
+            "messages": [m | {"content": m["content"] or " "} for m in messages],
+            "temperature": temperature,
+            "seed": seed % 2**31,  # some servers' field is not wider
+        }
+        for attempt in range(self.max_retries + 1):
+            if self.stopped.is_set():
+                raise Stopped
+            wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.75, 1)
+            limit = self._limit  # another thread may change it
+            content = json.dumps(body | {limit: max_tokens}).encode()
+            try:
+                answer = self._line.ask("POST", "/chat/completions", content, self._headers)
+            except ExchangeError as error:
+                if isinstance(error, Lost) and not self._has_answered and not self.stopped.is_set():
+                    what = "nobody answers at this address; is the server running? See --api-base"
+                    raise ApiRefused(f"{self.url}: {what}") from None
+                problem = str(error)
+            else:
+                self._has_answered = True
+                text = message_text(answer)
+                if text is not None:
+                    return text
+                problem = f"HTTP {answer.status}: {' '.join(answer.text[:300].split())}"
+                if answer.status == 400 and limit != NEWER_LIMIT and NEWER_LIMIT in answer.text:
+                    self._limit = NEWER_LIMIT
+                    return self.complete(messages, max_tokens, temperature, seed)
+                self._raise_if_final(answer, problem)
+                wait_s = retry_after(answer) or wait_s
+            if attempt < self.max_retries and self.stopped.wait(wait_s):
+                raise Stopped
+        raise ApiError(f"{self.url} gave no answer in {attempt + 1} attempts; {problem}")
 
     def stop(self) -> None:
-        """No more questions: what waits for a retry ends now."""
+        """No more questions: what is asked, or waits for a retry, ends now."""
         self.stopped.set()
-        self._client.close()
-
-    def _no_answer(self, error: openai.APIError, problem: str) -> ApiError:
-        attempts = int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
-        return ApiError(f"{self.url} gave no answer in {attempts} attempts; {problem}")
-
-
-class _NobodyThere(Exception):
-    """The first request found no server: that is a wrong address, not one that is starting anew."""
-
-
-class _Client(openai.OpenAI):
-    """The client of the `openai` package, less what it sends unasked; a stop ends its waits."""
-
-    stopped: threading.Event
-    transport: "_BoundedTransport"
-
-    @property
-    def default_headers(self) -> dict[str, str | openai.Omit]:
-        # NOTE: its own describe this machine and hold OPENAI_ORG_ID, OPENAI_PROJECT_ID and
-        # OPENAI_CUSTOM_HEADERS, secrets of another server perhaps.
-        return {"Accept": "application/json", "Content-Type": "application/json"}
-
-    def _sleep_for_retry(
-        self, *, retries_taken: int, max_retries: int, options: Any, response: Any
-    ) -> None:
-        if self.transport.was_lost and not self.transport.has_answered:
-            raise _NobodyThere
-        headers = None if response is None else response.headers
-        wait_s = self._calculate_retry_timeout(max_retries - retries_taken, options, headers)
-        if self.stopped.wait(wait_s):
-            raise Stopped
-
-
-class _BoundedTransport(httpx2.BaseTransport):
-    """What carries that client's requests: a Line, through the proxy of the user's environment."""
-
-    def __init__(self, base_url: str, timeout_s: float) -> None:
-        parts = urlsplit(base_url)
-        self.has_answered = self.was_lost = False
-        self._line = Line(
-            f"{parts.scheme}://{parts.netloc}",
-            timeout_s,
-            proxy_url=proxy_of(base_url),
-            ssl_context=httpx2.create_ssl_context(),  # the certificates that httpx trusts
-            maxsize=NUM_IDLE,
-        )
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        # What httpx2 offers to undo is not asked for; the length is urllib3's to say.
-        unwanted = ("accept-encoding", "content-length", "host", "connection")
-        headers = {n: v for n, v in request.headers.items() if n not in unwanted}
-        path = request.url.raw_path.decode()
-        try:
-            answer = self._line.ask(request.method, path, request.read(), headers)
-        except TimedOut as error:
-            raise httpx2.ReadTimeout(str(error)) from error
-        except Lost as error:
-            self.was_lost = True
-            raise httpx2.ConnectError(str(error)) from error
-        except Unbelievable as error:
-            raise httpx2.DecodingError(str(error)) from error
-        self.has_answered = True
-        got = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in answer.headers.items()]
-        return httpx2.Response(answer.status, headers=got, content=answer.body)
-
-    def close(self) -> None:
         self._line.hang_up()
-        self._line.close()
+
+    def _raise_if_final(self, answer: Answer, problem: str) -> None:
+        """Raise unless the same request may pass later."""
+        status, text = answer.status, answer.text.lower()
+        if 300 <= status < 400:  # not followed: the key would go wherever the answer says
+            problem += f" (it leads to {answer.headers.get('Location', '')[:300]!r})"
+        if status in (400, 413) and any(words in text for words in LENGTH_WORDS):
+            raise ContextFull(f"{self.url} answered {problem}")
+        if 300 <= status < 500 and status not in MAY_PASS:
+            raise ApiRefused(f"{self.url} answered {problem}", status)
 
 
-def _must_be_completion(response: httpx2.Response) -> None:
-    """Another answer than a chat completion is asked again, like one that never came."""
-    response.read()
-    text = response.extensions["text"] = _message_text(response)
-    if response.is_success and text is None:
-        body = " ".join(response.text[:300].split())
-        raise httpx2.DecodingError(f"no chat completion: {body}", request=response.request)
-
-
-def _message_text(response: httpx2.Response) -> str | None:
-    """The text of a chat completion, "" if its content is null; None if it is no completion."""
+def message_text(answer: Answer) -> str | None:
+    """The text of a chat completion, "" if its content is null; None if it is not one."""
+    if answer.status != 200:
+        return None
     try:
-        content = parse(response.content)["choices"][0]["message"].get("content")
+        content = parse(answer.body)["choices"][0]["message"].get("content")
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    if isinstance(content, list):  # some servers' form: parts, of which texts are one kind
+    if isinstance(content, list):  # some servers send parts, of which text is one kind
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
-# ----------------------------------------------------------------------------------------------
-# Episodes
+def retry_after(answer: Answer) -> float | None:
+    """Seconds to wait, as the server says."""
+    with contextlib.suppress(ValueError):
+        seconds = float(answer.headers.get("Retry-After", ""))
+        if 0 < seconds <= MAX_RETRY_AFTER_S:
+            return seconds
+    return None
+
+
+# ---------------------------------------------------------------------------------------- episodes
 
 
 def run_api_episode(
@@ -274,16 +198,15 @@ def run_api_episode(
     trajectory: Trajectory,
 ) -> None:
     """
-    Play one episode to its end and fill `trajectory`, which is empty but for its heading.
+    Play one episode to its end and fill `trajectory`, which holds its heading and turn limit.
 
     Args:
         client: an environment session of this episode alone.
         settings: max_tokens_per_turn, temperature, seed, record_state.
-        trajectory: names the turn limit.
-    Raises: EnvError when the environment fails, ApiError when the chat server does, Stopped.
+    Raises: EnvError if the environment fails, ApiError if the chat server does, Stopped.
     """
     t, task = trajectory, request.task
-    # Sent to the chat server; differs between the samples of a task.
+    # For the chat server; it differs between the samples of a task.
     seed = sampling_seed(settings.seed, request.step, task.task_id, request.sample, turn=0)
     observation = client.reset(task.task_index, seed=request.seed)
     t.messages = [*client.prompt]
@@ -296,18 +219,17 @@ def run_api_episode(
                 t.messages, settings.max_tokens_per_turn, settings.temperature, seed
             )
         except ContextFull as error:
-            if not t.turns:  # nothing was said yet: it is the request that does not fit, always
+            if not t.turns:  # the request itself never fits
                 raise ApiRefused(f"{error}; a smaller --max-tokens-per-turn may") from None
             return t.stop("length")
         except ApiRefused as error:
-            if t.turns and error.status in (400, 422):  # what was said, a filter: this episode's
+            if t.turns and error.status in (400, 422):  # a filter: concerns this episode alone
                 raise ApiError(str(error)) from None
             raise
         generated = time.perf_counter()
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
-        # No token ids to point into.
-        turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type]
+        turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
         turn.generate_s, turn.env_s = generated - began, time.perf_counter() - generated
         if settings.record_state:
             turn.state = state_of(client)
@@ -325,7 +247,7 @@ def collect_api(
     progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     """
-    `rollout.collect` over messages: every request played to its end, in the order of the requests.
+    `rollout.collect` over messages: plays every request to its end, in the order of the requests.
 
     Args:
         api: is stopped when this returns or raises.
@@ -353,18 +275,18 @@ def collect_api(
                 else:
                     ended.put(trajectory)
 
-    # Daemon threads: after Ctrl-C nobody waits for a chat server that takes minutes to answer.
+    # Daemon threads: Ctrl-C must not wait for an environment that takes minutes to answer.
     for _ in range(min(settings.env_workers, len(trajectories))):
         threading.Thread(target=work, daemon=True).start()
     finished: list[Trajectory] = []
     try:
         while len(finished) < len(trajectories):
-            one = ended.get()
-            if isinstance(one, BaseException):
-                raise one
-            finished.append(one)
+            result = ended.get()
+            if isinstance(result, BaseException):
+                raise result
+            finished.append(result)
             if progress:
-                progress(one)
+                progress(result)
             check_failures(finished, settings.max_env_failures, total=len(trajectories))
     finally:
         api.stop()
@@ -378,7 +300,7 @@ def _play_with_retries(
     settings: RolloutSettings,
     trajectory: Trajectory,
 ) -> None:
-    """Play; what the servers lose is tried again, then marked with its stop_reason and error."""
+    """Play; what a server loses is tried again, then marked with its stop_reason and error."""
     tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
     tried: set[str] = set()
     while True:

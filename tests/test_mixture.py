@@ -27,7 +27,7 @@ from config import (
 )
 from data import Manner, demonstrations_for
 from envs import get_env, settings_of
-from reporting.evalconfig import as_in_run
+from evaluate import settings_of_run
 from reporting.plots import read_run
 from rollout import draw, drawn
 from run.worker import plan
@@ -296,8 +296,8 @@ def test_a_run_of_several_worlds_is_evaluated_in_one_of_them(worlds, tmp_path):
     folder = tmp_path / "run"
     assert train_main(a_run(folder, steps=1)) == 0
     with pytest.raises(ValueError, match="name one, --env mixed_worlds:Near or mixed_worlds:Far"):
-        as_in_run(str(folder), set())
-    own = as_in_run(str(folder), {"env"}, NAMES[1])
+        settings_of_run(str(folder), set())
+    own = settings_of_run(str(folder), {"env"}, NAMES[1])
     assert (own.env, own.max_rounds) == (NAMES[1], (3,))
 
 

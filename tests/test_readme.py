@@ -14,7 +14,7 @@ from config import Config, with_preset
 from dpo import DpoConfig
 from envs.searchqa.questions import own_questions
 from envs.server import parse
-from reporting.evalconfig import EvalConfig
+from evaluate import EvalConfig
 from reporting.table import header
 from sft import SftConfig
 from tools.setup_env import SETS

@@ -10,8 +10,8 @@ from toy_env import flags, fresh_process_state, options, serve, train_main
 import evaluate
 import warmstart
 from envs import load_tasks
+from evaluate import EvalConfig
 from reporting import metrics
-from reporting.evalconfig import EvalConfig
 from run import progress as phases
 
 
@@ -106,11 +106,11 @@ def test_an_evaluation_by_hand_is_a_phase_that_counts_episodes(monkeypatch, tmp_
     episode.to_json, episode.first_state, episode.turns = lambda: "{}\n", None, []
     monkeypatch.setattr(evaluate, "playing", playing)
     monkeypatch.setattr(evaluate, "summarize", lambda *_, **__: {})
-    monkeypatch.setattr(evaluate, "plot_curves", lambda *_: None)
+    monkeypatch.setattr(evaluate, "plot_evaluation", lambda *_: None)
     pool = SimpleNamespace(env="textcraft")
     config = EvalConfig(env="textcraft", samples=3, model="tiny")
     tasks = load_tasks("textcraft", "test")[:2]
-    evaluate._measure(config, lambda *words: words[-1](episode), pool, tasks, tmp_path)
+    evaluate.measure(config, lambda *words: words[-1](episode), pool, tasks, tmp_path)
     assert shown == [("evaluation in textcraft", 6), episode]
 
 

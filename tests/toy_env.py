@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import uvicorn
+from starlette.middleware.base import BaseHTTPMiddleware
 
 import envs
 from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, Wire
@@ -152,7 +153,7 @@ def serve(env_class=Letters, middleware=None, name=NAME, first_id=None):
     with registered(env_class, name):
         app = create_app(name, env_class=env_class, first_id=first_id)
         if middleware is not None:
-            app.middleware("http")(middleware)
+            app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
