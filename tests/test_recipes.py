@@ -17,8 +17,8 @@ import yaml
 from agentevol import EvolConfig
 from config import PAPER, Config, checked, complete, parse_command_line, read_command_line
 from dpo import DpoConfig
+from evaluate import EvalConfig
 from recipes import common, evidence, laboratory, memory, miniature, tables
-from reporting.evalconfig import EvalConfig
 from scale.memory import card_bytes, transient_bytes
 from sft import SftConfig
 
