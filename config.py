@@ -1012,7 +1012,8 @@ def _validated(options: dict[str, Any], where: str, kind: type[RunConfig]) -> di
 
 def check_resumed(config: RunConfig) -> None:
     """Raise Misuse for options that a resumed run must not change, and for too few --steps."""
-    if other := " ".join(map(flag, changed(config, saved_config(config.run_dir, type(config))))):
+    saved = complete(saved_config(config.run_dir, type(config)))
+    if other := " ".join(map(flag, changed(config, saved))):
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
     names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
     done = max((int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name)), default=0)

@@ -129,9 +129,10 @@ class MethodConfig(RunConfig):
         files = [(name, file) for name in LISTS_OF_FILES for file in getattr(self, name, ())]
         starts = [Path(start).resolve() for start in (self.model, self.warm_start)]
         for name, file in files:
-            if not (Path(file) / "config.json").exists():
-                continue  # not a run
-            played = saved_config(file, RunConfig)
+            try:
+                played = saved_config(file, RunConfig)
+            except Misuse:  # it is not a run
+                continue
             if not set(names_of(played.env)) & set(names_of(self.env)):
                 yield (
                     f"{flag(name)} {file} was played in {played.env}, but this run plays "
