@@ -17,7 +17,6 @@ from envs import load_tasks
 from envs.textcraft.env import TextCraft
 from models import PolicyModel, load_policy, load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
-from runtime import starts
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import add_lora
@@ -340,7 +339,7 @@ def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(trained, monkeypatc
 def shipping(monkeypatch, tmp_path):
     """Adapters of `tiny` for four demonstrations, as if they came with the project."""
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(starts, "STARTS", tmp_path / "starts")
+    monkeypatch.setattr(warmstart, "STARTS", tmp_path / "starts")
     settings = replace(SETTINGS, num_demonstrations=4, epochs=8, lora_rank=2, learning_rate=2e-2)
     records = warmstart.demonstrations("textcraft", TASKS[:4], 4, 0)
     with fresh_process_state():
@@ -355,7 +354,7 @@ def shipping(monkeypatch, tmp_path):
 def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monkeypatch, capsys):
     monkeypatch.setattr(warmstart, "train_to", None)
     with fresh_process_state():
-        settings = starts.settings_for("tiny", "textcraft")
+        settings = warmstart.settings_for("tiny", "textcraft")
         accelerator = distributed.make_accelerator("no")
         folder = warm_on("tiny", TASKS[:4], settings, accelerator)
     assert "comes with the project" in capsys.readouterr().out
@@ -369,9 +368,9 @@ def test_a_warm_start_that_comes_with_the_project_is_not_trained(shipping, monke
 
 
 def test_other_data_settings_or_models_are_trained_on(shipping, trained):
-    settings = starts.settings_for("tiny", "textcraft")
+    settings = warmstart.settings_for("tiny", "textcraft")
     assert settings.lora_rank == 2
-    assert starts.settings_for("tiny", "babyai") == warmstart.SftSettings()
+    assert warmstart.settings_for("tiny", "babyai") == warmstart.SftSettings()
     for tasks, chosen in ((TASKS[4:8], settings), (TASKS[:4], replace(settings, seed=1))):
         warm_on("tiny", tasks, chosen, accelerator=None)
     assert len(trained) == 2
