@@ -365,7 +365,9 @@ def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
     value = fields.get(name, default) if isinstance(fields, dict) else None
     if type(value) is kind:
         return value
-    problem = f"expected {kind.__name__}, got {value!r:.80}" if value is not None else "missing"
+    problem = (
+        f"expected {kind.__name__}, got {value!r:.80}" if value is not None else "Field required"
+    )
     raise ApiError(422, f"body.{name}: {problem}", "send a JSON object, or a query with GET")
 
 
