@@ -1,6 +1,5 @@
 """Worlds are found, a folder in envs/ or a class anywhere, with their numbers and id lists."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -13,8 +12,7 @@ from toy_env import Letters, registered
 import envs
 from config import check_package
 from envclient import EnvServerError, connect, local_server
-from envs import REQUIRED, Settings, Task, env_name, get_env, load_tasks, settings_of
-from envs.common import write_id_lists
+from envs import REQUIRED, Task, env_name, get_env, load_tasks, settings_of
 from run.rundir import python
 
 ROOT = Path(__file__).parent.parent
@@ -98,23 +96,6 @@ def test_a_folder_is_a_world_and_the_first_three_keep_their_order(tmp_path):
     }
 
 
-def test_a_folder_that_is_dropped_into_envs_is_a_world_by_name(tmp_path, monkeypatch):
-    write_lists(tmp_path / "coin" / "ids", "coin", train=(2, 0))
-    (tmp_path / "coin" / "__init__.py").write_text("from envs.coin.env import Coin as World\n")
-    (tmp_path / "coin" / "env.py").write_text(COIN)
-    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(envs, "ENVS", envs.ENVS | envs.worlds_in(tmp_path))
-    try:
-        assert get_env("coin").__name__ == "Coin" and env_name("coin") == "coin"
-        assert load_tasks("coin", "train") == [
-            Task("coin_2", 2, "coin", "coin"),
-            Task("coin_0", 0, "coin", "coin"),
-        ]
-    finally:
-        for name in ("envs.coin", "envs.coin.env"):
-            sys.modules.pop(name, None)
-
-
 def test_every_world_has_what_the_list_asks_for_and_speaks_as_it_reads():
     for env in envs.ENVS:
         world = get_env(env)
@@ -148,12 +129,9 @@ def test_a_world_outside_may_name_itself(far):
     [
         ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft; or"),
         ("far.coin", "unknown environment 'far.coin'"),
-        (":Coin", "unknown environment ':Coin'"),
-        (".coin:Coin", "unknown environment '.coin:Coin'"),
         ("nowhere.coin:Coin", "there is no module nowhere; put its folder on PYTHONPATH"),
         ("far.coins:Coin", "there is no module far.coins;"),
         ("far.coin:Penny", "far.coin has no class Penny"),
-        ("far.coin:say", "far.coin has no class say"),
         ("far.coin:Stage", "the class lacks PROMPT, WIRE, .*close"),
     ],
 )
@@ -179,15 +157,12 @@ def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
         ("WIRE = Wire()", "WIRE = Wire", "WIRE that is no Wire"),
         ('[{"role": "system", "content": "Say heads or tails."}]', '"Play."', "PROMPT that will"),
         ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
-        ('"role": "system"', '"role": "developer"', "the roles are developer; expected system"),
         ("IS_FAST = True", "IS_FAST, HORIZON = True, '12'", "HORIZON '12', which must be a number"),
         ("IS_FAST = True", "IS_FAST, LAPTOP = True, {'rounds': 5}", "`rounds` a tuple"),
         ("staticmethod(lambda: 4)", "lambda self: 4", "fails at num_tasks() or subtask(0)"),
         ("lambda: 4", "lambda: 0", "has 0 tasks"),
         ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),
-        ('lambda task_index: "coin"', "lambda task_index: {}[task_index]", "KeyError: 0"),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
-        ("World = Coin", "raise RuntimeError('no')", "cannot be imported (RuntimeError: no)"),
     ],
 )
 def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
@@ -202,46 +177,42 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
 
 
 STRANGE = {
-    "a set in the state": ("return {}", "return {'x': {1}}", "state", "set is nothing that JSON"),
-    "a NaN in the state": ("return {}", "return {'x': float('nan')}", "state", "no JSON"),
-    "a tuple for a key": ("return {}", "return {(1, 2): 3}", "state", "no JSON"),
+    "a set in the state": ("return {}", "return {'x': {1}}", "state", "JSON cannot carry set"),
+    "a NaN in the state": ("return {}", "return {'x': float('nan')}", "state", "not JSON"),
+    "a tuple for a key": ("return {}", "return {(1, 2): 3}", "state", "not JSON"),
     "an oracle without a thought": (
         'return "It is always heads.", "heads"',
         'return "ba"',
         "oracle",
         "oracle() gives 'ba', not a thought and an action",
     ),
+    "no word on its limit": (
+        'info["score"], True, False',
+        "0.0, True",
+        "step",
+        "from step",
+    ),
+    "a number to read": ('return "It is heads."', "return 42", "step", "observation as int"),
     "a NaN for a reward": ('info["score"], True', "float('nan'), True", "step", "reward of nan"),
-    "a set in info": ('{"success": action', '{"seen": {1}, "success": action', "step", "no JSON"),
+    "a set in info": ('{"success": action', '{"seen": {1}, "success": action', "step", "not JSON"),
     "success that is a number": ('action == "heads",', "1,", "step", "info['success'] as int"),
 }
 
 
-@pytest.mark.parametrize("where", ["served", "local"])
 @pytest.mark.parametrize("strange", STRANGE)
-def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, strange, where):
-    """A server's connection broke behind it, and the next step with it; in this process it was a
-    TypeError that ended all play."""
+def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, strange):
     old, new, asked, message = STRANGE[strange]
     assert old in COIN
     far.write_text(COIN.replace(old, new))
     ask = {"state": lambda c: c.state(), "oracle": lambda c: c.oracle()}
     ask["step"] = lambda c: c.step("Action: heads")
-    with contextlib.ExitStack() as stack:
-        url = "local" if where == "local" else stack.enter_context(local_server("far.coin:Coin"))
-        client = stack.enter_context(connect("far.coin:Coin", url, num_retries=0))
+    with connect("far.coin:Coin", "local") as client:
         for _ in range(2):
             client.reset(0)
             with pytest.raises(EnvServerError, match=re.escape(message)):
                 ask[asked](client)
         if asked != "step":  # what was asked changes nothing
             assert client.step("Action: heads").terminated
-
-
-def test_id_lists_are_written_under_the_name_that_reads_them(far):
-    written = write_id_lists("far.coin:Coin", {"few": [2, 0]})
-    assert [path.name for path in written] == ["coin_few.json"]
-    assert [task.task_index for task in load_tasks("far.coin:Coin", "few")] == [2, 0]
 
 
 def test_a_world_without_lists_says_where_they_would_be(far):
@@ -267,11 +238,6 @@ def test_a_package_is_asked_for_as_it_can_be_had(far):
 
 
 # ---- what a world's class says of itself
-
-
-def test_a_world_that_says_nothing_has_the_defaults():
-    with registered() as name:
-        assert settings_of(name) == Settings(30, id_prefixes=(name,))
 
 
 @pytest.mark.parametrize(
@@ -304,28 +270,6 @@ def test_a_list_of_the_world_may_be_given_by_name_or_by_a_path_that_was(file):
     assert load_tasks("textcraft", file=file) == load_tasks("textcraft", "family_train")
 
 
-def test_a_file_that_is_there_is_read_whatever_its_name(tmp_path, monkeypatch):
-    (tmp_path / "train").write_text('[{"item_id": "textcraft_5"}]')
-    monkeypatch.chdir(tmp_path)
-    assert [task.task_index for task in load_tasks("textcraft", file="train")] == [5]
-
-
-@pytest.mark.parametrize("file", ["validation", "mine/train.json", "ids/train.txt"])
-def test_a_list_that_is_nowhere_is_refused_with_the_lists_that_exist(file):
-    with pytest.raises(
-        ValueError, match=f"the id list {file}: .*family_test, family_train, short_test"
-    ):
-        load_tasks("textcraft", file=file)
-
-
-def test_ids_of_another_world_are_refused(tmp_path):
-    path = tmp_path / "some.json"
-    path.write_text('[{"item_id": "textcraft_1"}, {"item_id": "babyai_3"}]')
-    with pytest.raises(ValueError, match="'babyai_3' is no task of textcraft; expected") as error:
-        load_tasks("textcraft", file=path)
-    assert str(path) in str(error.value)
-
-
 class Search(Letters):
     ID_PREFIXES = ("nq", "2wiki_multi")
 
@@ -340,10 +284,69 @@ def test_a_world_may_allow_other_prefixes(tmp_path):
             load_tasks("search", file=path)
 
 
-def test_a_list_is_read_without_asking_for_the_sub_task_of_every_task(monkeypatch):
-    asked = []
-    world = get_env("textcraft")
-    subtask = world.subtask
-    monkeypatch.setattr(world, "subtask", staticmethod(lambda i: asked.append(i) or subtask(i)))
-    tasks = load_tasks("textcraft", "test", subtasks=("depth 1",))
-    assert len(asked) == 100 and len(tasks) == 31
+def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
+    path = tmp_path / "some.json"
+    ids = [{"item_id": f"textcraft_{index}", "conversations": []} for index in (533, 3, 140)]
+    path.write_text(json.dumps(ids))
+    tasks = load_tasks("textcraft", file=path)
+    assert tasks[0] == Task("textcraft_533", 533, "depth 4", "textcraft")
+    assert [task.task_index for task in tasks] == [533, 3, 140]
+    filtered = load_tasks("textcraft", file=path, subtasks=["depth 1", "depth 2"])
+    assert [task.task_index for task in filtered] == [3, 140]
+    assert len(load_tasks("textcraft")) == 544
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is not JSON"),
+        ("{}", "is not an id list"),
+        ('[{"item_id": 3}]', "is not an id list"),
+        ('[{"item_id": "textcraft_544"}]', "'textcraft_544' is no task of textcraft"),
+        ('[{"item_id": "textcraft_-1"}]', "is no task of textcraft"),
+        ('[{"item_id": "textcraft_1"}, {"item_id": "textcraft_1"}]', "is listed twice"),
+        ("[]", "no task left"),
+        ('[{"item_id": "babyai_3"}]', "'babyai_3' is no task of textcraft; expected"),
+    ],
+)
+def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, content, message):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tasks("textcraft", file=path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_misuse_of_load_tasks_names_the_choices(tmp_path):
+    with pytest.raises(ValueError, match="choose one of: .*textcraft"):
+        get_env("minecraft")
+    with pytest.raises(
+        ValueError, match="family_test, family_train, short_test, short_train, test, train"
+    ):
+        load_tasks("textcraft", "validation")
+    with pytest.raises(ValueError, match="choose from: depth 1, depth 2, depth 3, depth 4"):
+        load_tasks("textcraft", "test", subtasks=["depth 5"])
+    with pytest.raises(ValueError, match="give one of the two"):
+        load_tasks("textcraft", "test", file="x.json")
+    with pytest.raises(ValueError, match="cannot read the id list"):
+        load_tasks("textcraft", file=tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("world", ["textcraft", "babyai", "sciworld"])
+def test_a_worlds_own_list_is_found_from_any_folder(world, tmp_path, monkeypatch):
+    expected = load_tasks(world, "train")
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", f"{world}_train", f"{world}_train.json", f"ids/{world}_train.json"):
+        assert load_tasks(world, file=name) == expected
+    (tmp_path / "train").write_text(json.dumps([{"item_id": f"{world}_5"}]))
+    assert [task.task_index for task in load_tasks(world, file="train")] == [5]
+
+
+def test_a_list_that_is_in_no_folder_is_refused_with_those_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_tasks("textcraft", file="mine/train.json")
+    assert str(error.value) == (
+        f"cannot read the id list mine/train.json: no such file in {tmp_path}; "
+        "lists of textcraft: family_test, family_train, short_test, short_train, test, train"
+    )

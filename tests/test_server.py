@@ -139,6 +139,9 @@ def test_agentgyms_client_sequence_gets_the_paths_fields_and_types_it_expects(cl
     assert client.post("/close", json={"id": 0}).json() is True
     assert client.post("/close", json={"id": 0}).json() is False
     assert client.post("/create").json()["id"] == 2  # numbers are never used twice
+    assert client.post("/reset", json={"id": 2}).json()["observation"] == TextCraft().reset(0)
+    health = client.get("/health").json()
+    assert health["env"] == "textcraft" and health["live_sessions"] == 2
 
 
 def test_answers_also_carry_what_our_client_reads(client):
@@ -153,16 +156,12 @@ def test_answers_also_carry_what_our_client_reads(client):
     ]
     oracle = client.get(f"/oracle?id={session_id}").json()
     assert set(oracle) == {"thought", "action"} and oracle["action"] == "get 4 crimson stem"
+    odd = client.post("/step", content=b'{"id": 0, "action": "\\ud800"}', headers=JSON)
+    assert odd.json()["observation"] == "Could not execute \ud800"  # half a surrogate pair
     step = client.post("/step", json={"id": session_id, "action": oracle["action"]}).json()
     assert step["info"] == {"success": False, "score": 0} and extras.items() <= step.items()
     state = client.get(f"/state?id={session_id}").json()
-    assert state["inventory"] == {"crimson stem": 4} and state["num_turns"] == 1
-
-
-def test_reset_without_a_task_index_plays_task_0_as_agentgym_does(client):
-    assert client.post("/create", json={}).json()["id"] == 0
-    reset = client.post("/reset", json={"id": 0}).json()
-    assert reset["observation"] == TextCraft().reset(0)
+    assert state["inventory"] == {"crimson stem": 4} and state["num_turns"] == 2
 
 
 def test_a_world_with_other_field_names_needs_only_its_wire():
@@ -240,27 +239,6 @@ def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_a
     assert events == ["open", "session closed", "close"]
 
 
-def test_the_end_by_the_worlds_own_limit_is_done_and_truncated_but_not_terminated():
-    with slow_world() as client:
-        session_id = start(client)
-        step = client.post("/step", json={"id": session_id, "action": "limit"}).json()
-        assert (step["done"], step["truncated"], step["terminated"]) == (True, True, False)
-        again = client.post("/step", json={"id": session_id, "action": "x"})
-        assert_error(again, 409, "is over", "/reset")
-
-
-def test_health_counts_sessions(client):
-    start(client)
-    health = client.get("/health").json()
-    assert health.pop("uptime_s") >= 0
-    assert health == {
-        "env": "textcraft",
-        "version": VERSION,
-        "live_sessions": 1,
-        "max_sessions": 1024,
-    }
-
-
 # ---- errors
 
 
@@ -323,14 +301,6 @@ def test_a_malformed_query_path_or_method_has_the_same_error_format(client):
     assert_error(client.get("/step"), 405, "GET /step")
 
 
-def test_half_a_surrogate_pair_in_an_action_comes_back_instead_of_breaking_the_answer(client):
-    start(client)
-    body = b'{"id": 0, "action": "\\ud800"}'
-    response = client.post("/step", content=body, headers=JSON)
-    assert response.status_code == 200
-    assert response.json()["observation"] == "Could not execute \ud800"
-
-
 def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
     with slow_world() as client:
         first, second = start(client), start(client)
@@ -339,20 +309,10 @@ def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
         # What state it is in is unknown, so only a reset helps; the other session goes on.
         after = client.post("/step", json={"id": first, "action": "x"})
         assert_error(after, 409, "has no episode")
-        assert client.post("/step", json={"id": second, "action": "x"}).status_code == 200
+        step = client.post("/step", json={"id": second, "action": "limit"}).json()
+        assert (step["done"], step["truncated"], step["terminated"]) == (True, True, False)
         assert client.post("/reset", json={"id": first, "data_idx": 1}).status_code == 200
         assert client.post("/step", json={"id": first, "action": "x"}).status_code == 200
-
-
-def test_a_world_that_cannot_be_made_is_500_and_takes_no_place():
-    class Broken(SlowWorld):
-        def __init__(self):
-            raise OSError("no display")
-
-    with TestClient(create_app("broken", env_class=Broken, max_sessions=1)) as client:
-        for _ in range(3):
-            assert_error(client.post("/create"), 500, "OSError: no display")
-        assert client.get("/health").json()["live_sessions"] == 0
 
 
 # ---- limits
@@ -368,18 +328,6 @@ def test_one_session_too_many_is_429_until_one_is_closed():
         assert client.post("/create", json={}).status_code == 200
 
 
-def test_the_limit_holds_while_sessions_are_still_starting():
-    class SlowStart(SlowWorld):
-        def __init__(self):
-            time.sleep(0.2)
-            super().__init__()
-
-    with TestClient(create_app("slow", env_class=SlowStart, max_sessions=3)) as client:
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda _: client.post("/create").status_code, range(8)))
-        assert sorted(answers) == [200] * 3 + [429] * 5
-
-
 def test_idle_sessions_are_closed_and_used_ones_are_not():
     with slow_world(idle_timeout_s=1.5) as client:
         idle, used = start(client), start(client)
@@ -389,14 +337,6 @@ def test_idle_sessions_are_closed_and_used_ones_are_not():
             time.sleep(0.05)
         assert_error(client.get(f"/observation?id={idle}"), 404, "does not exist", "1.5 s")
         assert client.get("/health").json()["live_sessions"] == SlowWorld.live == 1
-
-
-def test_stopping_the_app_closes_every_world():
-    with slow_world() as client:
-        for _ in range(3):
-            start(client)
-        assert SlowWorld.live == 3
-    assert SlowWorld.live == 0
 
 
 def test_a_session_whose_first_task_cannot_be_shown_is_closed():
@@ -643,35 +583,6 @@ def test_a_web_page_can_neither_play_nor_read_along(headers, status):
                 assert set(answer.json()) == {"error", "hint"}
         if status == 403:
             assert client.get("/health").json()["live_sessions"] == 0
-
-
-def test_a_server_for_other_machines_answers_to_any_name_and_to_no_page():
-    with TestClient(create_app("textcraft"), base_url="http://node7:36005") as client:
-        assert client.post("/create", json={}).status_code == 200
-        assert client.get("/health", headers={"Origin": "http://node7"}).status_code == 403
-
-
-@pytest.mark.parametrize(
-    ("turn", "told"),
-    [
-        ((42, 0.0, False, False, {}), "Wrong gives observation as int"),
-        (("seen", "1", False, False, {}), "Wrong gives reward as str"),
-        (("seen", 0.0, False, {}), "Wrong does not return observation, reward"),
-        ("seen", "Wrong does not return observation, reward"),
-    ],
-)
-def test_a_world_that_returns_something_else_is_told_what(turn, told):
-    class Wrong(SlowWorld):
-        def step(self, action):
-            return turn
-
-    with TestClient(create_app("slow", env_class=Wrong, first_id=0)) as client:
-        session_id = start(client)
-        answer = client.post("/step", json={"id": session_id, "action": "go"})
-        assert_error(answer, 500, told, "tutorials/05")
-        assert_error(
-            client.post("/step", json={"id": session_id, "action": "go"}), 409, "no episode"
-        )
 
 
 def test_numpys_numbers_and_truth_values_are_written_as_pythons():
