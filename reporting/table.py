@@ -1,5 +1,5 @@
-"""The table that a run prints: one line a step, the same columns at every step, 120 characters
-(in several worlds some more). Each method has its own.
+"""The table that a run prints: one line a step, at most 120 characters with one environment. Each
+method has its own columns.
 
 Read next: reporting/metrics.py, which defines the numbers.
 """
@@ -28,53 +28,40 @@ COLUMNS: Columns = (
     ("update s", "time/update_s", "9.1f"),
     ("eval", "eval/avg", "7.1%"),
 )
-_IMITATION = (
-    ("loss", "policy/loss", "9.4f"),
-    ("entropy", "policy/entropy", "8.3f"),
-    ("grad", "policy/grad_norm", "8.3f"),
-    ("epoch", "data/epoch", "7.2f"),
-)
-_TIMES = (("update s", "time/update_s", "9.1f"), ("eval", "eval/avg", "7.1%"))
+_RETURN, _SUCCESS, _, _, _LOSS, _, _ENTROPY, _GRAD, _, *_TIMES = COLUMNS
+_IMITATION = (_LOSS, _ENTROPY, _GRAD, ("epoch", "data/epoch", "7.2f"))
 COLUMNS_OF: dict[str, Columns] = {
     "rl": COLUMNS,
     "sft": (*_IMITATION, ("held-out loss", "eval/loss", "13.4f"), *_TIMES),
     "dpo": (
-        ("loss", "policy/loss", "9.4f"),
+        _LOSS,
         ("margin", "preference/margin", "8.3f"),
         ("ordered", "preference/accuracy", "8.1%"),
         ("log-prob chosen", "preference/chosen_log_prob", "15.2f"),
         ("rejected", "preference/rejected_log_prob", "9.2f"),
-        ("grad", "policy/grad_norm", "8.3f"),
-        ("return", "train/return_mean", "8.3f"),
+        _GRAD,
+        _RETURN,
         *_TIMES,
     ),
-    "agentevol": (
-        ("return", "train/return_mean", "8.3f"),
-        ("success", "train/success_rate", "8.1%"),
-        ("set", "data/evolving", "6"),
-        *_IMITATION,
-        *_TIMES,
-    ),
+    "agentevol": (_RETURN, _SUCCESS, ("set", "data/evolving", "6"), *_IMITATION, *_TIMES),
 }
 STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
 HEADER_EVERY = 20
 
 
-def columns_of(method: str, worlds: Sequence[str] = ()) -> Columns:
-    """A method's columns. Of several worlds the return in each, by its name, stands for that of all
-    and for success.
+def columns_of(method: str, envs: Sequence[str] = ()) -> Columns:
+    """A method's columns. With several environments the return in each replaces the mean return and
+    success.
 
     >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
     ['textcraft', 'babyai', 'turns']
     """
-    if len(worlds) < 2:
+    if len(envs) < 2:
         return COLUMNS_OF[method]
+    returns = [(env, f"train/return_mean/{env}", "8.3f") for env in envs]
     columns: list[tuple[str, str, str]] = []
     for column in COLUMNS_OF[method]:
-        if column[0] == "return":
-            columns += [(world, f"train/return_mean/{world}", "8.3f") for world in worlds]
-        elif column[0] != "success":
-            columns.append(column)
+        columns += returns if column == _RETURN else [] if column == _SUCCESS else [column]
     return tuple(columns)
 
 
@@ -91,8 +78,7 @@ def row(
     left_s: float | None = None,
     columns: Columns = COLUMNS,
 ) -> str:
-    """
-    One aligned line; "-" stands for what is missing or not finite.
+    """One aligned line; "-" stands for what is missing or not finite.
 
     Args:
         values: metrics and timings by name.

@@ -5,13 +5,11 @@ nothing is ever written under the name it will be read by:
 
     write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
 
-The rename is atomic: NAME is the old content or the new one. Whatever dies before it leaves a
-hidden file that nobody reads and `sweep` removes.
+The rename is atomic: NAME is the old content or the new one. A kill before it leaves a hidden file
+that nobody reads and `sweep` removes. A folder cannot be renamed onto another one, so the old one
+steps aside as .old-NAME between two renames; after a kill in that instant `sweep` gives it back.
 
-A folder cannot be renamed onto another that holds files. So the one before steps aside as .old-NAME
-for the instant between two renames, and whoever dies in it leaves no NAME: `sweep` gives it back.
-
-Read next: `run/checkpoint.py`, whose folders are written so by many processes.
+Read next: `run/checkpoint.py`, whose folders many processes write this way.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ASIDE = ".new-"  # what the name of anything unfinished begins with
-BEFORE = ".old-"  # and that of a folder which makes room for its successor
+ASIDE = ".new-"  # prefix of anything unfinished
+BEFORE = ".old-"  # prefix of a folder that makes room for its successor
 
 
 def cache_dir() -> Path:
@@ -59,7 +57,6 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` in UTF-8."""
     with aside(path) as new:
         new.write_text(text, encoding="utf-8")
 
@@ -75,9 +72,9 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(new)` on an empty folder beside `folder`, which then gets the name.
+    """Run `build(new)` on an empty folder beside `folder`, then rename it to `folder`.
 
-    Another process may have been faster; its result is as good, and stays.
+    If another process was faster, its result is as good and stays.
     """
     new = new_folder(folder)
     try:
@@ -97,19 +94,19 @@ def new_folder(folder: Path) -> Path:
     """An empty folder beside `folder`, to be renamed to it."""
     make_folder(folder.parent)
     new = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=f"-{folder.name}", dir=folder.parent))
-    new.chmod(0o755)  # mkdtemp's folders are their owner's alone
+    new.chmod(0o755)  # mkdtemp lets nobody else read
     return new
 
 
 def finish_folder(new: Path, folder: Path) -> None:
-    """Give `new` the name `folder`; what has that name now goes."""
+    """Rename `new` to `folder`, replacing the one that is there."""
     flush_all(new)
     before = folder.with_name(BEFORE + folder.name)
     if folder.exists():
         folder.rename(before)
     new.rename(folder)
     flush(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)  # there may be none; `sweep` takes what stays
+    shutil.rmtree(before, ignore_errors=True)  # `sweep` takes what stays
 
 
 def remove_folder(folder: Path) -> None:
@@ -118,7 +115,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """`mkdir -p`, whose names are on the disk too: a file is lost with the folder that holds it."""
+    """`mkdir -p`, with the names flushed to the disk: a file is lost with the folder it is in."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -126,8 +123,8 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Give back, or delete, what killed processes have left anywhere in `folder`, where none may
-    be writing."""
+    """Give back, or delete, what killed processes left anywhere in `folder`; nobody may be writing
+    there."""
     for before in list(folder.rglob(f"{BEFORE}*")):
         name = before.with_name(before.name.removeprefix(BEFORE))
         if name.exists():
@@ -135,19 +132,19 @@ def sweep(folder: Path) -> None:
         else:
             before.rename(name)
             flush(name.parent)
-    for left in list(folder.rglob(f"{ASIDE}*")):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
+    for unfinished in list(folder.rglob(f"{ASIDE}*")):
+        if unfinished.is_dir() and not unfinished.is_symlink():
+            shutil.rmtree(unfinished, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def marks_of(folder: Path) -> str:
-    """Of the weights in a folder: names, sizes and 64 places of each file, as a digest; "" where
-    there are none. Other weights differ there, and to look takes no time whatever their size."""
+    """A digest of the weights in a folder: name, size and 64 places of each file; "" without any.
+
+    Other weights differ there, and it takes no time whatever their size.
+    """
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if not paths:
-        return ""
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
@@ -156,7 +153,7 @@ def marks_of(folder: Path) -> str:
             for place in range(64):
                 file.seek(size * place // 64)
                 digest.update(file.read(4096))
-    return digest.hexdigest()
+    return digest.hexdigest() if paths else ""
 
 
 def flush_all(folder: Path) -> None:

@@ -19,8 +19,8 @@ def names(folder):
 
 
 def killed(code, *arguments):
-    """Run Python that is to kill itself; `die` is `kill -9` of itself."""
-    start = "import os, signal, sys\nfrom pathlib import Path\nfrom runtime import files\n"
+    """Run Python that kills itself; `die` is `kill -9` of itself."""
+    start = "import os, signal, sys\nfrom pathlib import Path\nfrom run import files\n"
     start += "def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n"
     command = [sys.executable, "-c", start + code, *map(str, arguments)]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
@@ -35,10 +35,12 @@ def test_a_file_is_written_in_utf8_and_its_folders_are_made(tmp_path):
     assert path.read_bytes() == "ü\n".encode()
     files.write_json(path, {"x": 1})
     assert path.read_text() == '{\n "x": 1\n}\n'
-    assert names(path.parent) == ["b.txt"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.write_json(path, {"x": float("nan")})
+    assert path.read_text() == '{\n "x": 1\n}\n' and names(path.parent) == ["b.txt"]
 
 
-@pytest.mark.parametrize("place", ["files.flush", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("place", ["os.fsync", "os.replace"])
 def test_a_kill_before_the_rename_leaves_the_old_content(tmp_path, place):
     path = tmp_path / "a.txt"
     path.write_text("old")
@@ -58,14 +60,6 @@ def test_an_error_in_the_block_leaves_the_old_content_and_no_litter(tmp_path):
         new.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "old" and names(tmp_path) == ["a.png"]
-
-
-def test_a_number_that_json_does_not_know_is_refused_before_anything_is_written(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text("old")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        files.write_json(path, {"x": float("nan")})
-    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
 
 
 def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path):
@@ -97,17 +91,36 @@ def test_who_reads_while_two_write_sees_one_of_them_whole(tmp_path):
 # --- Folders -------------------------------------------------------------------------------------
 
 
-def test_a_folder_has_its_name_only_when_it_is_built(tmp_path):
-    folder = tmp_path / "cache" / "model"
+def test_a_new_folder_is_on_the_disk_with_every_folder_above_it_that_is_new(tmp_path, monkeypatch):
+    flushed = set()
+    monkeypatch.setattr(files, "flush", flushed.add)
+    files.make_folder(tmp_path / "a" / "b" / "c")
+    assert flushed == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+
+
+def test_two_builders_at_once_leave_what_one_of_them_built(tmp_path):
+    both_built = threading.Barrier(2, timeout=10)
+    folder, errors = tmp_path / "cache" / "model", []
 
     def build(new):
-        assert not folder.exists() and new.parent == folder.parent
-        (new / "part").mkdir()
-        (new / "part" / "a.txt").write_text("whole")
+        for name in ("a.txt", "b.txt"):
+            (new / name).write_text(threading.current_thread().name)
+        both_built.wait()
 
-    files.build_folder(folder, build)
-    assert (folder / "part" / "a.txt").read_text() == "whole"
-    assert names(folder.parent) == ["model"]
+    def run():
+        try:
+            files.build_folder(folder, build)
+        except BaseException as error:
+            errors.append(error)
+
+    builders = [threading.Thread(target=run, name=name) for name in ("one", "two")]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert errors == []
+    assert names(folder.parent) == ["model"] and names(folder) == ["a.txt", "b.txt"]
+    assert (folder / "a.txt").read_text() == (folder / "b.txt").read_text()
     assert folder.stat().st_mode & 0o777 == 0o755, "others may read it"
 
 
@@ -130,33 +143,6 @@ def test_a_builder_that_is_killed_leaves_nothing_under_the_name(tmp_path, place)
     assert names(tmp_path) == []
 
 
-def test_two_builders_at_once_leave_what_one_of_them_built(tmp_path):
-    both_built = threading.Barrier(2, timeout=10)
-
-    def build(new):
-        for name in ("a.txt", "b.txt"):
-            (new / name).write_text(threading.current_thread().name)
-        both_built.wait()
-
-    errors = []
-
-    def run():
-        try:
-            files.build_folder(tmp_path / "model", build)
-        except BaseException as error:
-            errors.append(error)
-
-    builders = [threading.Thread(target=run, name=name) for name in ("one", "two")]
-    for builder in builders:
-        builder.start()
-    for builder in builders:
-        builder.join()
-    assert errors == []
-    assert names(tmp_path) == ["model"] and names(tmp_path / "model") == ["a.txt", "b.txt"]
-    first, second = ((tmp_path / "model" / name).read_text() for name in ("a.txt", "b.txt"))
-    assert first == second
-
-
 def folder_with(path, text):
     path.mkdir()
     for name in ("a.txt", "b.txt"):
@@ -164,44 +150,28 @@ def folder_with(path, text):
     return path
 
 
-def test_a_finished_folder_takes_the_place_of_the_one_before(tmp_path):
-    old = folder_with(tmp_path / "step_1", "old")
-    new = files.new_folder(old)
-    (new / "a.txt").write_text("new")
-    files.finish_folder(new, old)
-    assert names(tmp_path) == ["step_1"] and names(old) == ["a.txt"]
-    assert (old / "a.txt").read_text() == "new"
-
-
-def test_a_kill_while_the_one_before_is_deleted_finds_the_new_one_in_its_place(tmp_path):
-    old, new = folder_with(tmp_path / "step_1", "old"), folder_with(tmp_path / ".new-1", "new")
-    code = "os.unlink = die\nfiles.finish_folder(*map(Path, sys.argv[1:]))"
-    killed(code, new, old)
-    assert [(old / name).read_text() for name in names(old)] == ["new", "new"]
-    files.sweep(tmp_path)
-    assert names(tmp_path) == ["step_1"]
-
-
-@pytest.mark.parametrize("when", [0, 1, 2])
-def test_a_kill_before_between_or_after_the_two_renames_leaves_one_of_the_two_whole(tmp_path, when):
+# calls of Path.rename that a kill lets happen -> what is found then
+@pytest.mark.parametrize(("renames", "content"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_kill_while_a_folder_takes_anothers_place_leaves_one_of_the_two_whole(
+    tmp_path, renames, content
+):
     old, new = folder_with(tmp_path / "step_1", "old"), folder_with(tmp_path / ".new-1", "new")
     code = """
-renames, rename = [], Path.rename
+calls, rename = [], Path.rename
 def counted(self, target):
-    if len(renames) == int(sys.argv[3]):
+    if len(calls) == int(sys.argv[3]):
         die()
-    renames.append(target)
+    calls.append(target)
     return rename(self, target)
 Path.rename = counted
+os.unlink = die  # while the old one is deleted
 files.finish_folder(*map(Path, sys.argv[1:3]))
-die()
 """
-    killed(code, new, old, when)
-    assert old.exists() == (when != 1)
+    killed(code, new, old, renames)
+    assert old.exists() == (renames != 1)
     for _ in range(2):  # a second time changes nothing
         files.sweep(tmp_path)
         assert names(tmp_path) == ["step_1"]
-        content = "new" if when == 2 else "old"
         assert [(old / name).read_text() for name in names(old)] == [content] * 2
 
 
@@ -214,10 +184,25 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_under_the_name(tmp_pat
 
 
 def test_sweeping_leaves_alone_what_is_finished(tmp_path):
-    kept = folder_with(tmp_path / "eval", "{}")
+    finished = folder_with(tmp_path / "eval", "{}")
     (tmp_path / ".lock").touch()
-    folder_with(kept / ".new-1-x", "half")
-    (kept / ".new-2-c.json").write_text("{")
-    (tmp_path / ".new-3-link").symlink_to(kept)
+    folder_with(finished / ".new-1-x", "half")
+    (finished / ".new-2-c.json").write_text("{")
+    (tmp_path / ".new-3-link").symlink_to(finished)
     files.sweep(tmp_path)
-    assert names(tmp_path) == [".lock", "eval"] and names(kept) == ["a.txt", "b.txt"]
+    assert names(tmp_path) == [".lock", "eval"] and names(finished) == ["a.txt", "b.txt"]
+
+
+# --- Weights -------------------------------------------------------------------------------------
+
+
+def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(os.urandom(1_000_000))
+    file.write_bytes(content)
+    before = files.marks_of(tmp_path)
+    assert files.marks_of(tmp_path) == before
+    content[:] = bytes(255 - byte for byte in content)
+    file.write_bytes(content)
+    assert files.marks_of(tmp_path) != before
+    assert files.marks_of(tmp_path / "nowhere") == ""

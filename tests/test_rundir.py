@@ -1,58 +1,26 @@
-"""run/rundir.py: what a run does to the machine it runs on, and what it finds in its directory.
-Its other files: test_train.py."""
+"""run/rundir.py: a run's directory, what lies in it, and how it was begun."""
 
+import base64
 import json
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
+from made_run import START, play
 
-from config import Config, Misuse, saved_config
+from chat import ChatTemplate
+from config import Config, Misuse
+from envs import load_tasks
+from models import load_tokenizer
 from run import rundir
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_freed_pages_between_live_ones_go_back_to_the_system():
-    code = """
-import torch
-from run.clock import return_freed
-def megabytes():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
-before = megabytes()
-blocks = [torch.ones(25_000) for _ in range(3_000)]  # 300 MB in blocks of the heap
-blocks = blocks[::50]
-held = megabytes() - before
-return_freed()
-print(held, megabytes() - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    held, left = map(int, done.stdout.split())
-    assert held > 200  # the C library keeps them: if it no longer does, ours can go
-    assert left < 100
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"config": null}', '{"config": [1]}', "\xff"]
-)
-def test_a_config_that_cannot_be_read_is_named_in_one_line(tmp_path, content):
-    path = tmp_path / "config.json"
-    path.write_text(content, encoding="latin-1")
-    with pytest.raises(Misuse) as error:
-        saved_config(str(tmp_path))
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_options_of_a_config_are_read_back(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 3, "rounds": [2, 4]}}))
-    saved = saved_config(str(tmp_path))
-    assert (saved.seed, saved.rounds, saved.resume) == (3, (2, 4), True)
+from run.rundir import Run, put_pictures_beside
+from trajectory import Trajectory, Turn
+from viewer.export import export
+from viewer.server import create_app
+from viewer.sources import RunSource, open_source
 
 
 def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
@@ -60,24 +28,22 @@ def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
     for number, words in enumerate((["train.py"], ["train.py", "--resume"], ["again", "--resume"])):
         monkeypatch.setattr(sys, "argv", words)
         rundir.open_run(Config(run_dir=str(tmp_path), resume=number > 0)).close()
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert said["command"] == "again --resume" and said["begun"]["command"] == "train.py"
-    assert said["begun"].keys() == {"versions", "git_commit", "hardware", "command"}
-    assert said["config"]["resume"] is True
+    about = json.loads((tmp_path / "config.json").read_text())
+    assert about["command"] == "again --resume" and about["begun"]["command"] == "train.py"
+    assert about["begun"].keys() == {"versions", "git_commit", "hardware", "command"}
+    assert about["config"]["resume"] is True
 
 
 def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
     if shutil.which("git") is None:
         pytest.skip("NOT TESTED: no git")
-    folder = tmp_path / "runtime"
-    folder.mkdir()
-    monkeypatch.setattr(rundir, "__file__", str(folder / "rundir.py"))
-    (folder / "rundir.py").write_text("one")
+    monkeypatch.setattr(rundir, "__file__", str(tmp_path / "rundir.py"))
+    (tmp_path / "rundir.py").write_text("one")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@example.org"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     clean = rundir.circumstances()["git_commit"]
-    (folder / "rundir.py").write_text("two")
+    (tmp_path / "rundir.py").write_text("two")
     assert re.fullmatch("[0-9a-f]{40}", clean)
     assert rundir.circumstances()["git_commit"] == f"{clean}-dirty"
 
@@ -90,3 +56,63 @@ def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_wa
     with pytest.raises(Misuse, match=r"not on a disk that all processes see \(rank 1 does not\)"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):
+    tokenizer = load_tokenizer(str(START))
+    run = Run(tmp_path, is_new=True)
+    run.keep_tokenizer(tokenizer)
+    run.keep_tokenizer(None)  # it is there: nothing is asked of it
+    run.close()
+    task = load_tasks("textcraft", "test")[0]
+    t = play(ChatTemplate(tokenizer), task, step=1, group=0, sample=0, turns=3)
+    texts = RunSource(0, tmp_path).text_of(t.input_ids)
+    assert "".join(texts) == tokenizer.decode(t.input_ids)
+    start, end = t.turns[0].action_span
+    assert "".join(texts[start:end]).startswith(t.turns[0].action_text)
+
+
+# --- Pictures in trajectories --------------------------------------------------------------------
+
+PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n a picture").decode()
+ADDRESS = f"data:image/png;base64,{PICTURE}"
+
+
+def trajectory_with(*states):
+    t = Trajectory("t", 0, "w", "w_0", "", 0, 0, 1)
+    t.first_state, *rest = states
+    t.turns = [Turn((0, 1), "a", state=state) for state in rest]
+    return t
+
+
+def test_a_picture_is_one_file_however_many_turns_show_it(tmp_path):
+    other = base64.b64encode(b"another").decode()
+    states = ({"screenshot": ADDRESS}, {"parts": [ADDRESS, {"x": 1}]}, None)
+    t = trajectory_with(*states, {"screenshot": f"data:image/jpeg;base64,{other}"})
+    put_pictures_beside(t, tmp_path)
+    name = t.first_state["screenshot"]
+    assert t.turns[0].state == {"parts": [name, {"x": 1}]} and t.turns[1].state is None
+    assert (tmp_path / name).read_bytes() == base64.b64decode(PICTURE)
+    assert sorted(path.suffix for path in (tmp_path / "media").iterdir()) == [".jpeg", ".png"]
+
+
+@pytest.mark.parametrize(
+    "text", ["data:image/svg+xml;base64,AAAA", "data:image/png;base64,!", "see data:image/png", ""]
+)
+def test_what_is_not_a_picture_stays_text(tmp_path, text):
+    t = trajectory_with({"goal": text})
+    put_pictures_beside(t, tmp_path)
+    assert t.first_state == {"goal": text} and not (tmp_path / "media").exists()
+
+
+def test_an_export_carries_the_pictures_of_a_run_and_the_server_has_them(tmp_path):
+    run = Run(tmp_path, is_new=True)
+    run.write_trajectories("step_000001", [trajectory_with({"screenshot": ADDRESS}, None)])
+    run.close()
+    source = open_source(0, tmp_path)
+    export([source], tmp_path / "page.html", None, 200)
+    assert ADDRESS in (tmp_path / "page.html").read_text()
+    client = TestClient(create_app([source]), base_url="http://localhost")
+    shown = client.get("/api/trajectory/0/step_000001/0").json()
+    picture = client.get(f"/{shown['first_state']['screenshot']}")
+    assert picture.content == base64.b64decode(PICTURE)
