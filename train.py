@@ -281,11 +281,6 @@ class RLWorker(Worker):
         """Environment -> how many turns the agent may take in it at this step."""
         return {env: scheduler.rounds_at(step) for env, scheduler in self.schedulers.items()}
 
-    @property
-    def returns_to_start(self) -> bool:
-        """Also where a reference is loaded from there."""
-        return super().returns_to_start or self.has_reference
-
     def epoch_of(self, step: int) -> float:
         """Passes over the tasks after a step; with several environments, the smallest of theirs."""
         c, counts = self.config, [len(tasks) for tasks in tasks_by_world(self.tasks).values()]

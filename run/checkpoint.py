@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -50,15 +50,10 @@ from scale import distributed
 FORMAT = 2  # of trainer_state
 STATE = "trainer_state/state.json"
 
-T = TypeVar("T")
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
 # With LoRA the base never changes: only what is trained is kept.
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-class Unreadable(CheckpointError):
-    """Files of a checkpoint are missing or broken; the one before it may do."""
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -173,58 +168,18 @@ def prune(run_dir: Path, keep_last: int) -> None:
 def load_newest(
     run_dir: Path, expected: Mapping[str, Any], parts: Parts
 ) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint that can be read: (step, state), or None if there is none at all.
+    """Load the newest checkpoint: (step, state), or None if there is none. Collective.
 
-    Newer ones that cannot be read are named, and renamed to unreadable_step_000020 so that they do
-    not count among the newest to keep. Collective.
     Raises:
-        CheckpointError: none can be read; or the newest that can belongs to another kind of run.
+        CheckpointError: it cannot be read, or belongs to another kind of run. Nobody goes back to
+            an older one in silence; the message says how to.
     """
-    broken: dict[int, str] = {}
-    for step in reversed(_steps_named(run_dir)):
-        try:
-            state = _on_first_rank(partial(read_state, run_dir, step, expected))
-            load(run_dir, step, parts)
-        except Unreadable as error:
-            broken[step] = str(error)
-            continue
-        for newer, problem in broken.items():
-            put_away = distributed.first("resuming", partial(_put_away, run_dir, newer))
-            distributed.say(f"{problem}; it is now {put_away.name}, and step {step} is resumed")
-        return step, state
-    if broken:
-        raise CheckpointError(
-            f"{next(iter(broken.values()))}; no checkpoint of {run_dir} can be read: put a copy "
-            "back, or start a new run"
-        )
-    return None
-
-
-def _on_first_rank(read: Callable[[], T]) -> T:
-    """The result of rank 0 on every rank, or its `Unreadable`: all must go on from the same
-    checkpoint. Collective."""
-
-    def outcome() -> tuple[T | None, str | None]:
-        try:
-            return read(), None
-        except Unreadable as error:
-            return None, str(error)
-
-    result, problem = distributed.first("resuming", outcome)
-    if problem is not None:
-        raise Unreadable(problem)
-    return result  # type: ignore[return-value]
-
-
-def _put_away(run_dir: Path, step: int) -> Path:
-    folder = folder_of(run_dir, step)
-    put_away = folder.with_name(f"unreadable_{folder.name}")
-    if put_away.exists():
-        remove_folder(put_away)
-    best = run_dir / "checkpoints" / "best"
-    if best.resolve() == folder.resolve():
-        best.unlink()
-    return folder.rename(put_away)
+    steps = _steps_named(run_dir)
+    if not steps:
+        return None
+    state = distributed.first("resuming", partial(read_state, run_dir, steps[-1], expected))
+    load(run_dir, steps[-1], parts)
+    return steps[-1], state
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,8 +188,7 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
     Args:
         expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
     Raises:
-        Unreadable: missing or truncated files.
-        CheckpointError: another algorithm or model, another format.
+        CheckpointError: missing or truncated files, another algorithm or model, another format.
     """
     path = folder_of(run_dir, step) / STATE
     folder = path.parent
@@ -271,11 +225,11 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 
     Collective.
     Raises:
-        Unreadable: they do not fit these models, or cannot be read.
+        CheckpointError: they do not fit these models, or cannot be read.
     """
     folder = folder_of(run_dir, step) / "trainer_state"
     for name, (model, optimizer) in parts.items():
-        index = _on_first_rank(partial(_read_index, folder / name))
+        index = distributed.first("resuming", partial(_read_index, folder / name))
         stepped = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
         optimizers = (optimizer,) if stepped else ()
         model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
@@ -305,9 +259,6 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *((_METADATA, f"{kind}StorageMetadata") for kind in ("Tensor", "Chunk", "Bytes")),
-    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -319,7 +270,8 @@ _ALLOWED = {
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
+        is_metadata = module == _METADATA and "." not in name
+        if is_dtype or is_metadata or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
 
@@ -356,8 +308,12 @@ class _Planner(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], loaded)
 
 
-def _unreadable(path: Path, error: BaseException | str) -> Unreadable:
-    return Unreadable(f"{path} cannot be read, it may be truncated: {_first_line(error)}")
+def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
+    (folder,) = (p for p in (path, *path.parents) if re.fullmatch(r"step_\d+", p.name))
+    return CheckpointError(
+        f"{path} cannot be read, it may be truncated: {_first_line(error)}; put a copy back, or "
+        f"move {folder} away to go on from the checkpoint before it"
+    )
 
 
 def _first_line(error: BaseException | str) -> str:

@@ -15,7 +15,6 @@ Read next: `run/checkpoint.py`, whose folders many processes write this way.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -137,23 +136,6 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
-
-
-def marks_of(folder: Path) -> str:
-    """A digest of the weights in a folder: name, size and 64 places of each file; "" without any.
-
-    Other weights differ there, and it takes no time whatever their size.
-    """
-    paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            for place in range(64):
-                file.seek(size * place // 64)
-                digest.update(file.read(4096))
-    return digest.hexdigest() if paths else ""
 
 
 def flush_all(folder: Path) -> None:

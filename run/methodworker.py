@@ -230,11 +230,6 @@ class MethodWorker(Worker):
         examples = [Example(record, t) for record, t in records if record is not None]
         return examples, summarize_trajectories(played, list(horizons))
 
-    @property
-    def returns_to_start(self) -> bool:
-        """Also where each iteration begins with the weights that the run began with."""
-        return super().returns_to_start or getattr(self.config, "learn_from", "") == "base"
-
     def portions(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
         values = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, TypeVar
 
@@ -43,11 +42,9 @@ from run.errors import (
     TrainingError,
     complain,
 )
-from run.files import marks_of
 from run.interrupt import StopRequests
 from run.worker import Worker
 from scale import distributed
-from scale.default_models import resolve_model
 from scale.memory import check_room
 
 WorkerType = TypeVar("WorkerType", bound=Worker)
@@ -119,8 +116,6 @@ class Session(Generic[WorkerType]):
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
         self.failure: Exception | None = None
-        # resolved: a model of the hub is a folder of its cache by now
-        self.start_marks = marks_of(Path(resolve_model(worker.start)))
         self.sentinels = Sentinels()
         self.best: float | None = None
         self.best_step: int | None = None
@@ -175,12 +170,6 @@ class Session(Generic[WorkerType]):
                 f"{file} is not what this version writes: {problem}; resume with the version that "
                 "wrote it, or start a new run"
             ) from None
-        began = state.get("start") or self.start_marks
-        if worker.returns_to_start and self.start_marks and began != self.start_marks:
-            raise TrainingError(
-                f"{worker.start} holds other weights than when this run began, and it needs "
-                "those: put them back, or start a new run"
-            )
         self.completed_step = self.saved_step = step
         return True
 
@@ -379,7 +368,7 @@ class Session(Generic[WorkerType]):
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`. Collective."""
-        state = self.identity() | {"start": self.start_marks} | self.state_dict()
+        state = self.identity() | self.state_dict()
         with progress.phase("saving"):
             parts = self.worker.parts()
             checkpoint.save(self.run.path, step, self.worker.export, parts, state)

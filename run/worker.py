@@ -362,11 +362,6 @@ class Worker:
         if self.config.plays:
             self.engine.sleep()
 
-    @property
-    def returns_to_start(self) -> bool:
-        """Whether a resumed run needs the weights that it began with: adapters stand on them."""
-        return bool(self.config.lora_rank)
-
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files. Collective."""
         policy = self.policy.model

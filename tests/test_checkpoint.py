@@ -1,12 +1,10 @@
 """run/checkpoint.py: complete or absent, refused if it cannot be right, loadable by anyone."""
 
 import errno
-import io
 import json
 import os
 import pickle
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -179,26 +177,6 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(second))
 
 
-def test_a_disk_that_is_really_full_leaves_the_last_checkpoint(tmp_path, model):
-    """A 60 MB disk holds a few checkpoints of `tiny` (7 MB each) and not one more."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=60m", "tmpfs", str(disk)]
-    mounted = shutil.which("mount") and subprocess.run(["mount", *options], capture_output=True)
-    if not mounted or mounted.returncode:
-        pytest.skip("no right to mount a small disk: the full disk is only simulated here")
-    try:
-        saved = []
-        with pytest.raises(CheckpointError, match="could not be written"):
-            for step in range(1, 30):
-                save(disk, step, model)
-                saved.append(step)
-        assert saved and steps_and_litter(disk) == (saved, [])
-        assert load_newest(disk)[0] == saved[-1]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_a_step_whose_second_saving_was_killed_between_two_names_is_loaded_as_it_was(
     tmp_path, model, monkeypatch
 ):
@@ -251,29 +229,16 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("cause", BREAKS)
-def test_a_broken_checkpoint_is_named_put_away_and_the_one_before_is_loaded(
-    tmp_path, model, capsys, cause
-):
+def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, model, cause):
     save(tmp_path, 1, model, value=1.0)
     broken = save(tmp_path, 2, model, value=2.0)
-    checkpoint.mark_best(tmp_path, 2)
     BREAKS[cause](broken)
-    step, _, parts = load_newest(tmp_path)
-    assert step == 1
-    assert torch.equal(numbers(parts), numbers(make_parts(1.0)))
-    out, err = capsys.readouterr()
-    (line,) = out.splitlines()
-    assert err == "" and str(broken) in line and "unreadable_step_000002" in line
-    assert steps_and_litter(tmp_path) == ([1], ["unreadable_step_000002"])
-
-
-def test_without_any_checkpoint_that_can_be_read_the_newest_is_named_and_all_stay(tmp_path, model):
-    for step in (1, 2):
-        BREAKS["a file cut short"](save(tmp_path, step, model))
-    with pytest.raises(CheckpointError, match=r"step_000002.*truncated.*start a new run") as error:
+    with pytest.raises(CheckpointError, match=f"move {broken} away") as error:
         load_newest(tmp_path)
     assert "\n" not in str(error.value)
-    assert steps_and_litter(tmp_path) == ([1, 2], [])
+    shutil.rmtree(broken)
+    step, _, parts = load_newest(tmp_path)
+    assert step == 1 and torch.equal(numbers(parts), numbers(make_parts(1.0)))
 
 
 def test_weights_of_another_shape_are_an_error_in_one_line(tmp_path, model):
@@ -319,37 +284,17 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def trap_the_index(folder, trap):
-    path = folder / ".metadata"
-    path.write_bytes(pickle.dumps(trap).ljust(path.stat().st_size))
-
-
-def trap_a_value(folder, trap):
-    """A learning rate is a pickle of its own inside the file of tensors."""
-    path = folder / "__0_0.distcp"
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    (info,) = [v for k, v in index.storage_data.items() if k.fqn == "optimizer.param_groups.0.lr"]
-    buffer = io.BytesIO()
-    torch.save(trap, buffer)
-    content, grown = path.read_bytes(), len(buffer.getvalue()) - info.length
-    after = content[info.offset + info.length :]
-    path.write_bytes(content[: info.offset] + buffer.getvalue() + after)
-    for other in index.storage_data.values():
-        other.offset += grown if other.offset > info.offset else 0
-    info.length += grown
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    state = folder.parent / "state.json"
-    document = json.loads(state.read_text())
-    document["files"] = {name: (folder.parent / name).stat().st_size for name in document["files"]}
-    state.write_text(json.dumps(document))
-
-
-@pytest.mark.parametrize("set_trap", [trap_the_index, trap_a_value])
-def test_code_in_a_checkpoint_is_not_run(tmp_path, model, set_trap):
-    folder = save(tmp_path, 3, model) / "trainer_state/policy"
-    set_trap(folder, Trap(tmp_path / "ran"))
+@pytest.mark.parametrize("where", ["the index", "a value beside the tensors"])
+def test_code_in_a_checkpoint_is_not_run(tmp_path, model, where):
+    trap, parts, others = Trap(tmp_path / "ran"), make_parts(), make_parts()
+    if where != "the index":
+        parts["policy"][1].param_groups[0]["extra"] = trap
+        others["policy"][1].param_groups[0]["extra"] = 0.0
+    index = save(tmp_path, 3, model, parts=parts) / "trainer_state/policy/.metadata"
+    if where == "the index":
+        index.write_bytes(pickle.dumps(trap).ljust(index.stat().st_size))
     with pytest.raises(CheckpointError, match="trainer_state/policy.*of ours") as error:
-        load_newest(tmp_path)
+        checkpoint.load(tmp_path, 3, others)
     assert not (tmp_path / "ran").exists() and "\n" not in str(error.value)
 
 

@@ -191,18 +191,3 @@ def test_sweeping_leaves_alone_what_is_finished(tmp_path):
     (tmp_path / ".new-3-link").symlink_to(finished)
     files.sweep(tmp_path)
     assert names(tmp_path) == [".lock", "eval"] and names(finished) == ["a.txt", "b.txt"]
-
-
-# --- Weights -------------------------------------------------------------------------------------
-
-
-def test_marks_tell_a_large_file_by_a_look_at_many_places(tmp_path):
-    file = tmp_path / "model.safetensors"
-    content = bytearray(os.urandom(1_000_000))
-    file.write_bytes(content)
-    before = files.marks_of(tmp_path)
-    assert files.marks_of(tmp_path) == before
-    content[:] = bytes(255 - byte for byte in content)
-    file.write_bytes(content)
-    assert files.marks_of(tmp_path) != before
-    assert files.marks_of(tmp_path / "nowhere") == ""

@@ -13,9 +13,7 @@ import random
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from safetensors import safe_open
 from test_distributed import CALM, LAUNCH, ROOT, free_port, launch
 from toy_env import Letters, flags, options, read_metrics, saved_tensors, serve, write_ids
 
+from reporting.logs import read_log
 from run import checkpoint
 
 pytestmark = pytest.mark.long
@@ -33,7 +32,7 @@ SIGKILLED = -signal.SIGKILL
 
 
 class Lucky(Letters):
-    """The same world, in which every other random text is a success: evaluations differ."""
+    """The same environment, in which every other random text is a success: evaluations differ."""
 
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
@@ -58,7 +57,7 @@ KILLABLE = {
 
 @pytest.fixture(scope="module")
 def forkserver():
-    """Starts processes that have all modules imported already: a start takes a second, not ten."""
+    """Starts processes that have imported everything: a start takes a second, not ten."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_toy", "accelerate", "tyro", QWEN2])
     with pytest.MonkeyPatch.context() as patch:
@@ -71,51 +70,66 @@ def forkserver():
     return context
 
 
+class Runs:
+    """Runs of train.py in the served environment, each in a folder of its own."""
+
+    def __init__(self, url, held_out, forkserver, new_folder):
+        self.url, self.held_out, self.forkserver = url, held_out, forkserver
+        self.new_folder, self.whole = new_folder, {}
+
+    def settings(self, folder, **changes):
+        folder.mkdir(exist_ok=True)
+        return options(folder, self.url, **(KILLABLE | {"eval_tasks": self.held_out} | changes))
+
+    def start(self, folder, *argv):
+        (folder / "watch").unlink(missing_ok=True)
+        argv = ["--watch", str(folder / "watch"), *map(str, argv)]
+        args = (argv, str(folder / "out"))
+        process = self.forkserver.Process(target=train_toy.forked, args=args)
+        process.start()
+        return process
+
+    def run(self, folder, *argv):
+        """The exit code."""
+        process = self.start(folder, *argv)
+        process.join()
+        return process.exitcode
+
+    def resume(self, folder, *before):
+        return self.run(folder, *before, "--resume", "--run-dir", folder / "run")
+
+    def uninterrupted(self, **changes):
+        """Where a run with these options lies to which nothing happens, and what it leaves."""
+        key = str(changes)
+        if key not in self.whole:
+            folder = self.new_folder("whole")
+            assert self.run(folder, *flags(**self.settings(folder, **changes))) == 0
+            self.whole[key] = folder, left_by(folder / "run")
+        return self.whole[key]
+
+    def kill(self, folder, place, step, **changes):
+        """Start a run that dies at a place, or resume it if it is there."""
+        begin = flags(**self.settings(folder, **changes))
+        if (folder / "run").exists():
+            begin = ["--resume", "--run-dir", folder / "run"]
+        assert self.run(folder, "--kill-at", place, step, *begin) == SIGKILLED, output(folder)
+        assert_nothing_half_written(folder / "run")
+
+    def go_on(self, folder):
+        """Resume it to its end; what it left."""
+        assert self.resume(folder) == 0, output(folder)
+        return left_by(folder / "run")
+
+
 @pytest.fixture(scope="module")
-def world(forkserver, tmp_path_factory):
-    """The served world, and how to run train.py in it."""
+def runs(forkserver, tmp_path_factory):
     held_out = write_ids(tmp_path_factory.mktemp("ids") / "held_out.json", num_tasks=2)
-    whole = {}
     with serve(Lucky) as url:
+        yield Runs(url, held_out, forkserver, tmp_path_factory.mktemp)
 
-        def settings(tmp_path, **changes):
-            tmp_path.mkdir(exist_ok=True)
-            return options(tmp_path, url, **(KILLABLE | {"eval_tasks": held_out} | changes))
 
-        def start(tmp_path, *argv):
-            (tmp_path / "watch").unlink(missing_ok=True)
-            argv = (["--watch", str(tmp_path / "watch"), *map(str, argv)], str(tmp_path / "out"))
-            process = forkserver.Process(target=train_toy.forked, args=argv)
-            process.start()
-            return process
-
-        def run(tmp_path, *argv):
-            """The exit code."""
-            process = start(tmp_path, *argv)
-            process.join()
-            return process.exitcode
-
-        def resume(tmp_path, *before):
-            run_dir = tmp_path / "run"
-            return run(tmp_path, *before, "--resume", "--run-dir", str(run_dir))
-
-        def uninterrupted(**changes):
-            """What a run with these options leaves when nothing happens to it, and where."""
-            key = str(changes)
-            if key not in whole:
-                tmp_path = tmp_path_factory.mktemp("whole")
-                assert run(tmp_path, *flags(**settings(tmp_path, **changes))) == 0
-                whole[key] = tmp_path, left_by(tmp_path / "run")
-            return whole[key]
-
-        yield SimpleNamespace(
-            url=url,
-            settings=settings,
-            start=start,
-            run=run,
-            resume=resume,
-            uninterrupted=uninterrupted,
-        )
+def output(folder):
+    return (folder / "out").read_text()
 
 
 # --- What is compared ----------------------------------------------------------------------------
@@ -183,14 +197,11 @@ def assert_nothing_half_written(run_dir):
         json.loads(path.read_text())
 
 
-def evaluations(left):
-    return [json.loads(e)["overall"]["avg"]["value"] for e in left["evaluations"].values()]
-
-
-def test_the_runs_that_are_killed_have_something_to_lose(world):
+def test_the_runs_that_are_killed_have_something_to_lose(runs):
     """Step 2 is the best, step 0 is better than step 1, and the KL controller adapts."""
-    _, left = world.uninterrupted(steps=2)
-    assert evaluations(left) == [0.5, 0.0, 1.0]
+    _, left = runs.uninterrupted(steps=2)
+    scores = [json.loads(e)["overall"]["avg"]["value"] for e in left["evaluations"].values()]
+    assert scores == [0.5, 0.0, 1.0]
     assert left["best"] == "step_000002"
     states = [content["state"] for content in left["checkpoints"].values()]
     assert [s["best_step"] for s in states] == [0, 2]
@@ -198,10 +209,10 @@ def test_the_runs_that_are_killed_have_something_to_lose(world):
     assert len(left["metrics"].splitlines()) == 2
 
 
-def test_a_process_forked_off_and_one_from_the_command_line_leave_the_same(world, tmp_path):
+def test_a_process_forked_off_and_one_from_the_command_line_leave_the_same(runs, tmp_path):
     """What is killed below is a fork of a process that has imported everything."""
-    _, expected = world.uninterrupted(steps=2)
-    argv = ["--watch", tmp_path / "watch", *flags(**world.settings(tmp_path, steps=2))]
+    _, expected = runs.uninterrupted(steps=2)
+    argv = ["--watch", tmp_path / "watch", *flags(**runs.settings(tmp_path, steps=2))]
     command = [LAUNCH[0], "tests/train_toy.py", *argv]
     done = subprocess.run(command, cwd=ROOT, env=CALM, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -211,86 +222,52 @@ def test_a_process_forked_off_and_one_from_the_command_line_leave_the_same(world
 # --- Killed at a place ---------------------------------------------------------------------------
 
 
-def kill(world, tmp_path, place, step, **changes):
-    """Start a run that dies at a place."""
-    argv = ["--kill-at", place, step, *flags(**world.settings(tmp_path, **changes))]
-    assert world.run(tmp_path, *argv) == SIGKILLED, output(tmp_path)
-    assert_nothing_half_written(tmp_path / "run")
-
-
-def kill_again(world, tmp_path, place, step):
-    """Resume it and let it die at another place."""
-    assert world.resume(tmp_path, "--kill-at", place, step) == SIGKILLED, output(tmp_path)
-    assert_nothing_half_written(tmp_path / "run")
-
-
-def go_on(world, tmp_path):
-    """Resume it to its end; what it left."""
-    assert world.resume(tmp_path) == 0, output(tmp_path)
-    return left_by(tmp_path / "run")
-
-
-def output(tmp_path):
-    return (tmp_path / "out").read_text()
-
-
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-ONCE = [
-    ("between the evaluation's two files", 0),
-    ("in the rollout", 1),  # there is no checkpoint to go back to
-    slow("in the rollout", 2),
-    ("between the policy's log-probs and the critic's", 2),
-    ("between two optimizer steps", 2),
-    ("in the middle of the weight sync", 2),
-    slow("in the evaluation", 0),
-    ("in the evaluation", 2),
-    slow("between the evaluation's two files", 2),
-    slow("before the step is logged", 2),
-    slow("between logging and saving", 1),
-    ("between logging and saving", 2),
-    ("after the policy's files", 2),
-    ("in the middle of the optimizer's file", 2),
-    slow("in the middle of the optimizer's file", 1),
-    slow("before the checkpoint gets its name", 2),
-    ("before the best is marked", 2),
-    slow("while the best is marked", 2),
-    slow("before pruning", 1),
-    slow("between saving and the timings", 1),
-    slow("before the picture is drawn", 1),
-]
-
-
-@pytest.mark.parametrize(("place", "step"), ONCE)
-def test_a_run_killed_once_ends_as_if_it_had_not_been(world, tmp_path, place, step):
-    _, expected = world.uninterrupted(steps=2)
-    kill(world, tmp_path, place, step, steps=2)
-    assert_same(go_on(world, tmp_path), expected)
-    timed = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run/timings.jsonl").read_text().splitlines()
-    ]
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        ("between the evaluation's two files", 0),
+        ("in the rollout", 1),  # there is no checkpoint to go back to
+        ("between the policy's log-probs and the critic's", 2),
+        ("between two optimizer steps", 2),
+        ("in the middle of the weight sync", 2),
+        ("in the evaluation", 2),
+        slow("before the step is logged", 2),
+        ("between logging and saving", 2),
+        ("after the policy's files", 2),
+        ("in the middle of the optimizer's file", 2),
+        slow("before the checkpoint gets its name", 2),
+        ("before the best is marked", 2),
+        slow("while the best is marked", 2),
+        slow("before pruning", 1),
+        slow("between saving and the timings", 1),
+        slow("before the picture is drawn", 1),
+    ],
+)
+def test_a_run_killed_once_ends_as_if_it_had_not_been(runs, tmp_path, place, step):
+    _, expected = runs.uninterrupted(steps=2)
+    runs.kill(tmp_path, place, step, steps=2)
+    assert_same(runs.go_on(tmp_path), expected)
+    timed = [row["step"] for row in read_log(tmp_path / "run/timings.jsonl")]
     assert timed == sorted(set(timed))
     assert {1, 2} - set(timed) <= {step}  # the one line that may be lost holds times alone
 
 
-@pytest.mark.parametrize(
-    "place", [slow("before the best is marked"), "before pruning", "in the middle of pruning"]
-)
-def test_a_run_killed_before_it_has_tidied_up_is_tidied_up_on_resume(world, tmp_path, place):
+@pytest.mark.parametrize("place", ["before pruning", "in the middle of pruning"])
+def test_a_run_killed_before_it_has_tidied_up_is_tidied_up_on_resume(runs, tmp_path, place):
     """It was the last step: no other one saves, marks the best and prunes."""
-    _, expected = world.uninterrupted(steps=2, keep_last=1)
+    _, expected = runs.uninterrupted(steps=2, keep_last=1)
     assert list(expected["checkpoints"]) == ["step_000002"]
-    kill(world, tmp_path, place, 2, steps=2, keep_last=1)
-    assert_same(go_on(world, tmp_path), expected)
+    runs.kill(tmp_path, place, 2, steps=2, keep_last=1)
+    assert_same(runs.go_on(tmp_path), expected)
 
 
-TWICE = [
+AGAIN_AND_AGAIN = [
     [("in the rollout", 2), ("while weights are restored", 0)],
     [("between logging and saving", 2), ("while the log is truncated", 0)],
-    [("between two optimizer steps", 2), ("before the checkpoint gets its name", 2)],
     [
         ("in the middle of the optimizer's file", 1),
         ("after the policy's files", 1),
@@ -300,39 +277,33 @@ TWICE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "places",
-    [TWICE[0], slow(TWICE[1]), slow(TWICE[2]), TWICE[3]],
-    ids=lambda places: ", ".join(place for place, _ in places),
-)
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(world, tmp_path, places):
-    _, expected = world.uninterrupted(steps=2)
-    kill(world, tmp_path, *places[0], steps=2)
-    for place, step in places[1:]:
-        kill_again(world, tmp_path, place, step)
-    assert_same(go_on(world, tmp_path), expected)
+@pytest.mark.parametrize("places", AGAIN_AND_AGAIN, ids=lambda places: places[-1][0])
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(runs, tmp_path, places):
+    _, expected = runs.uninterrupted(steps=2)
+    for place, step in places:
+        runs.kill(tmp_path, place, step, steps=2)
+    assert_same(runs.go_on(tmp_path), expected)
 
 
 @pytest.mark.parametrize(
     ("place", "step"),
     [
-        slow("in the evaluation", 0),
         slow("between the evaluation's two files", 0),
         ("while the log is amended", 0),
         ("in the rollout", 3),
     ],
 )
 def test_an_evaluation_that_ctrl_c_cut_short_is_made_up_for_by_a_run_that_is_killed(
-    world, tmp_path, place, step
+    runs, tmp_path, place, step
 ):
     """The resumed run evaluates step 2, amends its line in the log and marks it as the best."""
-    _, expected = world.uninterrupted(steps=3)
-    argv = flags(**world.settings(tmp_path, steps=3))
-    assert world.run(tmp_path, "--interrupt-at", "in the evaluation", 2, *argv) == 130
+    _, expected = runs.uninterrupted(steps=3)
+    argv = flags(**runs.settings(tmp_path, steps=3))
+    assert runs.run(tmp_path, "--interrupt-at", "in the evaluation", 2, *argv) == 130
     assert "eval/avg" not in read_metrics(tmp_path / "run")[-1]
-    kill_again(world, tmp_path, place, step)
-    left = go_on(world, tmp_path)
-    # Step 2 was saved before its evaluation, so that its state cannot know of it.
+    runs.kill(tmp_path, place, step)
+    left = runs.go_on(tmp_path)
+    # Step 2 was saved before its evaluation, so its state cannot know of it.
     others = {k: v for k, v in expected["checkpoints"].items() if k != "step_000002"}
     assert left["checkpoints"].pop("step_000002")
     assert_same(left, expected | {"checkpoints": others})
@@ -341,57 +312,45 @@ def test_an_evaluation_that_ctrl_c_cut_short_is_made_up_for_by_a_run_that_is_kil
 # --- Killed at random moments --------------------------------------------------------------------
 
 
-def moments(tmp_path):
+def moments(folder):
     """[(seconds, step, phase)] of the last process: what it was doing from when on."""
-    lines = [line.split() for line in (tmp_path / "watch").read_text().splitlines()]
+    lines = [line.split() for line in (folder / "watch").read_text().splitlines()]
     return [(float(when), int(step), phase) for when, step, phase in lines]
 
 
-def wait_for(tmp_path, is_alive, step, phase):
+def wait_for(folder, is_alive, step, phase):
     """Until the process is in that phase of that step; the time when it came to it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and is_alive():
-        if (tmp_path / "watch").exists():
-            for when, *what in moments(tmp_path):
+        if (folder / "watch").exists():
+            for when, *what in moments(folder):
                 if what == [step, phase]:
                     return when
         time.sleep(0.005)
-    raise AssertionError(f"never came to {phase} of step {step}:\n{output(tmp_path)}")
-
-
-@pytest.fixture(scope="module")
-def struck(request):
-    """Counts the phases that were struck, and shows them at the end."""
-    phases = Counter()
-    yield phases
-    capture = request.config.pluginmanager.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\nkilled in: {dict(phases.most_common())}")
+    raise AssertionError(f"never came to {phase} of step {step}:\n{output(folder)}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(20))
-def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(world, tmp_path, struck, case):
+def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(runs, tmp_path, case):
     """At any moment between the first rollout and the end, drawn with the case as the seed."""
     changes = {"steps": 4, "save_every": 1 + case % 2, "keep_last": 1 + case // 2 % 2}
-    whole, expected = world.uninterrupted(**changes)
+    whole, expected = runs.uninterrupted(**changes)
     began = next(when for when, step, _ in moments(whole) if step == 1)
     delay = random.Random(case).uniform(0, moments(whole)[-1][0] - began)
     exitcode, attempt = None, 0
     while exitcode != SIGKILLED:  # on a machine that has become faster a run may end first
         attempt += 1
         folder = tmp_path / str(attempt)
-        process = world.start(folder, *flags(**world.settings(folder, **changes)))
+        process = runs.start(folder, *flags(**runs.settings(folder, **changes)))
         moment = wait_for(folder, process.is_alive, 1, "rollout") + delay
         time.sleep(max(0.0, moment - time.monotonic()))
         process.kill()
         process.join()
         exitcode, delay = process.exitcode, delay / 2
-    _, step, phase = moments(folder)[-1]
-    struck[phase] += 1
-    print(f"killed in step {step}: {phase}")
+    print(f"killed in {moments(folder)[-1]}")
     assert_nothing_half_written(folder / "run")
-    assert_same(go_on(world, folder), expected)
+    assert_same(runs.go_on(folder), expected)
 
 
 # --- Another number of processes -----------------------------------------------------------------
@@ -419,9 +378,9 @@ def assert_close(run_dir, expected, first):
             torch.testing.assert_close(mine[name], tensor, rtol=1e-2, atol=1e-3)
 
 
-def test_a_killed_run_of_one_process_goes_on_with_two(world, tmp_path):
-    whole, _ = world.uninterrupted(steps=3)
-    kill(world, tmp_path, "between two optimizer steps", 2, steps=3)
+def test_a_killed_run_of_one_process_goes_on_with_two(runs, tmp_path):
+    whole, _ = runs.uninterrupted(steps=3)
+    runs.kill(tmp_path, "between two optimizer steps", 2, steps=3)
     argv = ["--watch", str(tmp_path / "watch"), "--resume", "--run-dir", str(tmp_path / "run")]
     code, stdout, stderr = launch("tests/train_toy.py", *argv)
     assert code == 0, stderr
@@ -429,9 +388,9 @@ def test_a_killed_run_of_one_process_goes_on_with_two(world, tmp_path):
     assert_close(tmp_path / "run", whole / "run", first=2)
 
 
-def test_a_run_of_two_processes_that_are_all_killed_goes_on_with_one(world, tmp_path):
-    whole, _ = world.uninterrupted(steps=3)
-    argv = ["--watch", str(tmp_path / "watch"), *flags(**world.settings(tmp_path, steps=3))]
+def test_a_run_of_two_processes_that_are_all_killed_goes_on_with_one(runs, tmp_path):
+    whole, _ = runs.uninterrupted(steps=3)
+    argv = ["--watch", str(tmp_path / "watch"), *flags(**runs.settings(tmp_path, steps=3))]
     argv = [*LAUNCH, "2", "--master-port", str(free_port()), "tests/train_toy.py", *argv]
     with open(tmp_path / "out", "w") as out:
         launcher = subprocess.Popen(argv, cwd=ROOT, env=CALM, stdout=out, stderr=out)
@@ -445,6 +404,6 @@ def test_a_run_of_two_processes_that_are_all_killed_goes_on_with_one(world, tmp_
     assert len(ranks) == 2
     assert_nothing_half_written(tmp_path / "run")
     assert checkpoint.steps_saved(tmp_path / "run") == [1]
-    assert world.resume(tmp_path) == 0, output(tmp_path)
+    assert runs.resume(tmp_path) == 0, output(tmp_path)
     assert "resumed after step 1" in output(tmp_path)
     assert_close(tmp_path / "run", whole / "run", first=1)
