@@ -1,0 +1,214 @@
+"""Whole runs of train.py that take long: exact resume, Ctrl-C in a rollout, real vLLM."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from toy_env import flags, options, read_metrics, saved_tensors, serve, train_main, write_ids
+
+from envs.textcraft.env import TextCraft
+from run import checkpoint, worker
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
+
+
+def spawn(argv, **kwargs):
+    """`python train.py ARGV` as a process of its own, its output read as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "train.py", *argv], cwd=ROOT, env=environment, **pipes, **kwargs
+    )
+
+
+def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
+    resets = []
+
+    async def count_resets(request, call_next):
+        resets.extend([1] if request.url.path == "/reset" else [])
+        return await call_next(request)
+
+    with serve(TextCraft, count_resets, name="textcraft") as url:
+        settings = options(
+            tmp_path,
+            url,
+            env="textcraft",
+            subtasks=("depth 1",),
+            steps=1,
+            deterministic=True,
+            rounds=(3,),
+            max_tokens_per_turn=24,
+            max_trajectory_tokens=1000,
+        )
+        settings["tasks"] = "envs/textcraft/ids/textcraft_family_train.json"
+        process = spawn(flags(**settings))
+        give_up_at = time.monotonic() + 120
+        while len(resets) < 5 and process.poll() is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)  # one reset looks at the budget, four begin the rollout
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, out + err
+        assert "Traceback" not in err
+        assert err.strip() == "stopping; Ctrl-C again leaves without saving"
+        assert "stopped after step 0, saved" in out
+        run_dir = Path(settings["run_dir"])
+        assert checkpoint.steps_saved(run_dir) == [0]
+        assert read_metrics(run_dir) == []
+
+        command = shlex.split(out.splitlines()[-1])
+        again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed after step 0" in again.stdout
+    assert [line["step"] for line in read_metrics(run_dir)] == [1]
+    assert checkpoint.steps_saved(run_dir) == [0, 1]
+
+
+def what_repeats(run_dir):
+    """Everything a run wrote that may not depend on whether it was interrupted."""
+    trajectories = {}
+    for path in sorted((run_dir / "trajectories").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for turn in line["turns"]:
+                del turn["generate_s"], turn["env_s"]
+        trajectories[path.name] = lines
+    evaluations = {p.name: p.read_text() for p in sorted((run_dir / "eval").iterdir())}
+    state = checkpoint.read_state(run_dir, 4, {"algorithm": "ppo"})
+    del state["files"]  # torch's index holds paths, so that its size depends on theirs
+    parts = {name: saved_tensors(run_dir, 4, name) for name in state["parts"]}
+    return (
+        (run_dir / "metrics.jsonl").read_text().splitlines(),
+        trajectories,
+        evaluations,
+        state,
+        parts,
+    )
+
+
+RESUMABLE = {
+    "algorithm": "ppo",  # the one with most to restore: a critic, two optimizers,
+    "kl_coef": 0.1,  # a reference and a KL controller
+    "kl_target": 0.001,
+    "mini_batch_size": 2,
+    "deterministic": True,
+    "learning_rate": 1e-3,
+    "tasks_per_step": 3,  # 8 tasks: the third step crosses an epoch
+    "rounds_scheduler": "scaling_inter_stepwise",
+    "rounds": (1, 2),
+    "steps_scaling_inter": 2,
+    "eval_every": 1,
+    "eval_samples": 1,
+    "keep_last": 9,
+}
+
+
+def resumable(tmp_path, url, steps, **changes):
+    tmp_path.mkdir(exist_ok=True)
+    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+    return options(tmp_path, url, **RESUMABLE, steps=steps, eval_tasks=held_out, **changes)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("uninterrupted")
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=4)
+        assert train_main(flags(**settings)) == 0
+    result = what_repeats(Path(settings["run_dir"]))
+    assert [json.loads(line)["horizon/max_rounds"] for line in result[0]] == [1, 1, 2, 2]
+    return result
+
+
+def assert_same(run_dir, uninterrupted):
+    lines, trajectories, evaluations, state, parts = what_repeats(run_dir)
+    assert lines == uninterrupted[0]
+    assert trajectories == uninterrupted[1]
+    assert evaluations == uninterrupted[2]
+    assert state == uninterrupted[3]
+    for name, part in uninterrupted[4].items():
+        assert parts[name]["optimizer"]["param_groups"] == part["optimizer"]["param_groups"]
+        for kind in (lambda p: p["model"], lambda p: p["optimizer"]["state"]):
+            torch.testing.assert_close(kind(parts[name]), kind(part), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stops", [(2,), (1, 3)], ids=["at the boundary", "inside both stages"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, uninterrupted, stops):
+    with serve() as url:
+        settings = resumable(tmp_path, url, steps=stops[0])
+        assert train_main(flags(**settings)) == 0
+        for steps in (*stops[1:], 4):
+            argv = ["--resume", "--run-dir", settings["run_dir"], "--steps", str(steps)]
+            assert train_main(argv) == 0
+    assert_same(Path(settings["run_dir"]), uninterrupted)
+
+
+def test_a_resumed_sampler_has_a_stream_of_its_own_however_many_checkpoints_are_left(
+    tmp_path, monkeypatch
+):
+    """vLLM's seed. Counting the checkpoints that are left repeats a stream once old ones go."""
+    seeds, make = [], worker.make_engine
+
+    def seen(kind, *arguments, **options):
+        seeds.append(options.get("seed"))
+        return make("transformers", *arguments)
+
+    monkeypatch.setattr(worker, "make_engine", seen)
+    with serve() as url:
+        settings = options(
+            tmp_path,
+            url,
+            engine="vllm",
+            steps=1,
+            keep_last=1,
+            algorithm="reinforce_plus_plus",
+            entropy_coef=0.01,
+        )
+        assert train_main(flags(**settings)) == 0
+        for steps in (2, 3, 4):
+            argv = ["--resume", "--run-dir", settings["run_dir"], "--steps", str(steps)]
+            assert train_main(argv) == 0
+    assert len(set(seeds)) == len(seeds) == 4
+
+
+def test_two_steps_through_vllm_and_http(tmp_path):
+    """One process that starts its own environment server; vLLM samples, real HTTP in between."""
+    settings = options(
+        tmp_path,
+        None,
+        env="textcraft",
+        engine="vllm",
+        algorithm="reinforce_plus_plus",  # needs no variance among the returns, which are all 0;
+        entropy_coef=0.01,  # the entropy bonus is what moves the weights
+        learning_rate=1e-3,
+        subtasks=("depth 1",),
+        max_tokens_per_turn=16,
+        max_trajectory_tokens=1000,
+        eval_every=2,
+        eval_samples=1,
+    )
+    del settings["env_addr"]
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
+    process = spawn(flags(**settings))
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    assert "Traceback" not in err
+    run_dir = Path(settings["run_dir"])
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["policy/optimizer_steps"] == 1
+        assert line["train/env_failures"] == 0
+        assert line["train/trajectories_used"] == 4
+        assert line["sampler/log_prob_diff_mean"] < 0.05  # bfloat16 on both sides
+        assert line["sync/log_prob_diff_mean"] < 0.05
+    assert "eval/avg" in lines[1]
+    assert checkpoint.steps_saved(run_dir) == [1, 2]
