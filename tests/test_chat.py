@@ -260,15 +260,6 @@ def test_a_template_that_rewrites_contents_is_refused(rewrite):
         ChatTemplate(byte_tokenizer(CHATML.replace("message['content']", rewrite)))
 
 
-def test_a_template_error_that_is_not_about_the_system_role_is_shown():
-    refusing = (
-        CHATML + "{% if messages|length == 2 %}{{ raise_exception('at most one turn') }}{% endif %}"
-    )
-    chat = ChatTemplate(byte_tokenizer(refusing))
-    with pytest.raises(Exception, match="at most one turn"):
-        chat.opening(SYSTEM, "a stick?")
-
-
 @pytest.mark.parametrize(
     "template",
     [

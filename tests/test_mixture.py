@@ -8,16 +8,10 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from toy_env import flags, fresh_process_state, read_metrics, train_main
 
 import agentevol
-import warmstart
-from advantages import reinforce_plus_plus, whiten_each
 from config import (
-    complete,
     evaluation_horizons,
     held_out_tasks,
     horizons_of,
@@ -25,11 +19,8 @@ from config import (
     options,
     tasks_of,
 )
-from data import Manner, demonstrations_for
-from envs import get_env, settings_of
-from evaluate import settings_of_run
 from reporting.plots import read_run
-from rollout import draw, drawn
+from rollout import draw
 from run.worker import plan
 
 WORLDS = """
@@ -118,34 +109,6 @@ def played(folder, name):
     return [json.loads(line) for line in lines]
 
 
-# --- Whose turn it is -----------------------------------------------------------------------------
-
-
-@given(
-    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3),
-    per_turn=st.integers(1, 7),
-    key=st.text(max_size=3),
-)
-def test_each_world_plays_all_its_tasks_before_one_comes_again(worlds, per_turn, key):
-    """Against counters that walk from the first position to the last."""
-    counts, weights = [count for count, _ in worlds], [weight for _, weight in worlds]
-    taken = [pair for turn in range(1, 9) for pair in drawn(turn, counts, per_turn, key, weights)]
-    assert len(taken) == 8 * per_turn
-    for start in range(0, len(taken) - sum(weights) + 1, sum(weights)):
-        dealt = Counter(world for world, _ in taken[start : start + sum(weights)])
-        assert [dealt[world] for world in range(len(worlds))] == weights
-    for world, count in enumerate(counts):
-        own = [index for each, index in taken if each == world]
-        for start in range(0, len(own) - count + 1, count):
-            assert sorted(own[start : start + count]) == list(range(count))
-
-
-def test_one_worlds_draws_do_not_depend_on_there_being_others():
-    alone = [index for turn in range(1, 7) for _, index in drawn(turn, [5], 2, "0")]
-    beside = [pair for turn in range(1, 7) for pair in drawn(turn, [5, 3], 4, "0", [1, 1])]
-    assert [index for world, index in beside if world == 0] == alone
-
-
 def test_a_request_has_the_horizon_of_its_world(worlds):
     config = options("+".join(worlds), env_addr=LOCAL)
     tasks = tasks_of(config)
@@ -173,13 +136,6 @@ def test_each_world_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
     assert "at most 2 (mixed_worlds:Near) and 3 (mixed_worlds:Far) turns" in lines[0]
 
 
-def test_a_world_alone_sees_its_options_unchanged():
-    config = complete(options("textcraft"))
-    assert in_each(config) == [config]
-    address = replace(config, env_addr=("textcraft=http://a:1",))
-    assert complete(address).env_addr == ("http://a:1",)
-
-
 def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
     twin = (tmp_path / "mixed_worlds.py").read_text() + TWIN
     (tmp_path / "mixed_worlds.py").write_text(twin)
@@ -187,54 +143,6 @@ def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
     both = options(f"{NAMES[0]}+mixed_worlds:Twin")
     with pytest.raises(ValueError, match="near and twin both have a task near_0;"):
         tasks_of(both)
-
-
-def test_of_what_a_preset_leaves_open_the_other_worlds_number_holds(worlds, monkeypatch):
-    own = {"eval_rounds": 4, **settings_of(NAMES[1]).laptop}
-    monkeypatch.setattr(get_env(NAMES[1]), "LAPTOP", own)
-    assert options("+".join(worlds)).eval_rounds == 4
-
-
-def test_demonstrations_are_of_every_world_under_its_own_prompt(worlds):
-    config = options("+".join(worlds), env_addr=LOCAL)
-    shown = demonstrations_for(config, 4, seed=0)
-    assert Counter(record["item_id"].partition("_")[0] for record in shown) == {"near": 4, "far": 4}
-    prompts = {r["item_id"][:3]: r["conversations"][0]["value"] for r in shown}
-    assert prompts == {"nea": "Write letters.", "far": "Write first letters."}
-
-
-# --- A batch of several worlds --------------------------------------------------------------------
-
-
-def test_whitening_each_world_leaves_none_louder_than_another():
-    """Against a slow loop; and a world of one token, or of equal ones, says nothing."""
-    torch.manual_seed(0)
-    x, mask = torch.randn(7, 5, dtype=torch.float64), torch.rand(7, 5) < 0.6
-    worlds = ["a", "b", "a", "c", "b", "d", "d"]
-    x[1] *= 100
-    x[3], mask[3] = torch.nan, False
-    x[5:] = 3.0
-    whitened = whiten_each(x.float(), mask, worlds)
-    for world in "abcd":
-        rows = [row for row, name in enumerate(worlds) if name == world]
-        values = [float(x[row, t]) for row in rows for t in range(5) if mask[row, t]]
-        got = [float(whitened[row, t]) for row in rows for t in range(5) if mask[row, t]]
-        if len(set(values)) < 2:
-            assert not any(got)
-            continue
-        mean = sum(values) / len(values)
-        spread = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-        assert got == pytest.approx([(v - mean) / spread for v in values], abs=1e-5)
-    assert not whitened[~mask].any()
-
-
-def test_a_quiet_world_is_heard_where_each_is_whitened_by_itself():
-    """REINFORCE++ whitens over the batch: a world of small returns counts for what it pays."""
-    mask, rewards = torch.ones(4, 1), torch.tensor([[0.0], [1.0], [0.0], [0.01]])
-    mixed, _ = reinforce_plus_plus(rewards, mask, gamma=1.0)
-    apart = whiten_each(mixed, mask, ["loud", "loud", "quiet", "quiet"])
-    assert mixed[3] - mixed[2] < 0.02 * (mixed[1] - mixed[0])
-    assert apart[3] - apart[2] == pytest.approx(float(apart[1] - apart[0]), rel=1e-3)
 
 
 # --- Whole runs -----------------------------------------------------------------------------------
@@ -292,15 +200,6 @@ def without(words, flag):
     return [*words[:at], *words[at + 2 :]]
 
 
-def test_a_run_of_several_worlds_is_evaluated_in_one_of_them(worlds, tmp_path):
-    folder = tmp_path / "run"
-    assert train_main(a_run(folder, steps=1)) == 0
-    with pytest.raises(ValueError, match="name one, --env mixed_worlds:Near or mixed_worlds:Far"):
-        settings_of_run(str(folder), set())
-    own = settings_of_run(str(folder), {"env"}, NAMES[1])
-    assert (own.env, own.max_rounds) == (NAMES[1], (3,))
-
-
 def test_evolution_explores_every_world(worlds, tmp_path):
     words = a_run(
         tmp_path / "run",
@@ -341,19 +240,3 @@ def test_the_return_rises_in_both(worlds, tmp_path):
     for world, scale in (("near", 1.0), ("far", 0.1)):
         returns = [row[f"train/return_mean/{world}"] / scale for row in rows]
         assert fmean(returns[-5:]) - fmean(returns[:5]) > 0.1, (world, returns)
-
-
-def test_a_warm_start_shows_each_world_in_the_manner_of_a_run_of_its_own(monkeypatch, tmp_path):
-    """TextCraft's oracle as the start that comes with the project had it, BabyAI's as ever."""
-    asked = {}
-
-    def demonstrations(env, tasks, count, seed, urls, manner):
-        asked[env] = manner
-        return []
-
-    monkeypatch.setattr("demonstrations.demonstrations", demonstrations)
-    monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
-    monkeypatch.setattr(warmstart, "warm_start", lambda model, env, show, *settings: show())
-    config = complete(options("textcraft+babyai", model="smollm2-135m"))
-    warmstart.start_model(config, accelerator=None)
-    assert asked == {"textcraft": Manner(slips=0.3, thoughts=False), "babyai": Manner()}

@@ -19,12 +19,9 @@ import models
 from models import (
     CriticModel,
     PolicyModel,
-    describe,
     load_causal_lm,
-    load_critic,
     load_policy,
     load_tokenizer,
-    num_parameters,
     save_policy,
     stop_ids_of,
 )
@@ -200,16 +197,6 @@ def test_a_saved_policy_loads_with_transformers_and_says_the_same(tied, tiny, in
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == CHATML
 
 
-def test_policy_and_critic_of_a_checkpoint_are_float32_and_share_no_weights(tiny):
-    policy, critic = load_policy(tiny), load_critic(tiny)
-    assert all(p.dtype == torch.float32 for m in (policy, critic) for p in m.parameters())
-    ours = policy.lm.get_input_embeddings().weight
-    theirs = critic.backbone.get_input_embeddings().weight
-    assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
-    assert 2e6 < num_parameters(policy) < 5e6
-    assert describe(tiny) == "Qwen2ForCausalLM, 4 layers, vocabulary 1024"
-
-
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
     for load in (load_causal_lm, load_tokenizer):
         with pytest.raises(ValueError, match=f"--model {tmp_path} is neither") as failure:
@@ -226,30 +213,6 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny, tmp_path):
 
 
 # --- Attention along a tree, and the models that have another ------------------------------------
-
-
-def sliding_lm():
-    """A model whose layers look back 4 tokens only."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
-        heads = dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=4)
-        return MistralForCausalLM(MistralConfig(**sizes, **heads, initializer_range=0.5)).eval()
-
-
-def test_a_model_with_attention_of_its_own_is_trained_without_sharing_and_refused_with_it():
-    lm = sliding_lm()
-    input_ids = torch.arange(27).reshape(3, 9) % 40
-    with torch.no_grad():
-        expected = lm(input_ids).logits.log_softmax(-1)[:, :-1]
-        expected = expected.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-        log_probs, _ = PolicyModel(lm, share_prefix=False)(input_ids, MASK)
-    chosen = MASK[:, 1:].bool()
-    torch.testing.assert_close(log_probs[:, 1:][chosen], expected[chosen], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="use --no-share-prefix"):
-        PolicyModel(lm)(input_ids, MASK)
 
 
 # ---- models that are built otherwise

@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from fakes import (
     settings_of,
     word_tokenizer,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chat import ChatTemplate
 from engines import EngineError
@@ -45,6 +46,7 @@ from rollout import (
     TooManyEnvFailures,
     check_failures,
     collect,
+    drawn,
     sampling_seed,
 )
 from rollout import (
@@ -182,23 +184,6 @@ def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
     if budget < 16:  # trap 4: an empty trajectory is dropped and counted, never averaged
         assert handler.turns == [] and not handler.is_valid and engine.asked == []
     assert not pool.open
-
-
-@pytest.mark.parametrize(
-    ("budget", "asked"),
-    [
-        (16, []),  # the opening and an end-of-turn fill it
-        (17, [(15, 1)]),  # one token of an answer
-        (18, [(15, 2)]),
-    ],
-)
-def test_the_opening_may_fill_the_budget_but_for_a_token_and_its_end(chat, budget, asked):
-    engine = ScriptedEngine(saying("light lamp<e>"))
-    settings = settings_of(max_trajectory_tokens=budget)
-    (handler,) = collect(engine, FakePool(playing()), chat, requests_of(1), settings)
-    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == asked
-    assert handler.stop_reason == "length" and len(handler.turns) == len(asked)
-    assert len(handler.input_ids) == (budget if asked else 15)
 
 
 @pytest.mark.parametrize(
@@ -549,32 +534,6 @@ def test_what_the_policy_did_wrong_costs_its_turn_and_the_episode_goes_on():
     assert handler.messages[3]["content"] == handler.turns[0].observation_text
 
 
-def test_an_episode_whose_server_is_killed_in_mid_step_is_played_again_on_another():
-    chat = ChatTemplate(byte_tokenizer())
-    with server_process() as (url, process), server_process() as (spare, _):
-        killed = []
-
-        def answer(request_id, prompt_ids):
-            turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
-            if turn == 1 and not killed:  # in the middle of the episode
-                killed.append(url)
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-            return chat.action(SOLVE_31[turn])
-
-        with EnvPool("textcraft", [url, spare], timeout_s=20) as pool:
-            settings = settings_of(**ROOMY)
-            engine = ScriptedEngine(answer)
-            (handler,) = collect(
-                engine, pool, chat, [textcraft_request(31, max_rounds=4)], settings
-            )
-    assert killed and handler.stop_reason == "success" and handler.error is None
-    assert [len(ids) for _, ids, _ in engine.asked[:2]] == [
-        len(ids) for _, ids, _ in engine.asked[2:]
-    ]
-    assert [turn.action_text for turn in handler.turns] == list(SOLVE_31)
-
-
 def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
     """Each trajectory that is kept, played again in a world of its own, sees the same. An episode
     whose policy still writes while the server restarts comes back with an old number."""
@@ -687,3 +646,28 @@ def test_a_task_that_comes_twice_in_a_turn_has_samples_of_its_own():
     assert len({(r.task.task_id, r.sample) for r in requests}) == len(requests) == 28
     once = draw_requests(1, tasks, 3, 4, seed=0, step=1, horizons={"textcraft": 5})
     assert sorted({r.sample for r in once}) == [0, 1, 2, 3]
+
+
+@given(
+    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3),
+    per_turn=st.integers(1, 7),
+    key=st.text(max_size=3),
+)
+def test_each_environment_plays_all_its_tasks_before_one_comes_again(worlds, per_turn, key):
+    """Against counters that walk from the first position to the last."""
+    counts, weights = [count for count, _ in worlds], [weight for _, weight in worlds]
+    taken = [pair for turn in range(1, 9) for pair in drawn(turn, counts, per_turn, key, weights)]
+    assert len(taken) == 8 * per_turn
+    for start in range(0, len(taken) - sum(weights) + 1, sum(weights)):
+        dealt = Counter(world for world, _ in taken[start : start + sum(weights)])
+        assert [dealt[world] for world in range(len(worlds))] == weights
+    for world, count in enumerate(counts):
+        own = [index for each, index in taken if each == world]
+        for start in range(0, len(own) - count + 1, count):
+            assert sorted(own[start : start + count]) == list(range(count))
+
+
+def test_the_draws_of_one_environment_do_not_depend_on_there_being_others():
+    alone = [index for turn in range(1, 7) for _, index in drawn(turn, [5], 2, "0")]
+    beside = [pair for turn in range(1, 7) for pair in drawn(turn, [5, 3], 4, "0", [1, 1])]
+    assert [index for world, index in beside if world == 0] == alone

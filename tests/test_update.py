@@ -411,13 +411,6 @@ def test_the_critic_moves_towards_the_returns(accelerator, batch):
     assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
 
 
-def test_a_critic_explains_nothing_of_returns_that_are_all_the_same(accelerator, batch):
-    critic = make_critic()
-    values, returns = values_of(critic, batch), batch.loss_mask.clone()
-    metrics = critic_step(accelerator, critic, sgd(critic), batch, values, returns, WIDE)
-    assert metrics["critic/explained_variance"] == 0.0
-
-
 def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_highest_of_all(
     accelerator, batch, advantages
 ):
