@@ -1,10 +1,9 @@
 """One encoding path: from messages to token ids, the same for sampling, for training and for
 demonstrations.
 
-A chat template turns messages into one string. Rendering the conversation again each turn looks
-natural and is wrong for training: decoding sampled ids to text and encoding the text again yields
-other ids than were sampled, and some templates rewrite history (Qwen3 strips thinking), so that the
-prompt drifts away from what the policy saw.
+A chat template turns messages into one string. Rendering the conversation again each turn is wrong
+for training: sampled ids that are decoded and encoded again become other ids, and some templates
+rewrite history (Qwen3 strips thinking), so the prompt drifts away from what the policy saw.
 
 `ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then
 on a trajectory only grows by concatenation:
@@ -22,8 +21,8 @@ For ChatML (Qwen, SmolLM2) the pieces are
 They are found by rendering a conversation whose contents are markers and cutting the string at the
 markers.
 
-Text of a world is untrusted: `<|im_end|>` written by a web page is encoded as plain characters,
-never as the control token, before the first action too.
+Text of an environment is untrusted: `<|im_end|>` written by a web page is encoded as plain
+characters, never as the control token.
 
 Read next: `rollout.py`.
 """
@@ -100,7 +99,7 @@ class ChatTemplate:
         messages = []
         for i, message in enumerate(prompt):
             if any(token in message["content"] for token in self._spelled):
-                held[f"⟦turn {i}⟧"] = message["content"]  # of a world, e.g. before a masked action
+                held[f"⟦turn {i}⟧"] = message["content"]  # untrusted too
                 message = message | {"content": f"⟦turn {i}⟧"}
             messages.append(message)
         text = self._render([*messages, {"role": "user", "content": USER}])

@@ -16,11 +16,10 @@ The log-probs are those of the distribution the token was drawn from, after the 
 vLLM's default reports the raw ones, before temperature (hence its `logprobs_mode`); for any τ
 other than 1 the importance ratio π/μ of the first update would not be near 1, without an error.
 
-`TransformersEngine`, below, is the plain reference: one forward a token, readable from top to
-bottom. Its deterministic mode draws every sequence alone from its own seeded generator, so that a
-trajectory depends on nothing but (weights, prompt, seed): tests and exact resume stand on it. Two
-more keep the same contract: `sampling/vllm_engine.py`, vLLM inside this process, is what training
-uses, and `sampling/fleet.py` asks vLLM servers elsewhere.
+`TransformersEngine` is the plain reference: one forward pass per token. In its deterministic mode
+every sequence is drawn alone from its own seeded generator, so that a trajectory depends only on
+(weights, prompt, seed): tests and exact resume rely on it. Training uses `sampling/vllm_engine.py`,
+vLLM inside this process; `sampling/fleet.py` asks vLLM servers elsewhere.
 
 Read next: `rollout.py`, the loop that feeds an engine.
 """
@@ -63,7 +62,7 @@ class Generation:
 class Engine(Protocol):
     """What the rollout loop needs of a sampler.
 
-    `max_open`: trajectories that may be under way at once, those in their worlds included, so that
+    `max_open`: trajectories that may be open at once, those in their environments included, so that
     what each has said stays in the cache from turn to turn; None: any number.
     """
 

@@ -1,16 +1,14 @@
 """The networks: a policy that scores tokens, and a critic that scores states.
 
-A policy π_θ is a causal language model. Training asks it one question only: how probable was each
-token that the policy sampled, and how uncertain was it there? `PolicyModel.forward` answers exactly
-that
+A policy π_θ is a causal language model. Training asks it only how probable each sampled token was,
+and how uncertain the policy was there. `PolicyModel.forward` answers exactly that
 
     log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t])
                     = log softmax(logits[b, t-1] / τ)[input_ids[b, t]]
 
 for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In
-a multi-turn trajectory most tokens are prompts and observations. Their logits are never needed, so
-the output head, the largest matrix of a small model (28M of SmolLM2's 135M parameters), runs on
-policy tokens alone: the logits of a whole trajectory, (T, 49152) numbers, never exist.
+a multi-turn trajectory most tokens are prompts and observations, so the output head, the largest
+matrix of a small model (28M of SmolLM2's 135M parameters), runs on policy tokens alone.
 
 The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token
 t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
@@ -40,7 +38,7 @@ from losses import entropy_from_logits
 # a larger one goes back to the kernel and is faulted in again, page by page, at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
 TREE = "tree"  # the name of tree_attention among a model's attention implementations
-MOST_APART = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
+MAX_GAP = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
 NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
 
 
@@ -251,9 +249,8 @@ def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
 def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
     """Refuse a model whose log-probs would be others than its own, before anything is trained.
 
-    Two things are taken for granted above: that log-probs are a softmax of `final_logits`, and, in
-    a packed row, that tokens meet in attention alone. A model with convolutions or a recurrent
-    state carries one sample into the next.
+    The code above assumes that log-probs are a softmax of `final_logits` and that tokens of a
+    packed row meet only in attention (convolutions carry one sample into the next).
     """
     ids = torch.randint(policy.lm.config.vocab_size, (2, 10), generator=torch.Generator())
     ids[1, :4] = ids[0, :4]  # one opening of four tokens, two samples of six
@@ -269,14 +266,14 @@ def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
     try:
         logits = policy.lm(input_ids=ids, use_cache=False).logits.float()
         own = logits[:, 3:-1].log_softmax(-1).gather(-1, ids[:, 4:, None]).squeeze(-1)  # (2, 6)
-        if not (policy(ids, mask)[0][:, 4:] - own).abs().max() < MOST_APART:
+        if not (policy(ids, mask)[0][:, 4:] - own).abs().max() < MAX_GAP:
             raise ValueError(
-                f"--model {path}: its log-probs are no plain softmax of its output head; training "
-                "would learn from wrong ones. Take another model"
+                f"--model {path}: its log-probs are not a plain softmax of its output head; "
+                "training would learn from wrong ones. Take another model"
             )
         if share_prefix:
             together = policy(row, row_mask, **packed)[0][0, 4:].view(2, 6)
-            if not (together - own).abs().max() < MOST_APART:
+            if not (together - own).abs().max() < MAX_GAP:
                 raise ValueError(
                     f"--model {path} mixes tokens elsewhere than in attention, so that samples "
                     "packed into one row would see each other: use --no-share-prefix"

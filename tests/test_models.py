@@ -262,7 +262,7 @@ def test_a_model_whose_samples_would_see_each_other_in_a_packed_row_is_refused(f
 def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused(tmp_path, monkeypatch):
     of_family("granite").save_pretrained(tmp_path)
     monkeypatch.setattr(models, "final_logits", lambda config, logits: logits)
-    with pytest.raises(ValueError, match="no plain softmax"):
+    with pytest.raises(ValueError, match="not a plain softmax"):
         load_policy(str(tmp_path), share_prefix=False)
 
 
