@@ -42,7 +42,6 @@ from envs import (
     Task,
     env_name,
     get_env,
-    id_lists,
     load_tasks,
     name_of_list,
     names_of,
@@ -945,24 +944,12 @@ def saved_config(
     path = Path(run_dir) / "config.json"
     if not path.exists():
         raise Misuse(f"--run-dir {run_dir} holds no run to resume")
-    try:
-        method, saved = _options_in(path)
-    except (OSError, ValueError) as error:
-        raise Misuse(
-            f"{path} is not the config.json of a run ({error}); put its copy back, or start anew"
-        ) from None
+    method, saved = _options_in(path, str(path))
     if kind is RunConfig:
         saved = {n: v for n, v in saved.items() if n in RunConfig.__dataclass_fields__}
     elif method != kind.method:
         raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
     config = kind(**_validated(saved, str(path), kind))
-    for name in ("tasks", "eval_tasks"):  # files are kept by their whole path
-        kept = getattr(config, name)
-        if kept and kept in id_lists(config.env) and Path(kept).exists():
-            raise Misuse(
-                f"{path} means {config.env}'s own list by {flag(name)} {kept}, but this folder has "
-                "a file of that name, which would be read: resume from another folder"
-            )
     return replace(config, run_dir=run_dir, resume=True)
 
 
@@ -973,12 +960,7 @@ def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
     Raises:
         Misuse: it cannot be read, or holds an option that this version does not have.
     """
-    try:
-        method, saved = _options_in(Path(file))
-    except OSError as error:
-        raise Misuse(f"--config {file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise Misuse(f"--config {file} is not a run's config.json ({error})") from error
+    method, saved = _options_in(Path(file), f"--config {file}")
     if method != kind.method:
         shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
         saved = with_one_horizon({n: v for n, v in saved.items() if n in shared}, kind)
@@ -986,12 +968,15 @@ def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
 
 
-def _options_in(path: Path) -> tuple[str, dict[str, Any]]:
-    """The method and its options; ValueError if the file is not JSON that holds any."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+def _options_in(path: Path, where: str) -> tuple[str, dict[str, Any]]:
+    """The method of a run's config.json, and its options; Misuse if it holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Misuse(f"{where} cannot be read ({error})") from error
     options = content.get("config", content) if isinstance(content, dict) else None
     if not isinstance(options, dict) or not options:
-        raise ValueError("it holds no options")
+        raise Misuse(f"{where} is not a run's config.json: it holds no options")
     return str(content.get("method", Config.method)), options
 
 
