@@ -34,7 +34,7 @@ minigrid's `BabyAIBot` has four weaknesses, mended in `Bot` and `Pilot`:
 Whoever follows a plan may take another way to the same deed. The pilot then takes over the bot that
 flew ahead; otherwise the bot would see other cells on that way, change its mind, and undo.
 
-Read next: tests/test_babyai_oracle.py, which says how often it wins.
+Read next: tests/long/test_babyai.py, which says how often it wins.
 """
 
 from __future__ import annotations
