@@ -185,15 +185,6 @@ def says(line):
     return [line["advantages"][t] for start, end in spans for t in range(start, end)]
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_same(worlds, tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder, steps in ((whole, 4), (cut, 2)):
-        words = a_run(folder, steps=steps, learning_rate_decay_steps=0, deterministic=True)
-        assert train_main(without(words, "--engine")) == 0
-    assert train_main(["--resume", "--run-dir", str(cut), "--steps", "4"]) == 0
-    assert (whole / "metrics.jsonl").read_bytes() == (cut / "metrics.jsonl").read_bytes()
-
-
 def without(words, flag):
     """A command line without an option and its one value."""
     at = words.index(flag)
@@ -217,26 +208,3 @@ def test_evolution_explores_every_world(worlds, tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     kept = Counter((line["origin"], line["item_id"].partition("_")[0]) for line in lines)
     assert {world for _, world in kept} == {"near", "far"} and len(kept) == 4, kept
-
-
-@pytest.mark.long
-def test_the_return_rises_in_both(worlds, tmp_path):
-    """One pays a tenth of what the other does, for half of its letters."""
-    folder = tmp_path / "run"
-    argv = a_run(
-        folder,
-        steps=18,
-        env_weights=(1, 1),
-        tasks_per_step=4,
-        group_size=8,
-        max_tokens_per_turn=6,
-        learning_rate=3e-3,
-        learning_rate_decay_steps=0,
-        save_every=1000,
-        normalize_per_env=True,
-    )
-    assert train_main(argv) == 0
-    rows = read_metrics(folder)
-    for world, scale in (("near", 1.0), ("far", 0.1)):
-        returns = [row[f"train/return_mean/{world}"] / scale for row in rows]
-        assert fmean(returns[-5:]) - fmean(returns[:5]) > 0.1, (world, returns)
