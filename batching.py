@@ -108,7 +108,7 @@ def even_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torc
     >>> even_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
     tensor([0.6667, 2.0000])
     """
-    return mini_batch_mask.sum(1).mean() / loss_mask.sum(1)
+    return mini_batch_mask.sum(1).float().mean() / loss_mask.sum(1)
 
 
 # --------------------------------------------------------------------------------- micro-batches

@@ -14,6 +14,7 @@ from losses import (
     AdaptiveKLController,
     Scored,
     entropy_from_logits,
+    imitation_loss,
     kl_estimate,
     kl_penalized_rewards,
     masked_mean,
@@ -388,6 +389,17 @@ def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
     assert ("sampler/is_weight_mean" in metrics) == (weights is not None)
     if weights:
         assert metrics["sampler/is_weight_mean"].item() == pytest.approx(sum(weights) / 3)
+
+
+def test_weighted_imitation_by_hand():
+    """Weights 2 and ½: −(2·(−1 − 2) + ½·(−4)) / 3 = 8/3: three tokens, whatever they weigh."""
+    log_probs = torch.tensor([[-1.0, -2.0], [-4.0, math.nan]]).requires_grad_()
+    mask = torch.tensor([[1, 1], [1, 0]])
+    loss = imitation_loss(log_probs, mask, 3, torch.tensor([2, 0.5]))
+    loss.backward()
+    assert loss.item() == pytest.approx(8 / 3)
+    assert log_probs.grad.flatten().tolist() == pytest.approx([-2 / 3, -2 / 3, -0.5 / 3, 0])
+    assert imitation_loss(log_probs.detach(), mask, 3).item() == pytest.approx(7 / 3)
 
 
 # ---------------------------------------------------------------------------- controllers
