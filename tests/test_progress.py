@@ -2,10 +2,12 @@
 still takes."""
 
 import io
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
+from toy_env import flags, options, serve, train_main
 
 from run import progress
 from run.progress import EVERY_S, RECENT, Phase, TimeLeft, duration, phase, playing
@@ -182,3 +184,39 @@ def test_explorations_that_begin_an_iteration_are_counted_apart_from_its_steps()
     resumed = {"step": 3, "time/step_s": 21.0, "time/rollout_s": 1.0}  # what it read, not played
     fed(left, [resumed])
     assert left.after(181) == 59 * 20
+
+
+# --- A whole run ---------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_it_will_do_what_it_does_and_how_long_it_takes(tmp_path, monkeypatch):
+    """Three steps, and a resumed fourth: headings and phases in their order, and what is printed."""
+    shown, printed = [], []
+    heading, init = progress.heading, Phase.__init__
+    monkeypatch.setattr(progress, "heading", lambda text: (shown.append(text), heading(text)))
+    monkeypatch.setattr(
+        Phase,
+        "__init__",
+        lambda self, label, *rest: (shown.append(label), init(self, label, *rest))[1],
+    )
+    monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(words)))
+    with serve() as url:
+        first = options(tmp_path, url, steps=3, eval_every=2, eval_samples=1, ppo_epochs=2)
+        for settings in (first, first | {"steps": 4, "resume": True}):
+            assert train_main(flags(**settings)) == 0
+    note, run, _, tasks = printed[:4]
+    assert note.startswith("note: 8 of the 8 held-out tasks are also trained on")
+    assert run.startswith("run: 3 steps of grpo, each of 2 tasks x 2 samples, at most 2 turns")
+    assert tasks.startswith("tasks: 8 of letters to train on; 8 held out, 1 samples of each")
+    steps = [n for n, label in enumerate(shown) if label.startswith("step ")]
+    assert shown[: steps[0]] == ["loading the models", "starting the sampler"]
+    assert shown[steps[0] + 1 : steps[1]] == ["held-out evaluation"]
+    assert shown[steps[1] + 1 : steps[2]] == "rollout,log-probs,update,weight sync,saving".split(
+        ","
+    )
+    expected = ["0/3", "1/3", *(rf"{n}, [\d.]+ (s|min) left" for n in ("2/3", "3/3", "4/4"))]
+    for n, pattern in zip(steps, expected, strict=True):
+        assert re.fullmatch(f"step {pattern}", shown[n])
+    rows = [line.split() for line in printed if re.match(r" +\d+/\d ", line)]
+    assert [row[0] for row in rows] == ["1/3", "2/3", "3/3", "4/4"]
+    assert [row[-1] in ("s", "min") for row in rows] == [True, True, False, False]
