@@ -190,15 +190,16 @@ def test_explorations_that_begin_an_iteration_are_counted_apart_from_its_steps()
 
 
 def test_a_run_says_what_it_will_do_what_it_does_and_how_long_it_takes(tmp_path, monkeypatch):
-    """Three steps, and a resumed fourth: headings and phases in their order, and what is printed."""
+    """Three steps, then a resumed fourth: headings and phases in order, and what is printed."""
     shown, printed = [], []
     heading, init = progress.heading, Phase.__init__
     monkeypatch.setattr(progress, "heading", lambda text: (shown.append(text), heading(text)))
-    monkeypatch.setattr(
-        Phase,
-        "__init__",
-        lambda self, label, *rest: (shown.append(label), init(self, label, *rest))[1],
-    )
+
+    def note_phase(self, label, *rest):
+        shown.append(label)
+        init(self, label, *rest)
+
+    monkeypatch.setattr(Phase, "__init__", note_phase)
     monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(words)))
     with serve() as url:
         first = options(tmp_path, url, steps=3, eval_every=2, eval_samples=1, ppo_epochs=2)
