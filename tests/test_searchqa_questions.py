@@ -21,7 +21,7 @@ from envs.searchqa.questions import (
     published,
     splits,
 )
-from envs.searchqa.text import exact_match, normalize
+from envs.searchqa.text import normalize
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,44 +85,7 @@ def test_no_answer_stands_in_its_question():
             assert not told, each
 
 
-def test_no_single_answer_is_a_good_guess():
-    for kind in set(KINDS) - {"comparison"}:
-        answers = Counter(q.golden_answers[0] for q in own_questions() if q.kind == kind)
-        assert answers.most_common(1)[0][1] < 0.03 * answers.total(), kind
-
-
-def test_the_first_of_two_wins_a_comparison_half_the_time():
-    compared = [each for each in own_questions() if each.kind == "comparison"]
-    first = [
-        each.question.partition(", ")[2].removeprefix("the ").startswith(each.golden_answers[0])
-        for each in compared
-    ]
-    assert 0.4 < sum(first) / len(first) < 0.6
-
-
-def test_other_forms_of_an_answer_are_right_too():
-    asked = {each.question: each for each in own_questions()}
-    [question] = [q for text, q in asked.items() if text == "What is the currency of Morocco?"]
-    for answer in ("Moroccan dirham", "the dirham", "Moroccan Dirhams", "MAD"):
-        assert exact_match(answer, question.golden_answers)
-    assert not exact_match("Algerian dinar", question.golden_answers)
-
-
 # Ours, against the book that they are made from.
-
-
-@pytest.mark.parametrize(
-    ("question", "also"),
-    [
-        ("On what date is the national holiday of Nepal celebrated?", "September 20, 2015"),
-        ("On what date is the national holiday of Nepal celebrated?", "20 September"),
-        ("What is the title of the national anthem of Russia?", "national anthem of the Russian"),
-        ("What is the national symbol of Croatia?", "red and white checkerboard"),
-    ],
-)
-def test_what_a_person_would_call_right_is_right(question, also):
-    (found,) = [each for each in own_questions() if each.question == question]
-    assert any(normalize(each).startswith(normalize(also)) for each in found.golden_answers)
 
 
 # The published ones.
@@ -151,19 +114,6 @@ def test_the_published_numbers_are_the_references():
     assert starts == [0, 3610, 14923, 29190, 36595, 49171, 51588, 51713, 130881]
     assert [data_set.stop for data_set in PUBLISHED] == [*starts[1:], 221_328]
     assert FIRST_OWN == 221_328
-
-
-@pytest.mark.parametrize("data_set", PUBLISHED, ids=lambda data_set: data_set.file)
-def test_each_data_set_begins_and_ends_where_it_should(folder, data_set):
-    first = published(data_set.start)
-    assert first == Question(f"{data_set.file} 0?", ("a",), data_set.kind, ())
-    assert kind_of(data_set.start) == kind_of(data_set.stop - 1) == data_set.kind
-    number = data_set.stop - 1 - data_set.start
-    if number < 20_000:
-        assert published(data_set.stop - 1).question == f"{data_set.file} {number}?"
-    else:
-        with pytest.raises(LookupError, match="which has 3"):
-            published(data_set.stop - 1)
 
 
 def test_the_first_of_ours_follows_the_last_published_one(folder):

@@ -23,7 +23,6 @@ from envs.searchqa import SearchQA
 from envs.searchqa.env import WRONG, shared_retriever
 from envs.searchqa.questions import FIRST_OWN, KINDS, kinds
 from envs.searchqa.text import INSTRUCTIONS, INVALID, exact_match, say
-from envs.searchqa.wire import SearchWire
 
 BRIDGE = FIRST_OWN + kinds().index("bridge")
 
@@ -243,32 +242,7 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(theirs):
     assert steps[0] == "<search> war </search>"
 
 
-def test_what_agentgyms_server_answers_500_to_is_the_worlds_failure(theirs):
-    with connect("searchqa", theirs.url, num_retries=0) as client:
-        with pytest.raises(EnvServerError):
-            client.reset(10**6)
-        assert client.reset(0) == "Question: who won the war?"
-        theirs.episodes.clear()
-        with pytest.raises(EnvServerError):
-            client.step("<answer> nobody </answer>")
-        with pytest.raises(EnvError):
-            client.oracle()
-
-
 # ---- the wire alone
-
-
-def test_the_first_observation_is_the_question_and_nothing_else():
-    wire = SearchWire()
-    turn = {"observation": "Question: Is it Question: or not?"}
-    assert wire.first_observation(wire.reset(3, turn, 0)) == turn["observation"]
-    assert wire.first_observation("Think. \n\n Question: who?") == "Question: who?"
-    assert wire.first_observation("Think.\nQuestion:who?\n") == "Question: who?"
-    assert wire.first_observation("who?") == "who?"
-    assert wire.first_observation({"observation": "Question: who?"}) == "Question: who?"
-    assert wire.first_observation(7) == 7  # the client says that it is no observation
-    shown = {"observation": "<information>Doc 1(Title: Question: a) b</information>"}
-    assert wire.observation(shown) == shown["observation"]
 
 
 # ---- ours at ours
