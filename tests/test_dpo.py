@@ -1,0 +1,930 @@
+"""dpo.py: its loss by hand and by loop, who is compared with whom, what a pair file holds, and what
+an update computes, however it is cut."""
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from fakes import byte_tokenizer, draw, ids_of, word_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_env import fresh_process_state
+from two_ranks import make_batch, make_policy
+
+import dpo
+import update
+from chat import ChatTemplate
+from config import Misuse, Objective
+from data import Example, encode, parts_of, read_records, record_of, return_of, to_agenttraj
+from dpo import (
+    PREFERENCES,
+    DpoConfig,
+    Pair,
+    batch_of,
+    pair_in,
+    pairs_of,
+    pairs_of_experts,
+    preference_loss,
+    read_pairs,
+    to_line,
+)
+from run.clock import Clock, OutOfMemory
+from scale import distributed
+from scale.prefix import opening_length
+from trajectory import RolloutHandler
+from update import Learner, score_policy
+
+KINDS = list(PREFERENCES)
+SETTINGS = [(kind, 0.0) for kind in KINDS] + [("sigmoid", 0.2)]  # and a smoothed one
+
+
+def vector(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def with_h(*h):
+    """Arguments of pairs with these h, all of it in the chosen trajectory; a gradient there."""
+    zero = torch.zeros(len(h), dtype=torch.float64)
+    return vector(*h).requires_grad_(), zero.clone().requires_grad_(), zero, zero
+
+
+def random_pairs(seed=0, pairs=6, length=10, dtype=torch.float64):
+    """Log-probs by token, (4, P, T): chosen, rejected and both of the reference; their mask.
+
+    Those of a trajectory and of its reference share a mask: the first two rows of (2, P, T).
+    """
+    g = torch.Generator().manual_seed(seed)
+    ref = -torch.rand(2, pairs, length, generator=g, dtype=dtype) - 0.1
+    now = ref + torch.randn(2, pairs, length, generator=g, dtype=dtype)
+    return torch.cat([now, ref]), (torch.rand(2, pairs, length, generator=g) < 0.6).long()
+
+
+def summed(tokens, mask):
+    """Log-probs of trajectories, (P,) four times: what preference_loss takes."""
+    return [torch.where(mask[i % 2] > 0, tokens[i], 0.0).sum(-1) for i in range(4)]
+
+
+# --- The loss by hand -----------------------------------------------------------------------------
+# Pair 1: chosen −1 against −3 of the reference, rejected −2 against −2: h = 2 − 0 = 2.
+# Pair 2: chosen −4 against −3, rejected −1 against −3: h = −1 − 2 = −3. With β = 0.5, βh = 1, −1.5.
+PAIRS = vector(-1, -4), vector(-2, -1), vector(-3, -3), vector(-2, -3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing", "losses"),
+    [
+        # log(1 + e⁻¹) = 0.313262, log(1 + e¹·⁵) = 1.701413
+        ("sigmoid", 0.0, (0.313262, 1.701413)),
+        # 0.9 · 0.313262 + 0.1 · log(1 + e¹) = 0.281936 + 0.131326; 0.9 · 1.701413 + 0.1 · 0.201413
+        ("sigmoid", 0.1, (0.413262, 1.551413)),
+        ("ipo", 0.0, (1.0, 16.0)),  # 1/2β = 1: (2 − 1)² and (−3 − 1)²
+        ("hinge", 0.0, (0.0, 2.5)),  # 1 − 1 and 1 + 1.5
+    ],
+)
+def test_two_pairs_by_hand(kind, smoothing, losses):
+    got = preference_loss(*PAIRS, 0.5, smoothing, kind)
+    assert got.loss.item() == pytest.approx(sum(losses) / 2, abs=1e-6)
+    assert got.chosen_reward.item() == pytest.approx((0.5 * 2 - 0.5 * 1) / 2)
+    assert got.rejected_reward.item() == pytest.approx((0 + 0.5 * 2) / 2)
+    assert got.margin.item() == pytest.approx((1 - 1.5) / 2)
+    assert got.accuracy.item() == 0.5
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("sigmoid", math.log(2)), ("ipo", 25), ("hinge", 1)])
+def test_at_the_reference_nothing_is_preferred(kind, loss):
+    """h = 0: log 2, (1/2β)² with β = 0.1, and 1; a margin of 0 is not yet right."""
+    got = preference_loss(PAIRS[0], PAIRS[1], PAIRS[0], PAIRS[1], kind=kind)
+    assert got.loss.item() == pytest.approx(loss)
+    assert [x.item() for x in got[1:]] == [0, 0, 0, 0]
+
+
+def test_the_loss_does_not_fix_the_level_of_the_likelihoods():
+    """Both trajectories a million times less likely: the same loss, and only the rewards tell."""
+    plus, minus, *references = PAIRS
+    before = preference_loss(plus, minus, *references)
+    after = preference_loss(plus - math.log(1e6), minus - math.log(1e6), *references)
+    assert after.loss.item() == pytest.approx(before.loss.item())
+    assert after.margin.item() == pytest.approx(before.margin.item())
+    lost = (before.chosen_reward - after.chosen_reward).item()
+    assert lost == pytest.approx(0.1 * math.log(1e6))
+
+
+def test_log_probs_by_token_are_refused():
+    rows = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="sum the log-probs of a trajectory"):
+        preference_loss(rows, rows, rows, rows)
+
+
+# --- The slow loop, gradients ---------------------------------------------------------------------
+
+
+def slow_loop(tokens, mask, beta, smoothing, kind):
+    """Loss, margin, accuracy and rewards of the equations, pair by pair and token by token."""
+    log_sigmoid = lambda x: -math.log1p(math.exp(-x))  # noqa: E731
+    tokens, (_, pairs, length) = tokens.tolist(), mask.shape
+    totals = [0.0] * 5
+    for p in range(pairs):
+        ratio = [0.0, 0.0]
+        for which in (0, 1):
+            for t in range(length):
+                if mask[which, p, t]:
+                    ratio[which] += tokens[which][p][t] - tokens[which + 2][p][t]
+        h = ratio[0] - ratio[1]
+        if kind == "sigmoid":
+            loss = -(1 - smoothing) * log_sigmoid(beta * h) - smoothing * log_sigmoid(-beta * h)
+        elif kind == "ipo":
+            loss = (h - 1 / (2 * beta)) ** 2
+        else:
+            loss = max(0.0, 1 - beta * h)
+        for i, x in enumerate((loss, beta * h, h > 0, beta * ratio[0], beta * ratio[1])):
+            totals[i] += x / pairs
+    return totals
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([0.05, 0.1, 0.7]), st.sampled_from(SETTINGS))
+def test_preference_loss_equals_its_equations_written_as_a_loop(seed, beta, setting):
+    kind, smoothing = setting
+    tokens, mask = random_pairs(seed)
+    got = preference_loss(*summed(tokens, mask), beta, smoothing, kind)
+    assert [x.item() for x in got] == pytest.approx(slow_loop(tokens, mask, beta, smoothing, kind))
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), SETTINGS)
+def test_the_gradient_on_every_token_is_the_slope_of_the_loop(kind, smoothing):
+    """Central differences of the loop, whose hinge is not at its kink anywhere here."""
+    tokens, mask = random_pairs(3, pairs=3, length=4)
+    inputs = tokens.clone().requires_grad_()
+    got = preference_loss(*summed(inputs, mask), 0.3, smoothing, kind)
+    assert not any(x.requires_grad for x in got[1:])
+    got.loss.backward()
+    for index in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
+        step = torch.zeros_like(tokens)
+        step[tuple(index)] = 1e-5
+        up, down = (slow_loop(tokens + s, mask, 0.3, smoothing, kind)[0] for s in (step, -step))
+        assert inputs.grad[tuple(index)].item() == pytest.approx((up - down) / 2e-5, abs=1e-6)
+    assert (inputs.grad[:2][mask == 0] == 0).all(), "observations teach nothing"
+    assert (inputs.grad[2:] == 0).all(), "nor does the reference learn"
+
+
+def test_the_gradient_of_dpo_is_beta_times_how_wrong_the_implied_reward_is():
+    """∂L/∂chosen = −β σ(−βh) / P (arXiv 2305.18290, section 4), and + for rejected."""
+    plus, minus, *references = (x.clone().requires_grad_() for x in summed(*random_pairs()))
+    preference_loss(plus, minus, *references, beta=0.4).loss.backward()
+    h = (plus - references[0] - minus + references[1]).detach()
+    torch.testing.assert_close(plus.grad, -0.4 * torch.sigmoid(-0.4 * h) / 6)
+    torch.testing.assert_close(minus.grad, -plus.grad)
+
+
+def test_ipo_aims_at_one_margin_and_pulls_back_from_beyond_it():
+    """β = 0.25, so h = 2: slopes −2, 0 and +2 at h = 1, 2 and 3, shared by three pairs."""
+    chosen, rejected, *references = with_h(1, 2, 3)
+    preference_loss(chosen, rejected, *references, 0.25, kind="ipo").loss.backward()
+    assert (3 * chosen.grad).tolist() == pytest.approx([-2, 0, 2])
+
+
+@pytest.mark.parametrize("smoothing", [0.05, 0.2, 0.4])
+def test_with_label_smoothing_the_minimum_is_where_the_odds_are_those_of_a_right_label(smoothing):
+    """f′ = 0 at σ(βh) = 1 − ε; without smoothing no margin is enough."""
+    best = math.log((1 - smoothing) / smoothing) / 0.1
+    chosen, rejected, *references = with_h(best - 1, best, best + 1)
+    preference_loss(chosen, rejected, *references, 0.1, smoothing).loss.backward()
+    left, at, right = chosen.grad.tolist()
+    assert left < -1e-5 and at == pytest.approx(0, abs=1e-12) and right > 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "smoothing"), SETTINGS)
+def test_saturated_pairs_stay_finite(kind, smoothing, dtype):
+    """βh = ±10⁴, where log(sigmoid(x)) is −inf in float32 and its gradient NaN."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in with_h(1e4, -1e4)]
+    got = preference_loss(*inputs, 1.0, smoothing, kind)
+    got.loss.backward()
+    assert all(x.isfinite() for x in got)
+    assert inputs[0].grad.isfinite().all() and inputs[1].grad.isfinite().all()
+    slope = 2 * inputs[0].grad  # of each pair
+    if kind == "sigmoid":
+        assert slope.tolist() == pytest.approx([smoothing, smoothing - 1])
+        assert got.loss.item() == pytest.approx(1e4 / 2)  # ε · 10⁴ + (1 − ε) · 10⁴ over two pairs
+    if kind == "hinge":
+        assert slope.tolist() == [0, -1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(1, 5), max_size=4, unique=True),
+    st.sampled_from(SETTINGS),
+)
+def test_the_loss_does_not_depend_on_how_a_mini_batch_of_pairs_is_split(seed, cuts, setting):
+    kind, smoothing = setting
+    batch = [x.float() for x in summed(*random_pairs(seed))]
+    bounds = [0, *sorted(cuts), 6]
+
+    def run(slices):
+        inputs = [x.clone().requires_grad_() for x in batch]
+        sums = torch.zeros(5)
+        for s in slices:
+            got = preference_loss(*(x[s] for x in inputs), 0.1, smoothing, kind, denominator=6)
+            got.loss.backward()
+            sums += torch.stack([*got]).detach()
+        return sums, torch.stack([x.grad for x in inputs[:2]])
+
+    whole, split = run([slice(0, 6)]), run([slice(a, b) for a, b in zip(bounds, bounds[1:])])
+    for x, y in zip(split, whole):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
+
+
+# --- The update (trap 14) -------------------------------------------------------------------------
+
+
+def learner(rank=0):
+    accelerator = distributed.make_accelerator("no")
+    model = distributed.shard(accelerator, make_policy(rank).train())
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return Learner(accelerator, model, torch.optim.SGD(learning, lr=1.0))
+
+
+def weights_after(update_of, rank=0):
+    with fresh_process_state():
+        update.SHARING_PAYS, before = 0.0, update.SHARING_PAYS
+        try:
+            made = learner(rank)
+            metrics = update_of(made)
+        finally:
+            update.SHARING_PAYS = before
+        return metrics, {n: p.detach().clone() for n, p in made.model.named_parameters()}
+
+
+OBJECTIVE = Objective(mini_batch_size=64, max_grad_norm=1e9, share_prefix=False)
+CUTS = [
+    {"max_tokens_per_micro_batch": 10_000},
+    {"max_tokens_per_micro_batch": 14},
+    {"max_tokens_per_micro_batch": 40, "share_prefix": True},
+    {"max_tokens_per_micro_batch": 10_000, "share_prefix": True},
+]
+
+
+def assert_equal(weights, expected):
+    for name, weight in expected.items():
+        largest = weight.abs().max()
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=float(1e-5 * largest))
+
+
+def pair_batch():
+    """Four pairs of different lengths, the two of a pair with one opening of three tokens."""
+    batch = make_batch().rows([0, 1, 2, 3, 5, 6, 9, 10])
+    batch.group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    for row in range(0, 8, 2):
+        batch.input_ids[row + 1, :3] = batch.input_ids[row, :3]
+    batch.loss_mask[:, :4] = 0.0
+    batch.loss_mask[:, 4] = 1.0
+    generator = torch.Generator().manual_seed(5)
+    batch.ref_sums = -torch.rand(8, generator=generator) * 40
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "rank"),
+    [
+        *(("sigmoid", cut, rank) for cut in CUTS for rank in (0, 4)),
+        *((k, CUTS[1], 0) for k in KINDS),
+    ],
+)
+def test_a_step_of_preferences_is_the_slow_one_whatever_the_cut(kind, changes, rank):
+    batch, config = pair_batch(), DpoConfig(beta=0.2, loss=kind, sft_coef=0.3)
+    metrics, weights = weights_after(
+        lambda made: dpo.prefer(made, batch, replace(OBJECTIVE, **changes), config), rank
+    )
+
+    def slowly(made):
+        sums, tokens = [], []
+        for row in range(len(batch)):
+            one = batch.rows([row])
+            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
+            own = [log_probs[0, t] for t in range(int(one.lengths)) if one.loss_mask[0, t]]
+            sums.append(sum(own[1:], own[0]))
+            tokens.append(len(own))
+        losses = []
+        for i in range(0, len(batch), 2):
+            one = [x.reshape(1) for x in (sums[i], sums[i + 1])]
+            ref = [batch.ref_sums[i + k].reshape(1) for k in (0, 1)]
+            losses.append(preference_loss(*one, *ref, 0.2, 0.0, kind).loss)
+            losses[-1] = losses[-1] - 0.3 * sums[i] / tokens[i]
+        loss = sum(losses) / len(losses)
+        loss.backward()
+        made.optimizer.step()
+        chosen = [float(s.detach()) for s in sums[::2]]
+        return float(loss.detach()), sum(chosen) / len(chosen)
+
+    (loss, chosen), expected = weights_after(slowly, rank)
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["preference/chosen_log_prob"] == pytest.approx(chosen, rel=1e-5)
+    assert metrics["policy/optimizer_steps"] == 1
+    assert_equal(weights, expected)
+
+
+def test_micro_batches_never_part_a_pair():
+    batch = pair_batch()
+    for budget in (1, 20, 30, 64, 10_000):
+        for share in (False, True):
+            objective = Objective(max_tokens_per_micro_batch=budget, share_prefix=share)
+            cuts = dpo.pair_cuts(batch, list(range(8)), objective)
+            assert sorted(row for cut in cuts for row in cut) == list(range(8))
+            for cut in cuts:
+                assert all(b == a + 1 and a % 2 == 0 for a, b in zip(cut[::2], cut[1::2]))
+                longest = int(batch.lengths[cut].max())
+                assert len(cut) == 2 or len(cut) * longest <= budget
+                assert not share or len(cut) == 2
+
+
+def fake_worker(stopped=False, **more):
+    return SimpleNamespace(
+        device="cpu",
+        config=DpoConfig(mini_batch_size=6),  # eight rows: a part of six, and one of two
+        stop=SimpleNamespace(agreed=lambda: stopped),
+        pad_id=0,
+        rest=lambda: None,
+        portions=lambda rows: replace(OBJECTIVE, mini_batch_size=rows),
+        **more,
+    )
+
+
+def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
+    batch = pair_batch()
+    rows_of = lambda pairs, _: batch.rows([r for n in pairs for r in (2 * n, 2 * n + 1)])  # noqa: E731
+    monkeypatch.setattr(dpo, "batch_of", rows_of)
+    with fresh_process_state():
+        worker = fake_worker(policy=learner())
+        sums = dpo.reference_sums(worker, range(4))
+        whole = score_policy(worker.policy.model, batch, OBJECTIVE, "cpu")
+    assert sums.shape == (4, 2)
+    torch.testing.assert_close(sums.flatten(), (whole * batch.loss_mask).sum(1), rtol=1e-5, atol=0)
+
+
+def test_ctrl_c_is_heard_and_memory_is_advised_while_the_reference_is_asked(monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        dpo.reference_sums(fake_worker(stopped=True), [None])
+
+    def full(*given):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(dpo, "batch_of", full)
+    with Clock({})("time/rollout_s"), pytest.raises(OutOfMemory) as lacking:
+        dpo.reference_sums(fake_worker(), [None])
+    assert "lower --max-tokens-per-micro-batch (now 2048)" in str(lacking.value)
+
+
+# --- Pairs by hand --------------------------------------------------------------------------------
+
+ALL = DpoConfig(min_gap=0.0, min_return=-10.0, pairs_per_task=10**6)
+WORDS = ChatTemplate(word_tokenizer())
+
+
+def played(task, texts, total=None, observation="dark", prompt="rules", **more):
+    """An episode: `texts` are actions and answers in turn, "open, bright, light"."""
+    roles = ("assistant", "user") * 20
+    said = [{"role": r, "content": t} for r, t in zip(roles, texts.split(", "), strict=False)]
+    opening = [{"role": "system", "content": prompt}, {"role": "user", "content": observation}]
+    record = to_agenttraj(task, opening + said) | more
+    return encode(WORDS, record if total is None else record | {"return": total})
+
+
+def texts_of(example):
+    return ", ".join(turn["value"] for turn in example.record["conversations"][2:])
+
+
+def described(pairs):
+    return [(p.task_id, texts_of(p.chosen), texts_of(p.rejected), p.gap) for p in pairs]
+
+
+def pairs_and_counts(*sources, **options):
+    counts: Counter[str] = Counter()
+    make = pairs_of if len(sources) == 1 else pairs_of_experts
+    return make(*sources, DpoConfig(**options), counts), dict(counts)
+
+
+def test_three_tries_at_one_task_by_hand():
+    tries = [
+        played("t", "take, dark, go", 0.0),
+        played("t", "open, dark, light", 1.0),
+        played("t", "open, dark, home", 0.5),
+    ]
+    best, middle, worst = "open, dark, light", "open, dark, home", "take, dark, go"
+    pairs, counts = pairs_and_counts(tries)
+    assert described(pairs)[0] == ("t", best, worst, 1.0)
+    assert sorted(described(pairs)[1:]) == [("t", middle, worst, 0.5), ("t", best, middle, 0.5)]
+    assert counts == {}
+    pairs, counts = pairs_and_counts(tries, min_gap=0.75)
+    assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"gap": 2})
+    pairs, counts = pairs_and_counts(tries, min_return=1.0)
+    assert [pair[:3] for pair in described(pairs)] == [("t", best, worst), ("t", best, middle)]
+    assert counts == {"low return": 1}
+    pairs, counts = pairs_and_counts(tries, pairs_per_task=1)
+    assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"over pairs per task": 2})
+
+
+def test_trajectories_that_open_otherwise_are_not_compared():
+    tries = [
+        played("a", "open", 1.0),
+        played("a", "go", 0.0, observation="bright"),  # another seed's episode
+        played("a", "take", 0.0, prompt="home"),  # told something else
+        played("b", "light", 0.0),  # another task that opens alike
+    ]
+    assert pairs_and_counts(tries) == ([], {"no partner": 4})
+
+
+def test_two_seeds_are_not_compared_though_they_open_alike():
+    tries = [
+        played("a", text, total, seed=seed)
+        for text, total, seed in (("open", 1.0, 7), ("go", 0.0, 7), ("take", 0.0, 8))
+    ]
+    pairs, counts = pairs_and_counts(tries)
+    assert (described(pairs), counts) == ([("a", "open", "go", 1.0)], {"two seeds": 2})
+    expert = [played("a", "light", 1.0)]  # of an unknown seed
+    assert len(pairs_of_experts(expert, tries, DpoConfig(), Counter())) == 2
+
+
+def test_openings_of_one_task_share_what_it_may_have():
+    tries = [
+        played("a", "open", 1.0),
+        played("a", "go", 0.0),
+        played("a", "light", 1.0, observation="bright"),
+        played("a", "wait", 0.4, observation="bright"),
+    ]
+    pairs, counts = pairs_and_counts(tries, pairs_per_task=1)
+    assert described(pairs) == [("a", "open", "go", 1.0)]
+    assert counts == {"over pairs per task": 1}
+
+
+def test_of_equal_returns_neither_is_better_even_where_any_gap_will_do():
+    tries = [played("a", text, 0.5) for text in ("open", "go", "take")]
+    assert pairs_and_counts(tries, min_gap=0.0) == ([], {"no partner": 1})
+    tries.append(played("a", "light", 0.6))
+    pairs, counts = pairs_and_counts(tries, min_gap=0.0)
+    assert (len(pairs), counts) == (3, {"gap": 3})
+
+
+def test_a_return_that_lacks_a_rounding_error_is_enough():
+    tries = [played("a", "open", 0.6 + 0.39999999999999997 - 1e-16), played("a", "go", 0.0)]
+    assert len(pairs_and_counts(tries, min_gap=1.0, min_return=1.0)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ("open", "open"),
+        ("open, bright, go", "open, dark, go"),  # the environment told them apart, not the policy
+        ("open, bright", "open, dark"),  # an answer to the last action is not in the sequence
+    ],
+)
+def test_equal_actions_with_different_returns_are_no_preference(better, worse):
+    tries = [played("a", better, 1.0), played("a", worse, 0.0)]
+    assert pairs_and_counts(tries) == ([], {"equal texts": 1})
+
+
+def test_a_pair_that_says_what_another_says_is_left_out():
+    tries = [played("a", text, e) for text, e in (("open", 1.0), ("go", 0.0), ("go", 0.25))]
+    pairs, counts = pairs_and_counts(tries)
+    assert described(pairs) == [("a", "open", "go", 1.0)]
+    assert counts == {"gap": 1, "equal texts": 1}
+    tries = [played("a", f"go, {answer}", 0.0) for answer in ("dark", "bright")]
+    pairs, counts = pairs_and_counts([*tries, played("a", "open", 1.0)])
+    assert (len(pairs), counts) == (1, {"gap": 1, "equal texts": 1})
+
+
+def test_a_trajectory_without_a_return_is_named():
+    with pytest.raises(ValueError, match='conversation b has no "return"'):
+        pairs_and_counts([played("a", "open", 1.0), played("b", "go")])
+    assert pairs_and_counts([]) == pairs_and_counts([], []) == ([], {})
+
+
+def test_an_expert_is_preferred_to_what_the_policy_did():
+    expert = [played("a", "light"), played("b", "light"), played("d", "take")]
+    experience = [
+        played("a", "go", 0.0),
+        played("a", "light", 1.0),  # as the expert did
+        played("b", "go", 0.0, observation="bright"),
+        played("c", "go", 0.0),
+        played("d", "wait", 1.0),
+    ]
+    pairs, counts = pairs_and_counts(expert, experience)
+    assert described(pairs) == [("a", "light", "go", None), ("d", "take", "wait", None)]
+    assert counts == {"equal texts": 1, "no partner": 3}  # b twice, and c
+
+
+def test_where_expert_and_policy_have_returns_they_decide():
+    expert = [played("a", "light", 1.0), played("a", "open", 0.5), played("b", "light", 1.0)]
+    experience = [played("a", "go", 0.0), played("a", "wait", 0.7), played("b", "go", 1.0)]
+    pairs, counts = pairs_and_counts(expert, experience, min_return=0.75)
+    assert described(pairs) == [("a", "light", "go", 1.0)]
+    assert counts == {"gap": 2, "low return": 1, "no partner": 1}
+    experts = [played("a", "light", 1.0), played("a", "open", 0.0)]
+    assert pairs_and_counts(experts, []) == ([], {"no partner": 1}), "not with another expert"
+
+
+# --- Properties -----------------------------------------------------------------------------------
+
+TRIES = st.lists(
+    st.builds(
+        lambda task, observation, actions, total: played(
+            task, ", ".join(actions), total, observation
+        ),
+        st.sampled_from(["a", "b"]),
+        st.sampled_from(["dark", "bright"]),
+        st.lists(st.sampled_from(["go", "open"]), min_size=1, max_size=3),
+        st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]),
+    ),
+    max_size=12,
+)
+OPTIONS = st.builds(
+    DpoConfig,
+    min_gap=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    min_return=st.sampled_from([-1.0, 0.0, 0.5]),
+    pairs_per_task=st.integers(0, 4),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(deadline=None)
+@given(TRIES, OPTIONS, st.randoms(use_true_random=False))
+def test_every_comparison_is_a_pair_of_one_opening_and_a_gap_or_counted_once(tries, config, rng):
+    counts: Counter[str] = Counter()
+    pairs = pairs_of(tries, config, counts)
+    for pair in pairs:
+        chosen, rejected = pair
+        assert pair.task_id == chosen.task_id == rejected.task_id
+        assert chosen.parts[0] == rejected.parts[0] and chosen.parts[1] != rejected.parts[1]
+        assert pair.gap == chosen.total_return - rejected.total_return
+        assert pair.gap > 0 and pair.gap >= config.min_gap
+        assert chosen.total_return >= config.min_return
+    per_task = Counter(pair.task_id for pair in pairs)
+    assert all(count <= config.pairs_per_task for count in per_task.values())
+    said = [(p.chosen.parts, p.rejected.parts) for p in pairs]
+    assert len(set(said)) == len(said)
+    for task in per_task:
+        gaps = [pair.gap for pair in pairs if pair.task_id == task]
+        assert gaps == sorted(gaps, reverse=True)
+    groups: dict = {}
+    for example in tries:
+        key = (example.task_id, example.parts[0])
+        groups.setdefault(key, []).append(example.total_return)
+    with_a_better = [group for group in groups.values() if len(set(group)) > 1]
+    compared = sum(len(list(combinations(group, 2))) for group in with_a_better)
+    assert counts["no partner"] == len(groups) - len(with_a_better)
+    assert len(pairs) + counts.total() - counts["no partner"] == compared
+    again: Counter[str] = Counter()
+    shuffled = pairs_of(rng.sample(tries, len(tries)), config, again)
+    assert described(shuffled) == described(pairs) and again == counts, "whatever the order"
+    if pairs:  # and the same from their file
+        read = [pair_in(WORDS, json.loads(json.dumps(to_line(pair))), "") for pair in pairs]
+        assert list(dpo._kept(read, config, again := Counter())) == read and not again
+        for one, other in zip(pairs, read, strict=True):
+            assert described([one]) == described([other])
+            assert batch_of([one], 0).input_ids.tolist() == batch_of([other], 0).input_ids.tolist()
+
+
+def test_a_task_chooses_among_equals_by_seed_whatever_else_there_is():
+    tries = [played("a", f"{x}, dark, go", 1.0) for x in ("open", "light", "take", "home")]
+    tries += [played("a", f"{x}, dark, no", 0.0) for x in ("open", "light", "take", "home")]
+    alone, _ = pairs_and_counts(tries, seed=1)
+    others = [played("0", "go", 1.0), played("0", "no", 0.0)]
+    together, _ = pairs_and_counts(others + tries, seed=1)
+    assert [pair for pair in together if pair.task_id == "a"] == alone
+    choices = {json.dumps(described(pairs_and_counts(tries, seed=s)[0])) for s in range(8)}
+    assert len(choices) > 4
+
+
+def test_no_more_pairs_are_scored_than_the_steps_take():
+    pairs = [Pair(played(f"{n}", "go"), played(f"{n}", "no")) for n in range(9)]
+    config = DpoConfig(pairs=("x",), steps=2, mini_batch_size=4)
+    chosen = dpo.sample_for_steps(pairs, config, 0)
+    assert len(chosen) == 4 and chosen == sorted(chosen, key=pairs.index)
+    assert dpo.sample_for_steps(pairs, replace(config, seed=1), 0) != chosen
+    assert dpo.sample_for_steps(pairs[:3], config, 0) == pairs[:3]
+
+
+# --- Tokens (traps 6 and 22) ----------------------------------------------------------------------
+
+
+def test_a_pair_becomes_two_rows_by_hand():
+    tries = [played("a", "open door, bright, light", 1.0), played("a", "wait", 0.0)]
+    pairs, _ = pairs_and_counts(tries)
+    batch = batch_of(pairs, 0)
+    opening = "<s> system ⏎ rules <e> ⏎ <s> user ⏎ dark <e> ⏎ <s> assistant ⏎"
+    chosen = "[open] [door] [<e>] ⏎ <s> user ⏎ bright <e> ⏎ <s> assistant ⏎ [light] [<e>]"
+    rows = []
+    for b in range(2):
+        length = int(batch.lengths[b])
+        row = RolloutHandler("", 0, "", "", "", 0, 0, 1)
+        row.input_ids = batch.input_ids[b, :length].tolist()
+        row.loss_mask = batch.loss_mask[b, :length].tolist()
+        rows.append(" ".join(draw(row, WORDS.tokenizer)))
+    assert rows == [f"{opening} {chosen}", f"{opening} [wait] [<e>]"]
+    assert not batch.loss_mask[1, int(batch.lengths[1]) :].any()
+
+
+def test_rows_of_a_pair_are_neighbours_and_share_their_opening():
+    rng = random.Random(0)
+    tries = [
+        played(f"t{n}", ", ".join(["go"] * rng.choice([1, 3, 5])) + " no" * i, i / 2, "dark " * n)
+        for n in range(1, 5)
+        for i in range(3)
+    ]
+    pairs, _ = pairs_and_counts(tries, pairs_per_task=2)
+    batch = batch_of(pairs, 0)
+    assert len(batch) == 16 and batch.group_ids.tolist() == [i // 2 for i in range(16)]
+    for i, pair in enumerate(pairs):
+        opening = pair.chosen.trajectory.turns[0].action_span[0]
+        both = batch.rows([2 * i, 2 * i + 1])
+        assert opening_length(both) >= opening
+        for row, example in enumerate(pair):
+            ids = example.trajectory.input_ids
+            assert both.input_ids[row, : len(ids)].tolist() == ids
+            assert both.loss_mask[row, : len(ids)].tolist() == example.trajectory.loss_mask
+
+
+def spelled(chat, text, total, stop="success"):
+    """A trajectory of a run, sampled letter by letter: no tokenizer encodes it so."""
+    handler = RolloutHandler(f"a-{text}", 1, "fake", "a", "", 0, 0, 2)
+    handler.start(chat, [{"role": "system", "content": "rules"}], "dark")
+    ids = [token for letter in text for token in chat.plain(letter)] + [chat.end_of_turn]
+    handler.add_action(chat, ids, [-0.1] * len(ids))
+    handler.turns[-1].reward = total
+    handler.stop(stop)
+    return handler
+
+
+def test_the_very_ids_that_were_sampled_are_in_the_rows_also_from_files():
+    chat = ChatTemplate(byte_tokenizer())
+    first, second = spelled(chat, "Action: look", 1.0), spelled(chat, "Action: get", 0.0, "failure")
+    pairs, _ = pairs_and_counts([Example(record_of(t), t) for t in (second, first)])
+    again = [pair_in(chat, json.loads(json.dumps(to_line(pair))), "") for pair in pairs]
+    for source in (pairs, again):
+        batch = batch_of(source, 0)
+        for b, handler in enumerate((first, second)):
+            length = int(batch.lengths[b])
+            assert batch.input_ids[b, :length].tolist() == handler.input_ids
+            assert batch.loss_mask[b, :length].tolist() == handler.loss_mask
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+HUMAN = {"from": "human", "value": "dark"}
+
+
+def gpt(*texts):
+    names = ("gpt", "human") * 9
+    return [{"from": name, "value": text} for name, text in zip(names, texts, strict=False)]
+
+
+GOOD = {"id": "a", "prompt": [HUMAN], "chosen": gpt("open"), "rejected": gpt("go", "dark", "no")}
+OTHER = GOOD | {"id": "b"} | {"chosen": gpt("light")}
+
+
+def read(path, text, config=ALL):
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    counts: Counter[str] = Counter()
+    return read_pairs(WORDS, [path], config, counts), dict(counts)
+
+
+@pytest.mark.parametrize("form", [json.dumps, lambda lines: "\r\n".join(map(json.dumps, lines))])
+def test_a_pair_file_is_a_list_or_has_a_pair_on_each_line(tmp_path, form):
+    pairs, counts = read(tmp_path / "pairs.json", form([GOOD, OTHER]))
+    assert (counts, [pair.task_id for pair in pairs], pairs[0].gap) == ({}, ["a", "b"], None)
+    learned = {"from": "gpt", "loss": True, "value": "open"}
+    assert pairs[0].chosen.record == {"item_id": "a", "conversations": [HUMAN, learned]}
+    assert pairs[0].rejected.parts[1] == (("gpt", "go"), ("human", "dark"), ("gpt", "no"))
+
+
+def messages(*texts):
+    roles = ("user", "assistant") * 9
+    return [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+
+
+SAME = {
+    "plain texts": {"id": "a", "prompt": "dark", "chosen": "open", "rejected": "go"},
+    "messages": {
+        "item_id": "a",
+        "prompt": messages("dark"),
+        "chosen": [{"role": "assistant", "content": "open"}],
+        "rejected": [{"role": "assistant", "content": "go"}],
+    },
+    "whole conversations": {
+        "id": "a",
+        "chosen": [HUMAN, *gpt("open")],
+        "rejected": [HUMAN, *gpt("go")],
+    },
+    "two records": {
+        "chosen": {"item_id": "a", "conversations": [HUMAN, *gpt("open")]},
+        "rejected": {"item_id": "a", "messages": messages("dark", "go")},
+    },
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_every_form_of_a_pair_is_the_same_to_a_model(form):
+    pair = pair_in(WORDS, SAME[form], "x")
+    wanted = batch_of([pair_in(WORDS, GOOD | {"rejected": gpt("go")}, "x")], 0)
+    assert pair.task_id == "a"
+    assert batch_of([pair], 0).input_ids.tolist() == wanted.input_ids.tolist()
+    assert batch_of([pair], 0).loss_mask.tolist() == wanted.loss_mask.tolist()
+
+
+def test_neither_what_the_prompt_shows_nor_an_action_of_weight_0_is_learned():
+    prompt = [HUMAN, {"from": "gpt", "loss": True, "value": "home"}, HUMAN]
+    first = {"role": "assistant", "content": "open", "weight": 0}
+    turns = [first, {"role": "user", "content": "dark"}, {"role": "assistant", "content": "go"}]
+    other = [*turns[:2], turns[2] | {"content": "no"}]
+    for content, learned in (
+        (GOOD | {"prompt": prompt}, "open<e>go<e>no<e>"),
+        ({"prompt": "dark", "chosen": turns, "rejected": other}, "go<e>no<e>"),
+    ):
+        batch = batch_of([pair_in(WORDS, content, "x")], 0)
+        assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of(learned)
+
+
+def test_gaps_returns_and_numbers_of_a_file_are_kept_to(tmp_path):
+    def line(item_id, text, *totals):
+        returns = zip(("chosen_return", "rejected_return"), totals, strict=False)
+        return GOOD | {"id": item_id, "chosen": gpt(text)} | dict(returns)
+
+    lines = [
+        line("a", "open", 1.0, 0.9),
+        line("a", "open", 0.0, 1.0),
+        line("a", "open", 0.4, -1.0),
+        line("a", "open", 1.0, 0.0),
+        line("a", "open", 1.0, 0.0),
+        line("a", "light", 0.6),  # one return is no gap
+        line("a", "wait", 0.1),  # but may be too little for an example
+        line("a", "home"),
+        line("b", "home"),
+        line("c", "take") | {"rejected": gpt("take")},
+        line("c", "take"),
+        line("d", "take"),  # the same under another name
+    ]
+    config = DpoConfig(min_return=0.5, pairs_per_task=2)
+    pairs, counts = read(tmp_path / "a.json", json.dumps(lines), config)
+    assert [(pair.task_id, pair.gap) for pair in pairs] == [
+        *(("a", 1.0), ("a", None), ("b", None), ("c", None))
+    ]
+    assert counts == {"gap": 2, "low return": 2, "equal texts": 3, "over pairs per task": 1}
+
+
+def test_both_sides_may_name_the_task_and_say_what_they_earned():
+    sides = {"chosen": played("maze_7", "open").record, "rejected": played("maze_7", "go").record}
+    sides = {
+        "chosen": sides["chosen"] | {"reward": 1.0},
+        "rejected": sides["rejected"] | {"return": 0.25},
+    }
+    pair = pair_in(WORDS, {"id": 17} | sides, "x")
+    assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
+    assert pair_in(WORDS, GOOD | {"id": 17, "item_id": "maze_7"}, "x").task_id == "maze_7"
+    assert (
+        pair_in(WORDS, {"prompt": "dark", "chosen": "open", "rejected": "go"}, "x").task_id == "x"
+    )
+
+
+WRONG = {
+    "no object": ("3", 'expected {"id", "prompt", "chosen", "rejected"}'),
+    "another object": ('{"prompt": 1, "text": 2}', "['prompt', 'text']: expected {"),
+    "two tasks": (
+        {"chosen": played("a", "open").record, "rejected": played("b", "go").record},
+        "a pair of two tasks, a and b",
+    ),
+    "two prompts": (
+        {
+            "chosen": played("a", "open").record,
+            "rejected": played("a", "go", observation="bright").record,
+        },
+        "chosen and rejected open with different prompts",
+    ),
+    "an empty prompt": (GOOD | {"prompt": ""}, "expected a text, or a list of"),
+    "an empty chosen": (GOOD | {"chosen": []}, "chosen: []: expected"),
+    "an empty rejected": (GOOD | {"rejected": None}, "rejected: None: expected"),
+    "turns that are none": (GOOD | {"chosen": ["open"]}, "chosen: ['open']: expected"),
+    "nothing that is learned": (
+        GOOD | {"rejected": [gpt("go")[0] | {"loss": None}]},
+        "rejected: conversation a has no gpt turn with loss",
+    ),
+    "an unknown role": (
+        GOOD | {"prompt": [{"role": "tool", "content": "x"}]},
+        "message 0 has role 'tool'",
+    ),
+    "turns that do not alternate": (
+        GOOD | {"chosen": gpt("open") + gpt("go")},
+        "chosen: conversation a: turn 2 is from gpt, expected human",
+    ),
+    "half a surrogate pair": (GOOD | {"prompt": "\ud83d"}, "half of a surrogate pair"),
+    "a return that is none": (
+        GOOD | {"rejected_return": "high"},
+        "rejected: conversation a: \"return\" is 'high'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, case):
+    content, message = WRONG[case]
+    text = content if isinstance(content, str) else json.dumps(content)
+    file = tmp_path / "a.jsonl"
+    with pytest.raises(ValueError) as error:
+        read(file, f"{json.dumps(GOOD)}\n{text}\n{json.dumps(OTHER)}")
+    problem = str(error.value)
+    assert problem.startswith(f"{file}, line 2") and message in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "problem"),
+    [
+        ([GOOD | {"rejected": GOOD["chosen"]}], {}, r"no pair left \(1 equal texts\)"),
+        ([], {}, r"no pair left \(nothing was given\)"),
+        ([GOOD], {"min_gap": 0.2}, "--min-gap 0.2 compares returns, and no pair has two"),
+        ([GOOD], {"min_return": 0.5}, "--min-return 0.5 chooses by return"),
+        ([GOOD], {"max_trajectory_tokens": 5}, "5 leaves none of 1 pairs; raise it"),
+    ],
+)
+def test_files_without_a_pair_to_learn_from_are_refused(
+    tmp_path, monkeypatch, content, changes, problem
+):
+    monkeypatch.setattr(dpo, "chat_of", lambda config: WORDS)
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(Misuse, match=problem):
+        dpo.pairs_in_files(DpoConfig(pairs=(str(file),), **changes))
+
+
+def test_pairs_with_a_side_over_the_limit_are_left_out_and_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dpo, "chat_of", lambda config: WORDS)
+    file = tmp_path / "pairs.json"
+    longer = GOOD | {"id": "b", "rejected": gpt(" ".join(["open"] * 30))}
+    file.write_text(json.dumps([GOOD | {"rejected": gpt("go")}, longer]))
+    limit = len(encode(WORDS, played("b", "go").record).trajectory.input_ids)
+    config = DpoConfig(pairs=(str(file),), max_trajectory_tokens=limit)
+    monkeypatch.setattr("run.methodworker.held_out_tasks", lambda config: [])
+    (pair,) = dpo.pairs_in_files(config)
+    assert pair.task_id == "a"
+    assert f"1 of 2 pairs have more than {limit} tokens" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_page_are_read(tmp_path):
+    page = (Path(dpo.__file__).parent / "docs/data.md").read_text(encoding="utf-8")
+    blocks = {part.split("\n")[0]: part for part in page.split("\n## ")}
+    texts = {name: re.findall(r"```json\n(.*?)```", part, re.S) for name, part in blocks.items()}
+    file = tmp_path / "data.json"
+    file.write_text(f"[{','.join(texts['Conversations'])}]", encoding="utf-8")
+    first, second = read_records([file])
+    assert first["item_id"] == second["item_id"] == "maze_7" and return_of(first) == 1
+    assert len(parts_of(first)[0]) == 1 and len(parts_of(second)[0]) == 0
+    file.write_text("\n".join(json.dumps(json.loads(text)) for text in texts["Pairs"]))
+    chat, counts = ChatTemplate(byte_tokenizer()), Counter()
+    pairs = read_pairs(chat, [file], DpoConfig(), counts)
+    assert [pair.task_id for pair in pairs] == ["maze_7", "data.json:2"] and not counts
+    source = Path(dpo.__file__).read_text(encoding="utf-8")
+    counted = set(re.findall(r'counts\["([^"]+)"\]', source))
+    assert {"gap", "two seeds"} < counted
+    assert [name for name in counted if f"`{name}`" not in page] == []
+
+
+# --- Options --------------------------------------------------------------------------------------
+
+
+def test_the_kinds_of_loss_are_the_choices_of_the_option():
+    assert set(get_args(get_type_hints(DpoConfig)["loss"])) == set(PREFERENCES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"beta": 0.0}, "--beta 0.0 must be above 0"),
+        ({"beta": math.inf}, "--beta inf must be above 0, and finite"),
+        ({"min_gap": -0.5}, "--min-gap -0.5 must be a difference"),
+        ({"label_smoothing": 0.5}, "--label-smoothing 0.5 must be in"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing needs --loss sigmoid"),
+        ({"mini_batch_size": 5}, "--mini-batch-size 5 must be even"),
+        ({"expert": ("x",)}, "--expert needs --experience"),
+        ({"pairs": ("x",), "data": ("y",)}, "--pairs, --data and --expert each say where"),
+        ({"group_size": 1}, "--group-size 1 leaves no second"),
+        (
+            {"steps": 5, "iterations": 2},
+            "--steps 5 cannot be cut into --iterations 2 .*; give 4 or 6",
+        ),
+        ({"rounds": (2, 4)}, "--rounds 2 4: dpo.py needs one number"),
+        ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json is not there"),
+    ],
+)
+def test_options_that_contradict_are_refused(changes, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").touch(), (tmp_path / "y").touch()
+    with pytest.raises(Misuse, match=problem):
+        DpoConfig(**changes).check()
+    DpoConfig().check()
