@@ -1,0 +1,382 @@
+"""What sft.py, dpo.py and agentevol.py share: each is killed and goes on with the same, reads what
+it learns from once, and refuses in a line."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from methods_toy import PROGRAMS, conversation, left_by, run, settings, write_lines
+from toy_env import Shown, fresh_process_state, read_metrics, serve
+
+import dpo
+import update
+from agentevol import EvolConfig
+from config import complete, with_preset
+from data import encode
+from dpo import DpoConfig
+from engines import EngineError
+from evaluate import main as evaluate_main
+from reporting.metrics import METRICS
+from run import checkpoint, methodworker
+from run.methodworker import IterationFiles, MethodWorker
+from run.session import Session, TrainingError
+from runtime.mixture import held_out_tasks
+from sft import SftConfig
+
+
+@pytest.fixture(scope="session")
+def url():
+    with serve(Shown) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, url):
+    """method -> what an undisturbed run leaves."""
+    left = {}
+    for method in PROGRAMS:
+        values = settings(method, tmp_path_factory.mktemp(method), url, eval_every=2)
+        assert run(method, values) == 0
+        left[method] = left_by(values["run_dir"])
+    return left
+
+
+def test_every_metric_that_rl_does_not_log_one_of_these_does(whole):
+    lines = [line for left in whole.values() for line in left["metrics"].splitlines()]
+    logged = {name for line in lines for name in json.loads(line)}
+    own = {name for name in METRICS if name.startswith("preference/")}
+    assert own | {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"} <= logged
+
+
+# --- A run that is killed goes on with the same (trap 13) -----------------------------------------
+
+
+class Killed(BaseException):
+    """Ends a run where it stands: nothing is saved for it."""
+
+
+# (owner, name, which call of it is not reached)
+PLACES = {
+    "while it explores or reads": (MethodWorker, "roll_out", 1),
+    "before an iteration's summary is written": (methodworker, "write_json", 1),
+    "in the second iteration's exploration": (MethodWorker, "roll_out", 2),
+    "before the second summary": (methodworker, "write_json", 2),
+    "in the first update": (update, "optimize", 1),
+    "in the last update": (update, "optimize", 4),
+    "between logging and saving": (Session, "watch", 3),
+    "before a checkpoint gets its name": (checkpoint, "finish_folder", 2),
+    "in an evaluation": (Session, "evaluate", 2),
+}
+# With a checkpoint of every third step what is lost may lie before an iteration.
+KILLS = [
+    *((method, place, 3) for method in ("dpo", "agentevol") for place in PLACES),
+    *(("sft", place, 3) for place, (owner, *_) in PLACES.items() if owner in (update, Session)),
+    *((method, "in the last update", 1) for method in PROGRAMS),
+]
+FAST = [
+    ("dpo", "before the second summary", 3),
+    ("agentevol", "in the second iteration's exploration", 3),
+    ("sft", "in the last update", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "save_every"),
+    [pytest.param(*kill, marks=[] if kill in FAST else pytest.mark.long) for kill in KILLS],
+)
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(
+    method, place, save_every, whole, tmp_path, url, monkeypatch
+):
+    owner, name, number = PLACES[place]
+    original, calls = getattr(owner, name), Counter()
+
+    def die(*args, **kwargs):
+        calls[name] += 1
+        if calls[name] == number:
+            raise Killed
+        return original(*args, **kwargs)
+
+    values = settings(method, tmp_path, url, eval_every=2, save_every=save_every)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die)
+        if owner is update:  # where it was imported to
+            patch.setattr(dpo, name, die)
+        with pytest.raises(Killed):
+            run(method, values)
+    assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
+    left = left_by(values["run_dir"])
+    for part in left:
+        assert left[part] == whole[method][part], part
+
+
+@pytest.mark.parametrize("part", ["load_into_engine", "reference_sums"])
+def test_a_failure_before_an_iteration_learns_loses_no_step(
+    part, tmp_path, url, capsys, monkeypatch
+):
+    """An iteration begins with a weight sync and a pass of the reference; either may fail."""
+    values = settings("dpo", tmp_path, url, eval_every=4, save_every=100)
+    fails = iter([False, True])  # in the second iteration
+    owner = MethodWorker if part == "load_into_engine" else dpo
+    original = getattr(owner, part)
+
+    def perhaps(*args):
+        if next(fails):
+            raise EngineError("the sampler is gone")
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, part, perhaps)
+        assert run("dpo", values) == 1
+    assert "step 2, saved" in capsys.readouterr().out
+    assert (tmp_path / "run/checkpoints/step_000002").is_dir()
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
+    assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2, 3, 4]
+
+
+def test_the_sampler_that_explores_is_compared_with_what_was_learned(
+    tmp_path, url, capsys, monkeypatch
+):
+    """Trap 20; without evaluation an old policy's trajectories would have been learned."""
+    more = {"eval_every": 0, "learning_rate": 3e-2, "learn_from": "last", "min_return": 0.0}
+    values = settings("agentevol", tmp_path, url, save_every=100, **more)
+    monkeypatch.setattr(MethodWorker, "load_into_engine", lambda own: 0)
+    assert run("agentevol", values) == 1
+    said = capsys.readouterr()
+    assert "other weights than the trainer" in said.err and "step 2, saved" in said.out
+
+
+def test_a_run_of_one_method_is_not_resumed_by_another(tmp_path, url, capsys):
+    values = settings("sft", tmp_path, url, steps=1)
+    assert run("sft", values) == 0
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 2
+    assert "holds a run of sft" in capsys.readouterr().err
+
+
+def test_more_steps_are_refused_where_they_would_move_the_iterations(tmp_path, url, capsys):
+    values = settings("dpo", tmp_path / "two", url, steps=2)
+    again = {"resume": True, "steps": 4}
+    assert run("dpo", values) == 0
+    assert run("dpo", again | {"run_dir": values["run_dir"]}) == 2
+    assert "leave out --steps" in capsys.readouterr().err
+    one = settings("dpo", tmp_path / "one", url, steps=2, iterations=1)
+    assert run("dpo", one) == 0
+    assert run("dpo", again | {"run_dir": one["run_dir"]}) == 0
+    assert len(read_metrics(one["run_dir"])) == 4
+
+
+def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
+    files = IterationFiles(tmp_path, writes=True)
+    lines = [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]  # other ends of lines are kept whole
+    for iteration in (1, 2, 3):
+        assert files.read(iteration, must_exist=False) is None
+        files.write(iteration, lines, {"n": iteration})
+        assert files.read(iteration, must_exist=True) == (lines, {"n": iteration})
+    (tmp_path / "iteration_003.json.bak").write_text("{}")  # a copy, which the run itself asks for
+    files.drop_after(2)
+    assert files.read(2, must_exist=True) and files.read(3, must_exist=False) is None
+    (tmp_path / "iteration_002.json").unlink()
+    with pytest.raises(TrainingError, match="iteration_002.json is gone"):
+        files.read(2, must_exist=True)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [
+        *("iteration_001.json", "iteration_001.jsonl", "iteration_002.jsonl"),
+        "iteration_003.json.bak",
+    ]
+
+
+# --- What it learns from --------------------------------------------------------------------------
+
+
+def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
+    """A run of dpo.py is data for sft.py and dpo.py, and evaluate.py takes its checkpoint."""
+    first = settings("dpo", tmp_path / "a", url, eval_every=4)
+    assert run("dpo", first) == 0
+    data = {"data": (first["run_dir"],), "eval_every": 0}
+    assert run("sft", settings("sft", tmp_path / "b", url, steps=1, min_return=0.4, **data)) == 0
+    files = sorted(Path(first["run_dir"]).glob("trajectories/step_*.jsonl"))
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    enough = sum(row["return"] >= 0.4 for row in rows)
+    assert 0 < enough < len(rows)
+    assert json.loads((tmp_path / "b/run/data.json").read_text())["conversations"] == enough
+    assert run("dpo", settings("dpo", tmp_path / "c", url, **data)) == 0
+    assert not list((tmp_path / "c/run/trajectories").glob("*"))  # it played nothing
+    with fresh_process_state():
+        words = ["--run", first["run_dir"], "--out", str(tmp_path / "eval"), "--deterministic"]
+        assert evaluate_main([*words, "--env-addr", url, "--samples", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "thinks"),
+    [
+        (EvolConfig, {}, False),  # smollm2-135m comes with a start that was shown actions alone
+        (EvolConfig, {"model": "tiny"}, True),  # and tiny with none
+        (EvolConfig, {"warm_start": "never"}, True),
+        (SftConfig, {}, True),  # which begins with no warm start
+    ],
+)
+def test_the_oracle_demonstrates_as_it_did_for_the_start(kind, words, thinks, monkeypatch):
+    monkeypatch.setattr(methodworker, "chat_of", lambda config: None)
+    monkeypatch.setattr(methodworker, "encode_all", lambda chat, records: list(records))
+    config = replace(with_preset("laptop", "textcraft", kind), env_addr=("local",), **words)
+    records = methodworker.read_examples(complete(replace(config, num_demonstrations=8)))
+    turns = [turn for record in records for turn in record["conversations"] if turn["loss"]]
+    assert len(records) == 8 and {"Thought:" in turn["value"] for turn in turns} == {thinks}
+    slips = [t for r in records for t in r["conversations"][2:] if t["loss"] is False]
+    assert bool(slips) is not thinks, "the start's slips too"
+
+
+def test_what_is_left_out_of_files_is_counted_and_their_weights_are_ignored(tmp_path, capsys):
+    returns = (0.0, 0.4, 0.5, 1.0, 0.1)
+    records = [conversation(n, weight="high") | {"return": r} for n, r in enumerate(returns)]
+    data = write_lines(tmp_path / "data.jsonl", records)
+    config = SftConfig(model="tiny", data=data)
+    examples = methodworker.read_examples(config, 0.5)
+    assert [example.task_id for example in examples] == ["letters_2", "letters_3"]
+    assert all("weight" not in example.record for example in examples)
+    assert "3 of 5 conversations are left out" in capsys.readouterr().out
+    assert len(methodworker.read_examples(config)) == 5
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_held_out_tasks_in_files_are_noted(capsys):
+    config = complete(SftConfig(model="tiny", data=("files",)))
+    chat = methodworker.chat_of(config)
+    held_out = held_out_tasks(config)[0].task_id
+    examples = [
+        encode(chat, conversation(0) | {"item_id": held_out}),
+        encode(chat, conversation(1)),
+    ]
+    for other, is_noted in ((config, True), (replace(config, eval_every=0), False)):
+        assert methodworker.fitting(other, examples, "x", lambda e: [e]) == examples
+        noted = "note: 1 of the 129 held-out tasks" in capsys.readouterr().out
+        assert noted == is_noted
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DpoConfig(pairs=("x",)), 1.0),
+        (DpoConfig(), 0.2),
+        (EvolConfig(), 0.2),  # fitted at another, each iteration would play sharper than the last
+        (SftConfig(), 1.0),
+    ],
+)
+def test_what_the_policy_did_not_sample_is_scored_at_temperature_1(config, expected):
+    worker = MethodWorker.__new__(MethodWorker)
+    worker.config = replace(config, temperature=0.2)
+    assert worker.portions(4).temperature == expected
+
+
+def test_a_run_goes_on_by_its_own_command_though_its_files_have_moved(tmp_path, url, monkeypatch):
+    """Relative paths are the same files; dpo.py has in the run what its files gave."""
+    monkeypatch.chdir(tmp_path)
+    tries = [("abc", 1.0), ("xyz", 0.0)]
+    write_lines(
+        Path("tried.jsonl"),
+        [conversation(n, text, **{"return": r}) for n in range(3) for text, r in tries],
+    )
+    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), steps=2, eval_every=0)
+    assert run("dpo", values) == 0
+    Path("tried.jsonl").unlink()
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 0
+    assert len(read_metrics(values["run_dir"])) == 4
+
+
+# --- Iterations of dpo.py -------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_policy_at_the_start_of_each_iteration(tmp_path, url):
+    """The first margin is 0; what is kept is a pair file, with the same references."""
+    values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step takes all pairs
+    assert run("dpo", values) == 0
+    rows = read_metrics(values["run_dir"])
+    for row in (rows[0], rows[2]):
+        assert row["preference/margin"] == pytest.approx(0, abs=1e-4)
+        assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-4)
+        assert row["data/pairs"] > 0 and row["train/return_mean"] > 0
+    for row in (rows[1], rows[3]):
+        assert row["preference/margin"] > 0.001 and "data/pairs" not in row
+    file = tmp_path / "run/pairs/iteration_001.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == rows[0]["data/pairs"]
+    for line in lines:
+        assert line["chosen_return"] >= line["rejected_return"] + 0.05 - 1e-6
+        assert line["ref_chosen"] < 0 and line["ref_rejected"] < 0
+    again = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),), mini_batch_size=64)
+    assert run("dpo", again) == 0
+    assert (tmp_path / "b/run/pairs/iteration_001.jsonl").read_text() == file.read_text()
+
+
+def test_an_iteration_without_a_pair_changes_no_weight_but_the_first_ends_the_run(
+    tmp_path, url, capsys, monkeypatch
+):
+    original, calls = dpo.pairs_of, []
+
+    def none_the_second_time(*args):
+        calls.append(1)
+        return original(*args) if len(calls) == 1 else []
+
+    monkeypatch.setattr(dpo, "pairs_of", none_the_second_time)
+    values = settings("dpo", tmp_path, url, eval_every=4, save_every=3)
+    assert run("dpo", values) == 0
+    assert "iteration 2: no pair left (" in capsys.readouterr().out
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+    rows = read_metrics(values["run_dir"])
+    assert [row["policy/optimizer_steps"] for row in rows] == [1, 1, 0, 0]
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")  # killed within it
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics and len(calls) == 2
+    assert run("dpo", settings("dpo", tmp_path / "b", url)) == 1
+    assert "start from a model that solves some" in capsys.readouterr().err
+
+
+def test_an_expert_is_preferred_to_what_the_policy_did(tmp_path, url, capsys):
+    files = {
+        name: write_lines(tmp_path / f"{name}.jsonl", [conversation(n, text) for n in range(3)])
+        for name, text in (("expert", "abc"), ("experience", "xyz"))
+    }
+    values = settings("dpo", tmp_path, url, steps=6, eval_every=0, **files)
+    del values["min_gap"]
+    assert run("dpo", values) == 0
+    assert "3 pairs" in capsys.readouterr().out
+    last = read_metrics(values["run_dir"])[-1]
+    assert last["preference/accuracy"] == 1.0 and last["preference/margin"] > 0.05
+
+
+# --- Options, misuse ------------------------------------------------------------------------------
+
+
+REFUSED = [
+    ("sft", {"data": ("nosuch.json",)}, "--data nosuch.json is not there"),
+    ("sft", {"data": ("BROKEN",)}, "broken.json, line 1 is not JSON"),
+    ("sft", {"data": ("EMPTY",)}, "holds no conversation"),
+    ("sft", {"max_trajectory_tokens": 9}, "leaves none of 8 conversations; raise it"),
+    ("sft", {"hold_out": 1.0}, "--hold-out 1.0 must be a share"),
+    ("dpo", {"pairs": ("BROKEN",)}, "broken.json, line 1 is not JSON"),
+    ("dpo", {"group_size": 1}, "--group-size 1 leaves no second"),
+    ("agentevol", {"keep_per_task": 0}, "--keep-per-task 0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "words"), REFUSED)
+def test_misuse_is_one_line_and_leaves_nothing(method, changes, words, tmp_path, url, capsys):
+    files = {"BROKEN": tmp_path / "broken.json", "EMPTY": tmp_path / "empty.json"}
+    files["BROKEN"].write_text("{oops"), files["EMPTY"].write_text("[]")
+    for name, value in changes.items():
+        if isinstance(value, tuple):
+            changes = changes | {name: tuple(str(files.get(v, v)) for v in value)}
+    values = settings(method, tmp_path, url, **changes)
+    assert run(method, values) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+    assert not Path(values["run_dir"]).exists()
+
+
+def test_adapters_are_what_is_learned_with_lora(tmp_path, url):
+    values = settings("dpo", tmp_path, url, lora_rank=2, iterations=1, steps=2)
+    assert run("dpo", values) == 0
+    folder = tmp_path / "run/checkpoints/step_000002/adapter"
+    assert (folder / "adapter_model.safetensors").exists()
