@@ -333,20 +333,6 @@ def test_a_step_of_preferences_is_the_slow_one_whatever_the_cut(kind, changes, r
     assert_equal(weights, expected)
 
 
-def test_micro_batches_never_part_a_pair():
-    batch = pair_batch()
-    for budget in (1, 20, 30, 64, 10_000):
-        for share in (False, True):
-            objective = Objective(max_tokens_per_micro_batch=budget, share_prefix=share)
-            cuts = dpo.pair_cuts(batch, list(range(8)), objective)
-            assert sorted(row for cut in cuts for row in cut) == list(range(8))
-            for cut in cuts:
-                assert all(b == a + 1 and a % 2 == 0 for a, b in zip(cut[::2], cut[1::2]))
-                longest = int(batch.lengths[cut].max())
-                assert len(cut) == 2 or len(cut) * longest <= budget
-                assert not share or len(cut) == 2
-
-
 def fake_worker(stopped=False, **more):
     return SimpleNamespace(
         device="cpu",

@@ -14,7 +14,7 @@ from toy_env import Shown, fresh_process_state, read_metrics, serve
 import dpo
 import update
 from agentevol import EvolConfig
-from config import complete, with_preset
+from config import complete, held_out_tasks, with_preset
 from data import encode
 from dpo import DpoConfig
 from engines import EngineError
@@ -23,17 +23,16 @@ from reporting.metrics import METRICS
 from run import checkpoint, methodworker
 from run.methodworker import IterationFiles, MethodWorker
 from run.session import Session, TrainingError
-from runtime.mixture import held_out_tasks
 from sft import SftConfig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def url():
     with serve(Shown) as url:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def whole(tmp_path_factory, url):
     """method -> what an undisturbed run leaves."""
     left = {}
@@ -343,7 +342,7 @@ def test_an_expert_is_preferred_to_what_the_policy_did(tmp_path, url, capsys):
     assert run("dpo", values) == 0
     assert "3 pairs" in capsys.readouterr().out
     last = read_metrics(values["run_dir"])[-1]
-    assert last["preference/accuracy"] == 1.0 and last["preference/margin"] > 0.05
+    assert last["preference/accuracy"] == pytest.approx(1.0) and last["preference/margin"] > 0.05
 
 
 # --- Options, misuse ------------------------------------------------------------------------------

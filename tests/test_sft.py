@@ -1,0 +1,214 @@
+"""sft.py: the imitation loss by hand and by loop, epochs, and what is held out."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from methods_toy import conversation, run, settings, write_lines
+from test_dpo import CUTS, OBJECTIVE, assert_equal, vector, weights_after
+from toy_env import Shown, read_metrics, serve
+from two_ranks import make_batch
+
+import sft
+from config import Misuse, complete
+from losses import imitation_loss
+from rollout import portion
+from run.rundir import open_run
+from sft import SftConfig
+from update import imitate
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serve(Shown) as url:
+        yield url
+
+
+# --- The loss -------------------------------------------------------------------------------------
+
+
+def demonstrations(seed=0, rows=5, length=8, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    log_probs = -torch.rand(rows, length, generator=g, dtype=dtype) - 0.1
+    mask = (torch.rand(rows, length, generator=g) < 0.6).long()
+    return log_probs, mask, torch.rand(rows, generator=g, dtype=dtype) * 2
+
+
+def test_weighted_imitation_by_hand():
+    """Weights 2 and ½: −(2·(−1 − 2) + ½·(−4)) / 3 = 8/3: three tokens, whatever they weigh."""
+    log_probs = vector(-1, -2, -4, -9).reshape(2, 2).requires_grad_()
+    weights = vector(2, 0.5).requires_grad_()
+    loss = imitation_loss(log_probs, torch.tensor([[1, 1], [1, 0]]), 3, weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(8 / 3)
+    assert log_probs.grad.flatten().tolist() == pytest.approx([-2 / 3, -2 / 3, -0.5 / 3, 0])
+    assert weights.grad is None
+
+
+@hypothesis_settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([None, 17.0]))
+def test_weighted_imitation_equals_its_definition_written_as_a_loop(seed, denominator):
+    log_probs, mask, weights = demonstrations(seed)
+    total, slope = 0.0, torch.zeros_like(log_probs)
+    tokens = denominator or int(mask.sum())
+    for b, t in mask.nonzero().tolist():
+        total -= weights[b].item() * log_probs[b, t].item() / tokens
+        slope[b, t] = -weights[b] / tokens
+    inputs = log_probs.clone().requires_grad_()
+    loss = imitation_loss(inputs, mask, denominator, weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(total)
+    torch.testing.assert_close(inputs.grad, slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_of_1_is_no_weight_bit_for_bit(dtype):
+    log_probs, mask, _ = demonstrations(dtype=dtype)
+    losses = [
+        imitation_loss(log_probs, mask, 20, weights)
+        for weights in (None, torch.ones(5, dtype=dtype))
+    ]
+    assert torch.equal(*losses) and losses[0].dtype == dtype
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(garbage, weighted):
+    log_probs, mask, weights = demonstrations()
+    weights[0] = 0  # 0 · NaN is NaN
+
+    def loss_and_gradient(log_probs):
+        inputs = log_probs.clone().requires_grad_()
+        loss = imitation_loss(inputs, mask, None, weights if weighted else None)
+        loss.backward()
+        return loss, inputs.grad
+
+    clean = loss_and_gradient(log_probs)
+    dirty = loss_and_gradient(log_probs.masked_fill(mask == 0, garbage))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
+    assert (dirty[1][mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("changes", "rank"), [(cut, rank) for cut in CUTS for rank in (0, 4)])
+def test_weighted_imitation_is_the_slow_sum_whatever_the_cut(changes, rank):
+    """Trap 14."""
+
+    batch = make_batch()
+    batch.weights = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.3, 0.0, 1.0, 0.7, 1.0, 0.1])
+    metrics, weights = weights_after(
+        lambda made: imitate(made, batch, replace(OBJECTIVE, **changes)), rank
+    )
+
+    def slowly(made):
+        total, tokens = torch.zeros(()), float(batch.loss_mask.sum())
+        for row in range(len(batch)):
+            one = batch.rows([row])
+            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
+            for t in range(int(one.lengths)):
+                if one.loss_mask[0, t]:
+                    total = total - batch.weights[row] * log_probs[0, t] / tokens
+        total.backward()
+        made.optimizer.step()
+        return float(total.detach())
+
+    loss, expected = weights_after(slowly, rank)
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert_equal(weights, expected)
+
+
+# --- Epochs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "size"), [(10, 4), (7, 3), (5, 5), (3, 8), (17, 16)])
+def test_every_conversation_is_seen_once_an_epoch(count, size):
+    steps = -(-count // size)
+    for epoch in range(5):
+        taken = [portion(epoch * steps + n + 1, count, size, "x") for n in range(steps)]
+        assert sorted(row for rows, _ in taken for row in rows) == list(range(count))
+        sizes = [len(rows) for rows, _ in taken]
+        assert max(sizes) <= size
+        assert max(sizes) - min(sizes) <= 1, "one of a rest would count as much as many"
+        done = [epochs for _, epochs in taken]
+        assert done == sorted(done) and done[-1] == epoch + 1
+
+
+def test_steps_follow_from_epochs_of_what_fits_and_the_rate_falls_over_them(tmp_path, url, capsys):
+    texts = ["ab"] * 5 + ["ab" * 400] * 3
+    records = [conversation(n, text) for n, text in enumerate(texts)]
+    data = {"data": write_lines(tmp_path / "data.jsonl", records), "max_trajectory_tokens": 200}
+    values = settings("sft", tmp_path, url, steps=0, epochs=3, hold_out=0.0, **data)
+    assert run("sft", values) == 0
+    assert "3 of 8 conversations have more than 200 tokens" in capsys.readouterr().out
+    rows = read_metrics(values["run_dir"])
+    assert json.loads((tmp_path / "run/config.json").read_text())["config"]["steps"] == 6
+    rates = [row["policy/learning_rate"] for row in rows]
+    assert rates == pytest.approx([3e-3 * (1 - n / 6) for n in range(6)])
+    assert [row["data/epoch"] for row in rows] == pytest.approx([0.4, 1, 1.4, 2, 2.4, 3])
+    assert [row["train/trajectories_used"] for row in rows] == [2, 3] * 3
+
+
+def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
+    data = write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(4)])
+    values = settings("sft", tmp_path, url, data=data, steps=2, hold_out=0.0)
+    assert run("sft", values) == 0
+    write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(5)])
+    assert run("sft", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 2
+    assert "is not what" in capsys.readouterr().err
+
+
+# --- Held out -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.07, 0.1, 0.25, 0.5])
+def test_a_task_is_learned_or_held_out_and_never_both(share):
+    """A run has tried each several times: the same words would be on both sides."""
+    tasks = [f"{n % 17}" for n in range(100)]
+    learned, held_out = sft.parted(tasks, share, seed=3)
+    assert not {tasks[n] for n in learned} & {tasks[n] for n in held_out}
+    assert 0 < len(held_out) <= round(share * 100) and len(learned) + len(held_out) == 100
+    few = sft.parted(["a"] * 9 + ["b"] * 5, 0.01, seed=0)  # every task is more than its share
+    assert few == (list(range(9)), list(range(9, 14)))
+    with pytest.raises(Misuse, match="leaves none of 1"):
+        sft.parted(["a"], share, seed=0)
+
+
+def test_without_an_environment_the_lowest_held_out_loss_is_the_best(
+    tmp_path, url, capsys, monkeypatch
+):
+    """Nothing is played, so that no success could tell which checkpoint to take."""
+    losses = iter([4.0, 3.0, 2.0, 2.5, 2.0])
+    monkeypatch.setattr(sft, "loss_on", lambda worker, held_out: next(losses))
+    data = write_lines(tmp_path / "data.jsonl", [conversation(n, id=n) for n in range(10)])
+    values = settings("sft", tmp_path / "a", url, data=data, hold_out=0.2, steps=8)
+    values |= {"eval_every": 0, "keep_last": 1, "save_every": 100, "mini_batch_size": 4}
+    del values["env_addr"]
+    assert run("sft", values) == 0
+    path = Path(values["run_dir"])
+    rows = read_metrics(path)
+    assert [row.get("eval/loss") for row in rows] == [None, 3.0, None, 2.0, None, 2.5, None, 2.0]
+    assert max(row["train/trajectories_used"] for row in rows) == 4
+    assert (path / "checkpoints/best").resolve().name == "step_000004"
+    assert "held out: 2 of 10 conversations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "name"), [(0, "sft-"), (2, "textcraft-sft-")])
+def test_a_run_of_files_alone_is_not_named_by_an_environment(tmp_path, monkeypatch, every, name):
+    monkeypatch.chdir(tmp_path)
+    run = open_run(complete(SftConfig(data=("mine.jsonl",), model="tiny", eval_every=every)))
+    run.close()
+    assert run.path.name.startswith(name)
+
+
+def test_an_imitators_entropy_may_fall_to_nothing(tmp_path, url):
+    """The sentinels' floor is for policies that explore."""
+    data = write_lines(tmp_path / "one.json", [conversation(0)] * 2)
+    changes = {"data": data, "steps": 60, "hold_out": 0.0, "learning_rate": 1e-2}
+    values = settings("sft", tmp_path, url, save_every=100, **changes)
+    assert run("sft", values) == 0
+    assert read_metrics(values["run_dir"])[-1]["policy/entropy"] < 0.07  # 1 % of the beginning's
