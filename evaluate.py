@@ -53,6 +53,7 @@ from config import (
     check_addresses,
     complete,
     files_teach,
+    flag,
     has_gpu,
     in_each,
     named,
@@ -66,7 +67,7 @@ from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks, settings_of, variant_of
 from envs.http import checked_url
-from reporting.leaderboard import Benchmark, format_markdown, format_text, to_json
+from reporting.leaderboard import Benchmark, format_markdown, to_json
 from reporting.plots import plot_evaluation
 from reporting.scoring import compare, format_table, summarize
 from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
@@ -157,26 +158,26 @@ class EvalConfig:
 
     def check(self) -> None:
         """Raises Misuse for a value out of range and for options that contradict each other."""
-        for name in ("samples", "limit", "env_workers", "max_tokens_per_turn"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1")
-        c, rounds = self, " ".join(map(str, self.max_rounds))
-        is_sampled, share = c.temperature > 0, c.max_env_failures
+        c = self
+        for name in ("samples", "limit", "env_workers", "max_tokens_per_turn", "max_rounds"):
+            value = getattr(c, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(number is not None and number < 1 for number in numbers):
+                raise Misuse(f"{flag(name)} {value} must be at least 1")
+        own_tasks = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         for is_wrong, problem in (
             (len(c.compare) not in (0, 2), f"--compare takes two files, got {len(c.compare)}"),
-            (min(c.max_rounds, default=1) < 1, f"--max-rounds {rounds} must be at least 1"),
             (not 0 <= c.temperature < math.inf, f"--temperature {c.temperature} must not be < 0"),
             (
-                c.samples > 1 and not is_sampled,
+                c.samples > 1 and not c.temperature,
                 f"--temperature 0 plays {c.samples} times the same; use --samples 1",
             ),
-            (c.seed < 0, f"--seed {c.seed} must be 0 or more"),
             (
                 c.max_tokens_per_turn >= c.max_trajectory_tokens,
                 f"--max-tokens-per-turn {c.max_tokens_per_turn} must be below "
                 f"--max-trajectory-tokens {c.max_trajectory_tokens}",
             ),
-            (not 0 <= share <= 1, f"--max-env-failures {share} must be a share, 0 to 1"),
+            (not 0 <= c.max_env_failures <= 1, "--max-env-failures must be a share, 0 to 1"),
             (c.tasks and c.split, "--tasks and --split both name tasks; give one"),
             (c.model and c.api_base, "--model and --api-base exclude each other"),
             (bool(c.api_base) != bool(c.api_model), "--api-base and --api-model go together"),
@@ -189,13 +190,9 @@ class EvalConfig:
                 "--deterministic is not possible with --api-base: the server decides",
             ),
             (
-                c.env == ALL and (c.env_addr or c.tasks or c.subtasks or c.prompt),
+                c.env == ALL and own_tasks,
                 "--env all starts a server for each environment and plays its test split: "
-                "--env-addr, --tasks, --subtasks and --prompt are not possible",
-            ),
-            (
-                c.env == ALL and c.split == "train",
-                "--split train is not possible with --env all, which plays the test splits",
+                "--env-addr, --tasks, --subtasks, --split train and --prompt are not possible",
             ),
             (
                 c.resume and not (c.env == ALL and c.out),
@@ -579,7 +576,7 @@ def measure_all(config: EvalConfig, play: Play, done: Mapping[str, Any], out: Pa
         last_code = max(last_code, exit_code)
         if exit_code == 130:
             break
-    print(format_text(table))
+    print(format_markdown(table))
     return last_code
 
 

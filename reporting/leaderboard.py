@@ -17,9 +17,6 @@ short: the episodes that end first are not a fair sample, since solved ones are 
 
     >>> PAPER["babyai"].subtasks["GoTo"]
     (55, 100.0)
-    >>> played = Benchmark("tiny", samples=1, temperature=1.0, seed=0, families={"mars": "no Java"})
-    >>> format_text(played).splitlines()[2]
-    'mars    not measured: no Java'
 
 Read next: evaluate.py, which plays what this file shows (`--env all`).
 """
@@ -139,37 +136,23 @@ def to_json(benchmark: Benchmark) -> dict[str, Any]:
     return content
 
 
-# ------------------------------------------------------------------------------------- two formats
-
-
-def format_text(benchmark: Benchmark) -> str:
-    """The table for a terminal."""
-    head, *rows = _rows(benchmark)
-    rows = [row[:2] if row[1].startswith(REASON) else row for row in rows]
-    widths = [
-        max(len(row[column]) for row in [head, *rows] if column == 0 or len(row) == len(head))
-        for column in range(len(head))
-    ]
-    lines = []
-    for row in [head, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([_title(benchmark), *lines, "", *_notes(benchmark)])
-
-
 def format_markdown(benchmark: Benchmark) -> str:
-    """The same table as Markdown."""
-    head, *rows = [[cell.replace("|", "/") for cell in row] for row in _rows(benchmark)]
-    ruler = ["---", "---", *("---:" for _ in head[2:])]
-    table = ["| " + " | ".join(row) + " |" for row in [head, ruler, *rows]]
-    notes = [line for note in _notes(benchmark) for line in ("", note)]
-    return "\n".join([f"# {_title(benchmark)}", "", *table, *notes]) + "\n"
-
-
-def _title(benchmark: Benchmark) -> str:
+    """The table, aligned so that it can be read in a terminal too."""
     b = benchmark
-    return f"{b.model}: {b.samples} per task, temperature {b.temperature:g}, seed {b.seed}"
+    rows = [[cell.replace("|", "/") for cell in row] for row in _rows(b)]
+    widths = [
+        max(3, *(len(row[i]) for row in rows if i != 1 or not row[1].startswith(REASON)))
+        for i in range(len(rows[0]))
+    ]
+    rows.insert(1, ["---", "---", *("-" * (w - 1) + ":" for w in widths[2:])])
+    table = [
+        [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        for row in rows
+    ]
+    title = f"# {b.model}: {b.samples} per task, temperature {b.temperature:g}, seed {b.seed}"
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
+    notes = [line for note in _notes(b) for line in ("", note)]
+    return "\n".join([title, "", *lines, *notes]) + "\n"
 
 
 def _rows(benchmark: Benchmark) -> list[list[str]]:

@@ -308,7 +308,7 @@ class MetricsLogger:
         self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         plot(self.run_dir)
         if self._trackers:
-            self._trackers.amend(step, _numbers(metrics))
+            self._trackers.send(step, _numbers(metrics))
 
     def show_step(
         self,

@@ -1,18 +1,13 @@
-"""reward.png, a run at a glance, drawn again after every step; and several runs in one picture.
+"""Figures: reward.png, a run at a glance, drawn again after every step; an evaluation's curves.
 
     training return, held-out success with its 95 % interval, the stages of the horizon
     turns per trajectory  |  groups that teach  |  entropy, and KL to the reference
 
 The lower row of other methods: `PANELS`. Light lines are single steps; heavy lines are a running
 mean over the past, never the future. The colours are those of Okabe and Ito, which people who
-cannot tell red from green can tell apart.
+cannot tell red from green can tell apart. Several runs in the same charts: `replay.py A B`.
 
-Several runs are laid over each other over steps and over turns played: steps of two runs are seldom
-worth the same, since one may play 10 turns where the other plays 30.
-
-Run it: python -m reporting.plots runs/NAME                      draws runs/NAME/reward.png again
-        python -m reporting.plots runs/A runs/B --out ab.png     lays runs over each other
-        python -m reporting.plots runs/A runs/B --over hours
+Run it: python -m reporting.plots runs/NAME        draws runs/NAME/reward.png again
 Read next: reporting/metrics.py for what each number means.
 """
 
@@ -20,14 +15,12 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from envs import env_name
 from reporting.logs import read_log
@@ -50,7 +43,6 @@ STYLE: dict[str, Any] = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.85,  # readable also where it covers a curve
 }
-Y = TypeVar("Y")
 Estimate = Mapping[str, Any]  # {"value", "low", "high"}
 
 
@@ -194,25 +186,19 @@ def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The logs and evaluations of a run.
+    """What is drawn of a run.
 
     Attributes:
-        options: from config.json; empty if there is none.
-        metrics, timings: the rows of the two logs.
+        options, method: from config.json.
+        metrics: the rows of metrics.jsonl.
         evaluations: `eval/step_*.json` in the order of steps, none after the last row.
-        method: from config.json; "rl" if it does not say.
     """
 
     path: Path
     options: dict[str, Any]
+    method: str
     metrics: list[dict[str, Any]]
-    timings: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
-    method: str = "rl"
-
-    @property
-    def last_step(self) -> int:
-        return self.metrics[-1]["step"] if self.metrics else 0
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, where it has a value."""
@@ -237,43 +223,20 @@ class RunFiles:
             if env in (name, env_name(name))
         ]
 
-    def turns_played(self) -> dict[int, float]:
-        """Step -> thousands of turns played in training until its end."""
-        tasks = self.options.get("tasks_per_step") or self.options.get("tasks_per_iteration", 1)
-        episodes = tasks * self.options.get("group_size", 1)
-        return cumulative(self.metrics, "train/turns_mean", episodes / 1000)
-
-    def hours(self) -> dict[int, float]:
-        """Step -> hours from the start to its end, evaluations included."""
-        return cumulative(self.timings, "time/step_s", 1 / 3600)
-
-
-def cumulative(rows: Sequence[Mapping[str, Any]], name: str, scale: float) -> dict[int, float]:
-    sums = accumulate(scale * (row.get(name) or 0.0) for row in rows)
-    return {0: 0.0} | {row["step"]: total for row, total in zip(rows, sums, strict=True)}
-
 
 def read_run(run_dir: str | Path) -> RunFiles:
-    """
-    The files of a run.
-
-    Raises:
-        FileNotFoundError: it has no metrics.jsonl.
-        ValueError: one of the files is not a run's.
-    """
+    """Raises: FileNotFoundError if there is no metrics.jsonl, ValueError if a file is broken."""
     path = Path(run_dir)
-    options: dict[str, Any] = {}
-    method = "rl"
-    if (path / "config.json").exists():
-        saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        options, method = saved.get("config", saved), saved.get("method", method)
+    config = path / "config.json"
+    saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     metrics = read_log(path / "metrics.jsonl")
-    timings = read_log(path / "timings.jsonl") if (path / "timings.jsonl").exists() else []
+    last_step = metrics[-1]["step"] if metrics else 0
     evaluations = [json.loads(file.read_text("utf-8")) for file in path.glob("eval/step_*.json")]
     # A run that was cut back on resume may hold evaluations of steps that it will do again.
-    last = metrics[-1]["step"] if metrics else 0
-    evaluations = sorted((e for e in evaluations if e["step"] <= last), key=lambda e: e["step"])
-    return RunFiles(path, options, metrics, timings, evaluations, method)
+    evaluations = [e for e in evaluations if e["step"] <= last_step]
+    evaluations.sort(key=lambda e: e["step"])
+    options, method = saved.get("config", saved), saved.get("method", "rl")
+    return RunFiles(path, options, method, metrics, evaluations)
 
 
 # ----------------------------------------------------------------------------------------- one run
@@ -437,137 +400,19 @@ def _title(run: RunFiles) -> str:
         Path(model).name if model and Path(model).is_absolute() else model,
     ]
     title = " · ".join(str(part) for part in parts if part) or run.path.resolve().name
-    return f"{title}   ({run.last_step} steps)"
+    last_step = run.metrics[-1]["step"] if run.metrics else 0
+    return f"{title}   ({last_step} steps)"
 
 
-# ------------------------------------------------------------------------------------ several runs
-
-
-# --over -> the label of the axis, and where on it a run's steps lie (None: at their numbers).
-AXES: Mapping[str, tuple[str, Callable[[RunFiles], Mapping[int, float]] | None]] = {
-    "steps": ("training step", None),
-    "turns": ("turns played in training (thousands)", RunFiles.turns_played),
-    "hours": ("hours of training", RunFiles.hours),
-}
-# Options that say where a run is and how far it goes, not what it is.
-IGNORED = {"run_dir", "resume", "env_addr", "engine_url", "engine_devices", "keep_last"}
-MAX_OPTIONS = 5  # in a label
-NO_BREAK = "\u00a0"  # a space at which no line ends
-
-
-def overlay(
-    runs: Sequence[RunFiles], out: Path | None = None, over: Sequence[str] = ("steps", "turns")
-) -> Path:
-    """
-    Draw runs over each other: training return above held-out success.
-
-    Args:
-        out: the PNG; None: compare.png in the folder that holds all of them.
-        over: names of AXES, a column each.
-    Returns: the path of the image.
-    Raises: ValueError if a run is named twice.
-    """
-    paths = [run.path.resolve() for run in runs]
-    if len(set(paths)) < len(paths):
-        raise ValueError("a run is named twice")
-    out = out or Path(os.path.commonpath([path.parent for path in paths])) / "compare.png"
-    size = (max(5.0, 4.5 * len(over)), 6.0 + 0.2 * len(runs))
-    grid = {"nrows": 2, "ncols": len(over), "squeeze": False, "sharex": "col", "sharey": "row"}
-    with figure(out, size, **grid) as (picture, axes):
-        for column, name in enumerate(over):
-            for n, (run, label) in enumerate(zip(runs, labels_of(runs), strict=True)):
-                shift, color = 2.0 * (n - (len(runs) - 1) / 2), PALETTE[n % len(PALETTE)]
-                points = _place(run, name, run.series("train/return_mean"))
-                curve(axes[0, column], points, color, label, raw=len(points) < 2)
-                held_out = _place(run, name, run.held_out("avg"))
-                band(axes[1, column], held_out, color, label, fill=False, shift=shift)
-            axes[1, column].set_xlabel(AXES[name][0])
-        axes[0, 0].set(title="Training: return", ylabel="mean (0..1)", ylim=(-0.03, 1.03))
-        axes[1, 0].set_title("Held-out tasks: success, 95 % interval")
-        axes[1, 0].set(ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-        handles, texts = axes[0, 0].get_legend_handles_labels()
-        texts = [textwrap.fill(t, int(12 * size[0]), break_on_hyphens=False) for t in texts]
-        picture.legend(handles, texts, loc="outside upper left", fontsize=9.5)
-    return out
-
-
-def _place(run: RunFiles, over: str, points: Sequence[tuple[int, Y]]) -> list[tuple[float, Y]]:
-    """(step, y) -> (place of the step on the axis, y); steps without a time are left out."""
-    place_of = AXES[over][1]
-    if place_of is None:
-        return [(float(step), y) for step, y in points]
-    places = place_of(run)
-    return [(places[step], y) for step, y in points if step in places]
-
-
-def labels_of(runs: Sequence[RunFiles]) -> list[str]:
-    """
-    Each run's directory, as much of its path as tells it from the others, and the options in which
-    they differ.
-
-    >>> a, b = ({"algorithm": name, "seed": 1} for name in ("grpo", "rloo"))
-    >>> runs = [RunFiles(Path(path), o, [], [], []) for path, o in [("x/run", a), ("y/run", b)]]
-    >>> [label.replace(NO_BREAK, " ") for label in labels_of(runs)]
-    ['x/run · algorithm grpo', 'y/run · algorithm rloo']
-    """
-    parts = [run.path.resolve().parts for run in runs]
-    depth = 1
-    while len({part[-depth:] for part in parts}) < len(runs):
-        depth += 1
-    keys = dict.fromkeys(key for run in runs for key in run.options if key not in IGNORED)
-    differing = [k for k in keys if len({_option_text(run.options.get(k)) for run in runs}) > 1]
-    labels = []
-    for part, run in zip(parts, runs, strict=True):
-        options = [
-            f"{key.replace('_', '-')} {_option_text(run.options.get(key))}".replace(" ", NO_BREAK)
-            for key in differing
-        ]
-        if len(options) > MAX_OPTIONS:
-            options[MAX_OPTIONS:] = [f"and {len(options) - MAX_OPTIONS} more"]
-        labels.append(" · ".join(["/".join(part[-depth:]), *options]))
-    return labels
-
-
-def _option_text(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value).rpartition("/")[2]  # of a path its name
-
-
-# -------------------------------------------------------------------------------- the command line
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw; returns the exit code: 0 done, 1 the disk failed, 2 misuse."""
-    parser = argparse.ArgumentParser("plots", description="Draw a run, or several over each other.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory that train.py wrote")
-    parser.add_argument(
-        "--out", type=Path, help="PNG file; default: RUN/reward.png, or compare.png beside the runs"
-    )
-    parser.add_argument(
-        "--over",
-        nargs="+",
-        choices=list(AXES),
-        default=["steps", "turns"],
-        help="what several runs are drawn over, a column each (default: steps turns)",
-    )
-    options = parser.parse_args(argv)
-    if options.out and options.out.suffix != ".png":
-        parser.error(f"--out {options.out} must end in .png")
+def main() -> int:
+    """Exit codes: 0 done, 2 it is not a run."""
+    parser = argparse.ArgumentParser("plots", description="Draw a run's reward.png again.")
+    parser.add_argument("run", type=Path, help="directory that train.py wrote")
     try:
-        if len(options.runs) == 1:
-            print(plot(options.runs[0], options.out))
-        else:
-            print(overlay([read_run(run) for run in options.runs], options.out, options.over))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        print(f"plots: {error.filename} is not there: give directories of runs", file=sys.stderr)
-        return 2
-    except ValueError as error:
+        print(plot(parser.parse_args().run))
+    except (OSError, ValueError) as error:
         print(f"plots: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"plots: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -28,11 +28,11 @@ Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 
 import contextlib
 import json
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from urllib.parse import urlsplit
 
 from engines import EngineError
@@ -259,37 +259,21 @@ def collect_api(
         Episodes under way are dropped in both cases.
     """
     trajectories = [Trajectory(**r.heading(pool.env)) for r in requests]
-    waiting: queue.SimpleQueue[tuple[RolloutRequest, Trajectory]] = queue.SimpleQueue()
-    ended: queue.SimpleQueue[Trajectory | BaseException] = queue.SimpleQueue()
-    for pair in zip(requests, trajectories, strict=True):
-        waiting.put(pair)
-
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):
-            while not api.stopped.is_set():
-                request, trajectory = waiting.get_nowait()
-                try:
-                    _play_with_retries(api, pool, request, settings, trajectory)
-                except BaseException as error:  # must surface in the caller's thread, not hang it
-                    ended.put(error)
-                else:
-                    ended.put(trajectory)
-
-    # Daemon threads: Ctrl-C must not wait for an environment that takes minutes to answer.
-    for _ in range(min(settings.env_workers, len(trajectories))):
-        threading.Thread(target=work, daemon=True).start()
-    finished: list[Trajectory] = []
+    threads = ThreadPoolExecutor(settings.env_workers)
     try:
-        while len(finished) < len(trajectories):
-            result = ended.get()
-            if isinstance(result, BaseException):
-                raise result
-            finished.append(result)
+        futures = [
+            threads.submit(_play_with_retries, api, pool, request, settings, trajectory)
+            for request, trajectory in zip(requests, trajectories, strict=True)
+        ]
+        finished: list[Trajectory] = []
+        for future in as_completed(futures):
+            finished.append(future.result())
             if progress:
-                progress(result)
+                progress(finished[-1])
             check_failures(finished, settings.max_env_failures, total=len(trajectories))
     finally:
         api.stop()
+        threads.shutdown(wait=False, cancel_futures=True)
     return trajectories
 
 
@@ -299,7 +283,7 @@ def _play_with_retries(
     request: RolloutRequest,
     settings: RolloutSettings,
     trajectory: Trajectory,
-) -> None:
+) -> Trajectory:
     """Play; what a server loses is tried again, then marked with its stop_reason and error."""
     tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
     tried: set[str] = set()
@@ -308,7 +292,8 @@ def _play_with_retries(
         try:
             with contextlib.closing(pool.client(avoid=tried)) as client:
                 tried.add(client.base_url)
-                return run_api_episode(api, client, request, settings, trajectory)
+                run_api_episode(api, client, request, settings, trajectory)
+                return trajectory
         except ApiRefused:
             raise
         except (EnvError, ApiError) as error:
@@ -317,4 +302,5 @@ def _play_with_retries(
             tries_left[failed] -= 1
             if not tries_left[failed]:
                 trajectory.error = " ".join(str(error).split())
-                return trajectory.stop("engine_error" if failed == "ask" else "env_error")
+                trajectory.stop("engine_error" if failed == "ask" else "env_error")
+                return trajectory

@@ -1,12 +1,11 @@
 """reporting/plots.py draws what was logged, and nothing that was not."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from reporting.metrics import MetricsLogger
-from reporting.plots import BLUE, band, figure, main, plot, plot_estimates, plot_evaluation
+from reporting.plots import BLUE, band, figure, plot, plot_estimates, plot_evaluation
 
 
 def estimate(value):
@@ -129,72 +128,3 @@ def test_where_all_reward_is_for_success_the_two_are_one_curve(tmp_path, drawn):
     labels = drawn[0].axes[0].get_legend_handles_labels()[1]
     assert labels == ["training: return"]
     assert [axis.texts[0].get_text() for axis in drawn[0].axes[1:]] == ["nothing logged yet"] * 3
-
-
-# --- Several runs --------------------------------------------------------------------------------
-
-
-def make_run(path, solved=(0.0, 0.4), **options):
-    """Four steps of 8 episodes of 3 turns, 15 minutes each, evaluated before and after."""
-    with MetricsLogger(path) as logger:
-        for step in range(1, 5):
-            logger.log(step, {"train/return_mean": step / 10, "train/turns_mean": 3.0})
-            logger.timings(step, {"time/step_s": 900.0})
-    (path / "eval").mkdir()
-    for step, value in zip((0, 4), solved, strict=True):
-        content = {"step": step, "samples": 1, "overall": {"avg": estimate(value)}}
-        (path / f"eval/step_{step:06d}.json").write_text(json.dumps(content))
-    config = {"tasks_per_step": 2, "group_size": 4, "run_dir": str(path), **options}
-    (path / "config.json").write_text(json.dumps({"config": config}))
-    return str(path)
-
-
-@pytest.fixture
-def runs(tmp_path):
-    rounds = {"rounds": [6], "seed": 1}
-    return [
-        make_run(tmp_path / "runs/short", **rounds, tasks="/a/ids.json"),
-        make_run(tmp_path / "runs/long", (0.1, 0.9), rounds=[10, 20], seed=1, tasks="/b/ids.json"),
-    ]
-
-
-def test_runs_are_laid_over_each_other_over_steps_and_turns_played(runs, tmp_path, drawn, capsys):
-    assert main(runs) == 0
-    path = tmp_path / "runs/compare.png"
-    assert capsys.readouterr().out == f"{path}\n"
-    assert path.read_bytes().startswith(b"\x89PNG")
-    (top, over_turns), (held_out, held_out_over_turns) = drawn[0].axes[:2], drawn[0].axes[2:]
-    assert [list(line.get_xdata()) for line in top.get_lines()] == [[1, 2, 3, 4]] * 2
-    turns = pytest.approx([0.024, 0.048, 0.072, 0.096])
-    assert [list(line.get_xdata()) for line in over_turns.get_lines()] == [turns] * 2
-    assert [list(line.get_ydata()) for line in held_out.get_lines()] == [[0.0, 0.4], [0.1, 0.9]]
-    ends = held_out_over_turns.get_lines()[1].get_xdata()
-    assert list(ends) == pytest.approx([0, 0.096])
-    texts = [text.get_text().replace("\u00a0", " ") for text in drawn[0].legends[0].get_texts()]
-    assert texts == ["short · rounds 6", "long · rounds 10 20"]
-    assert len({line.get_color() for line in top.get_lines()}) == 2
-
-
-def test_runs_may_be_drawn_over_hours_into_a_file_of_ones_own(runs, tmp_path, drawn):
-    assert main([*runs, "--over", "hours", "--out", str(tmp_path / "new/ab.png")]) == 0
-    assert (tmp_path / "new/ab.png").exists()
-    xs = [list(line.get_xdata()) for line in drawn[0].axes[0].get_lines()]
-    assert xs == [[0.25, 0.5, 0.75, 1.0]] * 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["short", "nowhere"], "nowhere/metrics.jsonl is not there"),
-        (["short", "./short"], "named twice"),
-        (["broken"], "broken/metrics.jsonl line 1"),
-    ],
-)
-def test_misuse_is_one_line(argv, message, runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path / "runs")
-    broken = Path("broken")
-    broken.mkdir()
-    (broken / "metrics.jsonl").write_text("no log\n{}\n")
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("plots: ") and err.count("\n") == 1 and message in err

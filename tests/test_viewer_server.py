@@ -68,15 +68,6 @@ def test_the_overview_has_every_metric_with_its_sentence(run):
 PHASES = {"rollout": 2.0, "update": 3.0}
 
 
-def test_a_number_beyond_what_a_browser_reads_is_a_hole(run):
-    append(run / "metrics.jsonl", {"step": 4, "policy/loss": 0.5})
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "policy/loss": 1e999}\n')
-    text = client_of(run).get("/api/overview/0").text
-    assert "Infinity" not in text
-    assert json.loads(text)["series"]["policy/loss"][-2:] == [[4, 0.5], [5, None]]
-
-
 def test_alarms_are_those_the_run_has_kept_or_else_what_the_sentinels_say(run):
     for step in range(4, 40):
         append(run / "metrics.jsonl", {"step": step, "policy/entropy": 0.4 if step < 20 else 1e-6})

@@ -9,7 +9,6 @@ from made_run import hostile_line, make_run
 from trajectory import HEAD_END, from_line
 from viewer.trajectories import (
     COLUMNS,
-    Conversations,
     Lines,
     head_of,
     open_lines,
@@ -105,10 +104,12 @@ def test_conversations_are_lines_too(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([record, {"no": 1}, record]))
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     as_list, as_lines = open_lines(tmp_path / "a.json"), open_lines(tmp_path / "a.jsonl")
-    assert isinstance(as_list, Conversations) and (len(as_list), as_list.broken) == (2, 1)
+    assert (len(as_list), as_list.broken, len(as_lines)) == (2, 1, 1)
     assert as_list.row(1) | {"line": 0} == as_lines.row(0)
     assert as_lines.row(0)["task_id"] == "world_7" and as_lines.row(0)["num_turns"] == 1
-    assert as_list.read(1) == as_lines.read(0) == record
+    line = as_list.read(1)
+    assert line["turns"] == [{"action_text": "Action: light", "observation_text": "bright"}]
+    assert [m["content"] for m in opening_of(line)] == ["rules", "OK", "dark"]
 
 
 def test_the_opening_ends_before_the_first_turn_even_if_the_prompt_holds_answers():

@@ -34,8 +34,6 @@ EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)
 EXPORT_LIST = re.compile(r"^export \{([^}]*)\};?$", re.MULTILINE)
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 
-Chosen = dict[str, list[int]]  # of a source: file -> the lines that go into the export
-
 
 def export(sources: Sequence[Source], out: Path, limit: int | None, max_megabytes: int) -> int:
     """Write the file, with the newest `limit` trajectories of each source; returns its bytes.
@@ -43,12 +41,14 @@ def export(sources: Sequence[Source], out: Path, limit: int | None, max_megabyte
     Raises: NoSource if there is no `limit` and the file would be larger than `max_megabytes`;
         nothing is written then.
     """
-    chosen = [newest(source, limit) for source in sources]
+    if limit is not None:
+        for source in sources:
+            keep_newest(source, limit)
     before, after = page_around()
     with aside(out) as new, open(new, "w", encoding="ascii") as file:
         size = file.write(before)
         separator = "{"
-        for path, answer in answers(sources, chosen):
+        for path, answer in answers(sources):
             text = f"{separator}{as_json(path)}:{as_json(answer)}".replace("<", "\\u003c")
             size += file.write(text)
             separator = ",\n"
@@ -61,53 +61,43 @@ def export(sources: Sequence[Source], out: Path, limit: int | None, max_megabyte
     return size
 
 
-def newest(source: Source, limit: int | None) -> Chosen:
-    """Whole groups, from the newest files; everything without a limit."""
-    chosen: Chosen = {}
-    left = float("inf") if limit is None else limit
+def keep_newest(source: Source, limit: int) -> None:
+    """Drop all but the newest trajectories from the source's indices; groups stay whole."""
     for file in reversed(source.files()):
-        for group in groups_of(source.lines(file.name)):
-            if left > 0:
-                chosen.setdefault(file.name, []).extend(row["line"] for row in group["rows"])
-                left -= len(group["rows"])
-    return {name: sorted(numbers) for name, numbers in chosen.items()}
+        lines, kept = source.lines(file.name), []
+        for group in groups_of(lines):
+            if limit > 0:
+                kept += [row["line"] for row in group["rows"]]
+                limit -= len(group["rows"])
+        lines.keep(sorted(kept))
 
 
 # -------------------------------------------------------------------------------------- the data
 
 
-def answers(sources: Sequence[Source], chosen: Sequence[Chosen]) -> Iterator[tuple[str, Any]]:
+def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
     """(path, answer) of all that the page asks for."""
     described = [describe(source) for source in sources]
-    for about, lines in zip(described, chosen, strict=True):
+    for about, source in zip(described, sources, strict=True):
         about["files"] = [
-            file | {"count": len(lines[file["name"]])}
+            file | {"count": count}
             for file in about["files"]
-            if file["name"] in lines
+            if (count := len(source.lines(file["name"])))
         ]
     differences = differing(sources) if len(sources) > 1 else {}
     first = {"version": 1, "live": False, "can_play": False}
     yield "sources", first | {"sources": described, "differing": differences}
-    for source, lines in zip(sources, chosen, strict=True):
+    for source, about in zip(sources, described, strict=True):
         yield f"overview/{source.number}", overview(source)
-        for name, numbers in lines.items():
-            yield from answers_of_file(source, name, numbers)
+        for file in about["files"]:
+            yield from answers_of_file(source, file["name"])
 
 
-def answers_of_file(source: Source, name: str, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
+def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
     lines, where = source.lines(name), f"{source.number}/{quote(name, safe='')}"
-    chosen = set(numbers)
-    table = list_rows(lines, Filter(), limit=len(lines))
-    table["rows"] = [row for row in table["rows"] if row["line"] in chosen]
-    yield f"list/{where}", table | {"total": len(chosen), "matching": len(chosen)}
-    groups = groups_of(lines)
-    for group in groups:
-        group["rows"] = [row for row in group["rows"] if row["line"] in chosen]
-    yield f"groups/{where}", {"groups": [group for group in groups if group["rows"]]}
-    wrong = what_goes_wrong(lines)
-    for entry in (*wrong["observations"], *wrong["repeated"], *wrong["stops"]):
-        entry["lines"] = [n for n in entry["lines"] if n in chosen]
-    yield f"wrong/{where}", wrong
+    yield f"list/{where}", list_rows(lines, Filter(), limit=len(lines))
+    yield f"groups/{where}", {"groups": groups_of(lines)}
+    yield f"wrong/{where}", what_goes_wrong(lines)
     folder = source.path_of(name).parent
 
     def inline(text: str) -> str:
@@ -118,11 +108,8 @@ def answers_of_file(source: Source, name: str, numbers: Sequence[int]) -> Iterat
         encoded = base64.b64encode((folder / text).read_bytes()).decode()
         return f"data:image/{text.rpartition('.')[2]};base64,{encoded}"
 
-    for place, number in enumerate(numbers):
+    for number in range(len(lines)):
         view = trajectory_view(source, name, number) | {"can_reenact": False}
-        view["group"] = [row for row in view["group"] if row["line"] in chosen]
-        view["previous"] = numbers[place - 1] if place else None
-        view["next"] = numbers[place + 1] if place + 1 < len(numbers) else None
         yield f"trajectory/{where}/{number}", map_texts(view, inline)
 
 

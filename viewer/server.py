@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -69,21 +68,9 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def as_json(content: Any) -> str:
-    """ASCII, since a model may have written half a surrogate pair. Infinity, which a file may hold
-    as 1e999 and browsers do not read, becomes null."""
-    dumps = partial(json.dumps, ensure_ascii=True, separators=(",", ":"), default=str)
-    try:
-        return dumps(content, allow_nan=False)
-    except ValueError:
-        return dumps(without_infinity(json.loads(dumps(content))))
-
-
-def without_infinity(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {name: without_infinity(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [without_infinity(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    """ASCII, since a model may have written half a surrogate pair. Raises ValueError for infinity,
+    which a damaged file may hold as 1e999."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":"), default=str)
 
 
 def answer(content: Any, status: int = 200) -> Response:

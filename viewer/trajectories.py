@@ -14,12 +14,16 @@ Read next: overview.py; server.py, which answers with these; page/trajectory.js,
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -71,20 +75,11 @@ def head_of(line: bytes) -> Row | None:
 
 
 def row_of(line: Mapping[str, Any]) -> Row | None:
-    """The columns of a trajectory without a head, or of an AgentTraj conversation."""
-    row = {name: line.get(name) for name in COLUMNS}
-    if isinstance(line.get("conversations"), list):
-        task_id = str(line.get("item_id", ""))
-        actions = [
-            turn
-            for turn in line["conversations"]
-            if isinstance(turn, dict) and turn.get("from") == "gpt" and turn.get("loss") is True
-        ]
-        return row | {"trajectory_id": task_id, "task_id": task_id, "num_turns": len(actions)}
+    """The columns of a trajectory without a head."""
     turns = line.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
-    return row | {"num_turns": len(turns)}
+    return {name: line.get(name) for name in COLUMNS} | {"num_turns": len(turns)}
 
 
 def turns_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -204,6 +199,11 @@ class Lines:
             value = row[name]
             column.append(sys.intern(value) if isinstance(value, str) else value)
 
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Drop all other trajectories from the index."""
+        self.offsets = [self.offsets[n] for n in numbers]
+        self.columns = {name: [c[n] for n in numbers] for name, c in self.columns.items()}
+
     def _tail_of(self, file: BinaryIO) -> str:
         """A hash of the last bytes that were indexed: a file that was copied over this one keeps
         its name and inode, and may begin alike."""
@@ -211,38 +211,47 @@ class Lines:
         return hashlib.sha256(file.read(min(self.indexed, TAIL))).hexdigest()
 
 
-class Conversations(Lines):
-    """AgentTraj as one JSON list: read whole; each record counts as a line."""
-
-    def refresh(self) -> None:
-        content = self.path.read_bytes()
-        tail = hashlib.sha256(content).hexdigest()
-        if tail == self.tail:
-            return
-        self.forget()
-        try:
-            records = json.loads(content, parse_constant=lambda _: None)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path} is not JSON: {error}") from None
-        self.records: list[dict[str, Any]] = []
-        for record in records if isinstance(records, list) else [records]:
-            row = row_of(record) if isinstance(record, dict) else None
-            self.add(row)
-            if row is not None:
-                self.records.append(record)
-        self.tail, self.indexed = tail, len(content)
-
-    def read(self, number: int) -> dict[str, Any]:
-        return self.records[number]
-
-    def whole_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        for number, record in enumerate(self.records):
-            done = self.indexed * (number + 1) // len(self.records)
-            yield number, done, json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
-
-
 def open_lines(path: Path) -> Lines:
-    return Conversations(path) if path.suffix == ".json" else Lines(path)
+    """The index of a file. AgentTraj conversations, as one JSON list or one a line, are first
+    written as trajectories to a temporary file.
+
+    Raises: ValueError if a .json file is not JSON.
+    """
+    with open(path, "rb") as file:
+        is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
+    if not is_agenttraj:
+        return Lines(path)
+    try:
+        content = path.read_bytes()
+        is_list = path.suffix == ".json"
+        records = json.loads(content) if is_list else [parse(x) for x in content.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    converted = Path(tempfile.mkdtemp(), path.name)
+    atexit.register(shutil.rmtree, converted.parent, ignore_errors=True)
+    records = records if isinstance(records, list) else [records]
+    lines = [json.dumps(from_conversation(record)) + "\n" for record in records]
+    converted.write_text("".join(lines))
+    return Lines(converted)
+
+
+def from_conversation(record: Any) -> dict[str, Any]:
+    """An AgentTraj conversation in the form of our lines; it has no rewards and no tokens."""
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        return {}  # counted as broken
+    values = [turn for turn in record["conversations"] if isinstance(turn, dict)]
+    messages = [
+        {"role": ROLES.get(str(t.get("from")), "user"), "content": str(t.get("value", ""))}
+        for t in values
+    ]
+    turns = []
+    for i, turn in enumerate(values):
+        if turn.get("from") == "gpt" and turn.get("loss"):
+            answer = messages[i + 1]["content"] if i + 1 < len(messages) else ""
+            turns.append({"action_text": messages[i]["content"], "observation_text": answer})
+    task_id = record.get("item_id", "")
+    about = {"trajectory_id": task_id, "task_id": task_id, "return": record.get("return")}
+    return about | {"messages": messages, "turns": turns}
 
 
 # ------------------------------------------------------------------------------------------ lists
@@ -365,16 +374,13 @@ def first_hit(line: Mapping[str, Any], number: int, wanted: str) -> dict[str, An
             at = text.casefold().find(wanted)
             if at >= 0:
                 excerpt = text[max(0, at - 60) : at + len(wanted) + 60]
-                name = line.get("trajectory_id") or line.get("item_id")
+                name = line.get("trajectory_id")
                 return {"line": number, "trajectory_id": name, "turn": turn, "excerpt": excerpt}
     return None
 
 
 def texts_of(line: Mapping[str, Any]) -> Iterator[list[str]]:
     """All text: before the first turn, then turn by turn."""
-    if isinstance(line.get("conversations"), list):
-        yield [str(t.get("value", "")) for t in line["conversations"] if isinstance(t, dict)]
-        return
     opening = (str(message.get("content", "")) for message in opening_of(line))
     yield [str(line.get("task_id", "")), *opening]
     for turn in turns_of(line):
@@ -391,9 +397,7 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
     """
     lines = source.lines(name)
     row, line = lines.row(number), lines.read(number)
-    if isinstance(line.get("conversations"), list):
-        line = from_conversation(line)
-    tokens = TokenTable(line, source.text_of)
+    tokens = partial(tokens_between, line, source.text_of)
     turns = turns_of(line)
     spans = [span_of(turn) for turn in turns]
     group = group_of(lines, number)
@@ -404,7 +408,7 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
         **{n: line.get(n) for n in ("step", "seed", "max_rounds", "env", "weight_version")},
         **{n: line.get(n) for n in ("terminated", "truncated", "first_state")},
         "opening": opening_of(line),
-        "opening_tokens": tokens.between(0, spans[0][0] if spans and spans[0] else None),
+        "opening_tokens": tokens(0, spans[0][0] if spans and spans[0] else None),
         "turns": [
             turn_view(turn, tokens, span, following)
             for turn, (span, following) in zip(turns, pairwise([*spans, None]), strict=True)
@@ -429,7 +433,7 @@ def actions_of(line: Mapping[str, Any]) -> list[str]:
 
 def turn_view(
     turn: Mapping[str, Any],
-    tokens: TokenTable,
+    tokens: Callable[[int, int | None], dict[str, Any] | None],
     span: tuple[int, int] | None,
     following: tuple[int, int] | None,
 ) -> dict[str, Any]:
@@ -441,8 +445,8 @@ def turn_view(
         "thought": thought,
         "action": action,
         **{name: turn.get(name) for name in names},
-        "action_tokens": tokens.between(*span) if span else None,
-        "observation_tokens": tokens.between(span[1], following and following[0]) if span else None,
+        "action_tokens": tokens(*span) if span else None,
+        "observation_tokens": tokens(span[1], following and following[0]) if span else None,
     }
 
 
@@ -453,27 +457,20 @@ def span_of(turn: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-class TokenTable:
-    """The token lists of a line, cut into pieces with their texts."""
-
-    def __init__(
-        self, line: Mapping[str, Any], text_of: Callable[[list[int]], list[str] | None]
-    ) -> None:
-        self.ids: list[int] | None = line.get("input_ids")
-        self.lists = {
-            "mask": line.get("loss_mask"),
-            "log_prob": line.get("rollout_log_probs"),
-            "advantage": line.get("advantages"),
-        }
-        self.text_of = text_of
-
-    def between(self, start: int, end: int | None) -> dict[str, Any] | None:
-        """Tokens start..end - 1; None of a trajectory without tokens."""
-        if not isinstance(self.ids, list):
-            return None
-        ids = self.ids[start:end]
-        parts = {name: None if x is None else x[start:end] for name, x in self.lists.items()}
-        return {"ids": ids, "text": self.text_of(ids), **parts}
+def tokens_between(
+    line: Mapping[str, Any],
+    text_of: Callable[[list[int]], list[str] | None],
+    start: int,
+    end: int | None,
+) -> dict[str, Any] | None:
+    """Tokens start..end - 1 with their texts and numbers; None of a trajectory without tokens."""
+    if not isinstance(line.get("input_ids"), list):
+        return None
+    ids = line["input_ids"][start:end]
+    names = {"mask": "loss_mask", "log_prob": "rollout_log_probs", "advantage": "advantages"}
+    lists = {name: line.get(column) for name, column in names.items()}
+    parts = {name: None if x is None else x[start:end] for name, x in lists.items()}
+    return {"ids": ids, "text": text_of(ids), **parts}
 
 
 def group_of(lines: Lines, number: int) -> list[int]:
@@ -499,21 +496,6 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
         if a != b:
             return turn
     return 0 if len(ours) == len(theirs) else min(len(ours), len(theirs)) + 1
-
-
-def from_conversation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """An AgentTraj conversation in the form of our lines; it has no rewards and no tokens."""
-    values = [turn for turn in record["conversations"] if isinstance(turn, dict)]
-    messages = [
-        {"role": ROLES.get(str(t.get("from")), "user"), "content": str(t.get("value", ""))}
-        for t in values
-    ]
-    turns = []
-    for i, turn in enumerate(values):
-        if turn.get("from") == "gpt" and turn.get("loss"):
-            answer = messages[i + 1]["content"] if i + 1 < len(messages) else ""
-            turns.append({"action_text": messages[i]["content"], "observation_text": answer})
-    return {"task_id": record.get("item_id"), "messages": messages, "turns": turns}
 
 
 def agenttraj_of(row: Row, line: Mapping[str, Any]) -> dict[str, Any]:
