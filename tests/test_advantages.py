@@ -3,6 +3,7 @@
 import doctest
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import advantages
-from advantages import gae, grpo, reinforce_plus_plus, rloo, token_rewards_of, whiten, whiten_each
+from advantages import (
+    ESTIMATORS,
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    rloo,
+    token_rewards_of,
+    whiten,
+    whiten_each,
+)
 
 # The batch of trap 1: two trajectories of two turns, each turn an action of two tokens and an
 # observation of two. The first wins and is paid on its last action's last token.
@@ -177,6 +187,23 @@ def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
     for name, (got, returns) in estimates(*batch, gamma).items():
         close(got, slow[name][0], tolerance=2e-4)
         close(returns, slow[name][1])
+
+
+def test_the_table_gives_each_estimator_what_it_needs():
+    rewards, values, mask, groups = WON, torch.rand(2, 8), LOSS_MASK, SAME_TASK
+    batch = SimpleNamespace(token_rewards=rewards, values=values, loss_mask=mask, group_ids=groups)
+    expected = {
+        "grpo": (grpo(rewards, mask, groups), True, False),
+        "ppo": (gae(rewards, values, mask, 0.9, 0.8), False, True),
+        "rloo": (rloo(rewards, mask, groups), True, False),
+        "reinforce_plus_plus": (reinforce_plus_plus(rewards, mask, 0.9), False, False),
+    }
+    assert ESTIMATORS.keys() == expected.keys()
+    for name, (numbers, needs_group, needs_critic) in expected.items():
+        estimator = ESTIMATORS[name]
+        assert (estimator.needs_group, estimator.needs_critic) == (needs_group, needs_critic)
+        got = estimator.estimate(batch, 0.9, 0.8)
+        assert all(torch.equal(x, y) for x, y in zip(got, numbers, strict=True))
 
 
 # ------------------------------------------------------------------------------------ properties

@@ -102,20 +102,7 @@ class Shown(Letters):
     """Letters whose oracle is a teacher: its text is the action alone."""
 
     NAME = NAME
-    LESSONS = (
-        "abc",
-        "cab",
-        "ilk",
-        "gem",
-        "had",
-        "lab",
-        "dim",
-        "beg",
-        "fade",
-        "jade",
-        "elf",
-        "mica",
-    )
+    LESSONS = "abc cab ilk gem had lab dim beg fade jade elf mica".split()
 
     @staticmethod
     def say(thought, action):
