@@ -161,36 +161,22 @@ class Session(Generic[WorkerType]):
             worker.sync_probed(step, worker.openings)
         if not loaded:
             return False
-        try:
-            self.load_state_dict(state)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            file = checkpoint.folder_of(path, step) / checkpoint.STATE
-            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise TrainingError(
-                f"{file} is not what this version writes: {problem}; resume with the version that "
-                "wrote it, or start a new run"
-            ) from None
+        self.load_state_dict(state)
         self.completed_step = self.saved_step = step
         return True
 
     def steps_left(self) -> Iterator[int]:
-        """Numbers of the steps to do, counted from 1; each heads the lines printed in it."""
+        """Numbers of the steps to do, counted from 1, until held-out success reaches --stop-at."""
+        stop_at = self.config.stop_at
         for step in range(self.completed_step + 1, self.config.steps + 1):
-            if self.is_good_enough():
+            if stop_at is not None and self.best is not None and self.best >= stop_at:
+                distributed.say(f"held-out success {self.best:.1%} has reached --stop-at {stop_at}")
+                self.save_completed()
                 return
             left = self.time_left.after(step - 1)
             rest = "" if left is None else f", {progress.duration(left)} left"
             progress.heading(f"step {step}/{self.config.steps}{rest}")
             yield step
-
-    def is_good_enough(self) -> bool:
-        """Whether held-out success has reached --stop-at; then a checkpoint is saved."""
-        wanted, best = self.config.stop_at, self.best
-        if wanted is None or best is None or best < wanted:
-            return False
-        distributed.say(f"held-out success {best:.1%} has reached --stop-at {wanted:g}")
-        self.save_completed()
-        return True
 
     @contextlib.contextmanager
     def saving_on_failure(self, learned: bool = False) -> Iterator[None]:
@@ -227,7 +213,7 @@ class Session(Generic[WorkerType]):
         collapse = self.watch(step, metrics)
         if step:
             self.logger.amend(step, metrics)
-            self.mark_best()
+            self.tidy_up()
         if collapse:
             raise TrainingError(collapse)
 
@@ -354,7 +340,6 @@ class Session(Generic[WorkerType]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`. Raises KeyError, TypeError, ValueError if it is not one."""
         if self.worker.kl_controller:
             self.worker.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
@@ -382,19 +367,14 @@ class Session(Generic[WorkerType]):
             self.save(step)
 
     def tidy_up(self) -> None:
-        """What follows a save, and what a kill in between has left to do."""
-        self.mark_best()
-        prune = partial(checkpoint.prune, self.run.path, self.config.keep_last)
-        distributed.first("pruning", prune)
+        """After a save: point checkpoints/best at the best step if it was saved, and prune."""
 
-    def mark_best(self) -> None:
-        """Point checkpoints/best at the step whose evaluation is the best, if it was saved."""
-
-        def mark() -> None:
+        def tidy() -> None:
             if self.best_step in checkpoint.steps_saved(self.run.path):
                 checkpoint.mark_best(self.run.path, self.best_step)
+            checkpoint.prune(self.run.path, self.config.keep_last)
 
-        distributed.first("saving", mark)
+        distributed.first("tidying up checkpoints", tidy)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

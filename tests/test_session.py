@@ -174,13 +174,6 @@ def resume(run_dir, *words):
     return train_main(["--resume", "--run-dir", str(run_dir), *words])
 
 
-def forget_the_best(run_dir):
-    file = checkpoint.folder_of(run_dir, 3) / checkpoint.STATE
-    state = json.loads(file.read_text())
-    del state["best_step"]
-    file.write_text(json.dumps(state))
-
-
 def log_of(*lines):
     def damage(run_dir):
         path = run_dir / "metrics.jsonl"
@@ -205,7 +198,6 @@ DAMAGES = {
         1,
         "timings.jsonl line 1 is not a JSON object",
     ),
-    "a state of another version": (forget_the_best, 1, "it lacks 'best_step'"),
     "an empty config": (lambda run: (run / "config.json").write_text(""), 2, "config.json"),
 }
 
