@@ -20,7 +20,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -382,7 +382,7 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
     c, envs = config, in_each(config)
     batch = f"at most {c.trajectories_per_step} trajectories"
     if isinstance(c, Config):
-        turns = _per_env({own.env: ", then ".join(map(str, own.rounds)) for own in envs})
+        turns = " and ".join(", then ".join(map(str, own.rounds)) for own in envs)
         batch = f"{c.tasks_per_step} tasks x {c.group_size} samples, at most {turns} turns"
     learns = f"adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
     sampler = f"{c.engine} samples" if c.plays else "nothing is played"
@@ -390,7 +390,7 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
     if num_held_out and c.eval_every:
         held_out = (
             f"{num_held_out} held out, {c.eval_samples} samples of each every {c.eval_every} "
-            f"steps, {c.samples_at(0)} now, at most {_per_env(evaluation_horizons(c))} turns"
+            f"steps, {c.samples_at(0)} now, at most {max(evaluation_horizons(c).values())} turns"
         )
     elif getattr(c, "hold_out", 0):
         held_out = "the best checkpoint is the one with the lowest held-out loss"
@@ -400,10 +400,3 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
         f"model: {c.model}, {learns} learn, {sampler}",
         f"tasks: {tasks}; {held_out}",
     ]
-
-
-def _per_env(values: Mapping[str, object]) -> str:
-    """`7`, or `7 (textcraft) and 5 (babyai)`."""
-    if len(values) == 1:
-        return str(*values.values())
-    return " and ".join(f"{value} ({env})" for env, value in values.items())

@@ -133,7 +133,7 @@ def test_each_world_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
     assert horizons_of(replace(config, rounds=(7,))) == {"near": 7, "far": 7}
     assert evaluation_horizons(replace(config, eval_rounds=9)) == {"near": 9, "far": 9}
     lines = plan(config, "runs/x", 10, 6)
-    assert "at most 2 (mixed_worlds:Near) and 3 (mixed_worlds:Far) turns" in lines[0]
+    assert "at most 2 and 3 turns" in lines[0]
 
 
 def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
