@@ -9,9 +9,8 @@ import shutil
 import pytest
 import torch
 
-from config import Config
-from models import load_causal_lm, load_policy, load_tokenizer, save_policy
-from run import checkpoint, files, rundir
+from models import load_policy, load_tokenizer, save_policy
+from run import checkpoint
 from run.checkpoint import CheckpointError
 from scale.default_models import resolve_model
 
@@ -132,21 +131,6 @@ def test_frozen_weights_are_neither_saved_nor_touched(tmp_path, model):
     assert torch.equal(loaded["policy"][0][1].weight, parts["policy"][0][1].weight)
 
 
-def test_the_root_of_a_checkpoint_is_a_hugging_face_model(tmp_path, model):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    policy, tokenizer = model
-    folder = save(tmp_path, 1, model)
-    lm = AutoModelForCausalLM.from_pretrained(folder)
-    assert lm.dtype == torch.bfloat16
-    for name, tensor in policy.lm.state_dict().items():
-        assert torch.equal(lm.state_dict()[name], tensor.to(torch.bfloat16)), name
-    other = AutoTokenizer.from_pretrained(folder)
-    assert other.chat_template == tokenizer.chat_template
-    assert other("get 2 oak log").input_ids == tokenizer("get 2 oak log").input_ids
-    assert load_causal_lm(str(folder)).dtype == torch.float32
-
-
 # --- A crash or a full disk in the middle --------------------------------------------------------
 
 
@@ -175,32 +159,6 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     second = make_parts(2.0)
     save(tmp_path, step, model, parts=second)
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(second))
-
-
-def test_a_step_whose_second_saving_was_killed_between_two_names_is_loaded_as_it_was(
-    tmp_path, model, monkeypatch
-):
-    first = make_parts(1.0)
-    save(tmp_path, 1, model, parts=first)
-
-    class Killed(BaseException):
-        """Nothing is tidied up after it, as after `kill -9`."""
-
-    def killed(new, folder):
-        folder.rename(folder.with_name(files.BEFORE + folder.name))
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "finish_folder", killed)
-        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(Killed):
-            save(tmp_path, 1, model, value=2.0)
-    assert checkpoint.steps_saved(tmp_path) == []
-    (tmp_path / "config.json").write_text("{}")
-    rundir.open_run(Config(run_dir=str(tmp_path), resume=True)).close()  # as --resume does first
-    step, _, parts = load_newest(tmp_path)
-    assert step == 1 and torch.equal(numbers(parts), numbers(first))
-    assert steps_and_litter(tmp_path) == ([1], [])
 
 
 # --- A checkpoint that cannot be right -----------------------------------------------------------

@@ -1,6 +1,5 @@
 """run/files.py: whole or absent, whatever happens in between."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -60,32 +59,6 @@ def test_an_error_in_the_block_leaves_the_old_content_and_no_litter(tmp_path):
         new.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "old" and names(tmp_path) == ["a.png"]
-
-
-def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        with files.aside(tmp_path / "best") as new:
-            new.symlink_to(name)
-        assert os.readlink(tmp_path / "best") == name
-    assert names(tmp_path) == ["best", "one", "two"]
-
-
-def test_who_reads_while_two_write_sees_one_of_them_whole(tmp_path):
-    path = tmp_path / "a.txt"
-    texts = ["a" * 100_000, "b" * 200_000]
-    path.write_text(texts[0])
-
-    def write(text):
-        for _ in range(20):
-            files.write_text(path, text)
-
-    writers = [threading.Thread(target=write, args=(text,)) for text in texts]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert path.read_text() in texts
-    assert names(tmp_path) == ["a.txt"]
 
 
 # --- Folders -------------------------------------------------------------------------------------
