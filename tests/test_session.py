@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from losses import AdaptiveKLController, FixedKLController
 from reporting.logs import read_log
 from reporting.metrics import MetricsLogger
 from reporting.sentinels import RULES, Alarm, Sentinels
-from run import checkpoint, progress, session
+from run import checkpoint, session
 from run.errors import EngineError
 from run.rundir import Run
 
@@ -132,42 +131,6 @@ def test_a_line_of_a_log_is_on_the_disk_before_a_checkpoint_of_its_step_can_be(
         logger.log(1, {"train/return_mean": 0.5})
         path = tmp_path / "run/metrics.jsonl"
         assert flushed[-1] == (str(path), path.stat().st_size)
-
-
-# --- What it prints ------------------------------------------------------------------------------
-
-
-def test_a_run_says_what_it_will_do_what_it_is_doing_and_how_long_it_takes(
-    tmp_path, url, monkeypatch, capsys
-):
-    labels, heading, init = [], progress.heading, progress.Phase.__init__
-
-    def note_phase(self, label, *rest):
-        labels.append(label)
-        init(self, label, *rest)
-
-    def note_heading(text):
-        labels.append(text)
-        heading(text)
-
-    monkeypatch.setattr(progress, "heading", note_heading)
-    monkeypatch.setattr(progress.Phase, "__init__", note_phase)
-    settings = options(tmp_path, url, steps=2, eval_every=2, eval_samples=1, ppo_epochs=2)
-    assert train_main(flags(**settings)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    plan = [line for line in lines if line.startswith(("run: ", "tasks: "))]
-    assert plan[0].startswith("run: 2 steps of grpo, each of 2 tasks x 2 samples, at most 2 turns")
-    assert plan[1].startswith("tasks: 8 of letters to train on; 8 held out, 1 samples of each")
-    rows = [line.split() for line in lines if re.match(r" +\d+/2 ", line)]
-    assert [row[0] for row in rows] == ["1/2", "2/2"] and rows[0][-1] in ("s", "min")
-    assert labels[:5] == [
-        *("loading the models", "starting the sampler"),
-        *("step 0/2", "held-out evaluation", "step 1/2"),
-    ]
-    assert labels[5:9] == ["rollout", "log-probs", "update", "weight sync"]
-    (second,) = [label for label in labels if label.startswith("step 2/2")]
-    assert re.fullmatch(r"step 2/2, [\d.]+ (s|min) left", second)
-    assert labels[-1] == ""  # whatever comes next in this process is not a part of the run
 
 
 # --- A run that was damaged ----------------------------------------------------------------------
