@@ -112,13 +112,10 @@ def serve_command(served: Served, port: int = 8000, seed: int = 0) -> str:
 def start_servers(
     served: Served, devices: Sequence[str | int], seed: int = 0
 ) -> Iterator[list[str]]:
-    """One server per device on free ports of this machine; yields their addresses.
-
-    They stop when the block ends, or when this process dies.
+    """One server per device, on free ports of this machine until the block ends: their addresses.
 
     Args:
-        devices: CUDA_VISIBLE_DEVICES of each server, as "2". "cpu", or any device of a machine
-            without CUDA, runs on the CPU: to try the path, not for speed.
+        devices: CUDA_VISIBLE_DEVICES of each server, or "cpu", to try the path without speed.
         seed: of the first server; the next has seed + 1.
     Raises:
         EngineError: one did not start; the message ends with what it wrote.
@@ -194,11 +191,7 @@ class Server:
     name: str | None = None  # what it calls its model; set by `check`
 
     async def check(self) -> int:
-        """Its seed.
-
-        Raises:
-            EngineError: it is not up, or does not run as it must.
-        """
+        """Its seed; EngineError if it is not up, or does not run as it must."""
         try:
             self.name = await self.model_name()
             path = "/server_info?config_format=json"
@@ -270,12 +263,7 @@ class Server:
     async def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """The JSON object of a good answer.
-
-        Raises:
-            ServerFailed: no answer, or one that another server may do better.
-            EngineError: the request would fail anywhere.
-        """
+        """The JSON of a good answer; EngineError if the request would fail at any server."""
         timeout_s, what = timeout_s or self.timeout_s, f"{self.url}: {method} {path}"
         data = bytearray()
         try:
@@ -310,28 +298,20 @@ class Server:
 
 
 class FleetEngine:
-    """Several vLLM servers as one `Engine`. Requests run as tasks of an event loop in a thread.
+    """Several vLLM servers as one `Engine`. Requests are tasks of an event loop in a thread.
 
     `SamplingSettings.seed` is not used, as in `VLLMEngine`; the servers' own seeds differ.
 
     Args:
-        urls: http://HOST:PORT of each server.
         weights_dir: folder that this process writes and every server reads, under this path.
-        served: what the servers should run.
         timeout_s: the longest that one generation, or one reload, may take.
     Raises:
-        EngineError: a server does not answer, is no vLLM, lacks development mode, reports log-probs
-            before temperature, or shares its seed with another. The message has the command to
-            start it.
+        EngineError: a server is not up, or not as `serve_command` starts it.
         ValueError: an invalid or repeated URL.
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        weights_dir: str | Path,
-        served: Served,
-        timeout_s: float = 600.0,
+        self, urls: Sequence[str], weights_dir: Path, served: Served, timeout_s: float = 600.0
     ) -> None:
         urls = [checked_url(url, "--engine-url") for url in urls]
         if not urls or len(set(urls)) < len(urls):
@@ -347,7 +327,7 @@ class FleetEngine:
             Server(url, served, i, self._client, timeout_s) for i, url in enumerate(urls)
         ]
         # NOTE: absolute, not resolved: a link may lead elsewhere on the server's machine.
-        self.weights_dir = Path(weights_dir).absolute()
+        self.weights_dir = weights_dir.absolute()
         self.max_open = 2 * MAX_NUM_SEQS * len(urls)  # half of them wait for their environments
         self._running: dict[str, Future[Generation]] = {}
         self._finished: queue.SimpleQueue[tuple[str, Future[Generation]]] = queue.SimpleQueue()
@@ -455,11 +435,7 @@ class FleetEngine:
     def load_weights(self, weights: Weights) -> None:
         """Replace the weights of every server; lost ones are tried again. Collective.
 
-        NOTE: `weights` must hold every name of the state dict, the tied output head included: vLLM
-        0.32 keeps the old head, without an error, when a folder lacks it (log-probs off by nats).
-
-        Raises:
-            EngineError: requests are running, or no server has read the weights.
+        NOTE: vLLM 0.32 keeps an old tied output head, without an error, if `weights` lacks its name.
         """
         folder: Path | None = None
         if distributed.rank() == 0:
@@ -493,10 +469,7 @@ class FleetEngine:
             server.lost = None
 
     def write_weights(self, weights: Weights) -> Path:
-        """A safetensors file per weight, one in memory at a time; older folders are removed.
-
-        The folder gets its name when it is complete.
-        """
+        """A safetensors file per weight, in a folder that gets its name when it is complete."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 

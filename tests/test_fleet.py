@@ -1,12 +1,10 @@
 """sampling/fleet.py: against scripted servers; a real one is in tests/long/test_fleet.py."""
 
-import contextlib
+import asyncio
+import functools
 import json
 import math
-import threading
 import time
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -25,71 +23,44 @@ SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9)
 class FakeServer:
     """Answers as vLLM 0.32 in development mode; a completion repeats its prompt's last ids.
 
-    `script[path]` holds answers to give instead, each once: (status, body), or "hang up".
-    Completions wait until `free` is set. `log` holds (path, fields) as received.
+    `script[path]` holds answers to give instead, each once: (status, body), or an exception.
+    Completions wait while `holds`. `log` holds (path, fields) as received.
     """
 
-    def __init__(self, port=0, seed=0):
+    def __init__(self, seed):
+        self.url = f"http://server{seed}:8000"
         self.config = {"seed": seed, "logprobs_mode": "processed_logprobs"}
-        self.is_dev, self.name, self.script, self.log = True, "my/model", {}, []
-        self.num_hung_up = 0
-        self.free = threading.Event()
-        self.free.set()
-        self.connections = set()
-        fake = self
+        self.is_dev, self.is_dead, self.holds, self.name = True, False, False, "my/model"
+        self.script, self.log, self.num_hung_up = {}, [], 0
 
-        class Handler(BaseHTTPRequestHandler):
-            def setup(self):
-                fake.connections.add(self.request)
-                super().setup()
-
-            def do_GET(self):
-                fake.answer(self)
-
-            do_POST = do_GET
-
-            def log_message(self, *args):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request, client_address):
-                pass  # the test's end, or what it is about
-
-        self.server = Server(("127.0.0.1", port), Handler)
-        self.port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def answer(self, handler):
-        path = handler.path.partition("?")[0]
-        fields = json.loads(handler.rfile.read(int(handler.headers["Content-Length"] or 0)) or "{}")
+    async def answer(self, request):
+        path, fields = request.url.path, json.loads(request.content or "{}")
+        self.die_if_dead()
         self.log.append((path, fields))
-        if path == "/v1/completions":
-            self.wait(handler)
+        try:
+            if path == "/v1/completions":
+                await asyncio.sleep(0.05)  # so that requests sent together overlap
+                while self.holds:
+                    await asyncio.sleep(0.005)
+                    self.die_if_dead()
+        except asyncio.CancelledError:
+            self.num_hung_up += 1
+            raise
         script = self.script.get(path)
         answer = script.pop(0) if script else self.usual(path, fields)
-        if answer == "hang up":
-            handler.connection.close()
-            return
+        if isinstance(answer, Exception):
+            raise answer
         status, body = answer
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
 
-    def wait(self, handler):
-        """Until the test frees the completion; counts clients that hang up before."""
-        handler.connection.settimeout(0.01)
-        while not self.free.is_set():
-            try:
-                if not handler.connection.recv(1):
-                    self.num_hung_up += 1
-                    raise ConnectionAbortedError
-            except TimeoutError:
-                continue
+        async def stream():
+            yield data
+
+        return httpx.Response(status, content=stream())
+
+    def die_if_dead(self):
+        if self.is_dead:
+            raise httpx.ConnectError("connection refused")
 
     def usual(self, path, fields):
         if path == "/v1/models":
@@ -110,15 +81,6 @@ class FakeServer:
     def prompts(self):
         return [f["prompt"] for path, f in self.log if path == "/v1/completions"]
 
-    def die(self):
-        """As a killed process: the port is closed, open connections break."""
-        self.server.shutdown()
-        self.server.server_close()
-        for connection in self.connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(2)
-        self.free.set()
-
 
 def completion(ids, reason="length"):
     log_probs = {"token_logprobs": [-(n + 1) / 7 for n in range(len(ids))]}
@@ -126,32 +88,26 @@ def completion(ids, reason="length"):
     return {"choices": [choice]}
 
 
-@contextmanager
-def fakes(count):
-    servers = [FakeServer(seed=seed) for seed in range(count)]
-    try:
-        yield servers
-    finally:
-        for server in servers:
-            server.die()
+@pytest.fixture
+def servers(monkeypatch):
+    """Two servers that every httpx.AsyncClient reaches."""
+    servers = [FakeServer(seed) for seed in range(2)]
 
+    async def route(request):
+        return await servers[int(request.url.host[-1])].answer(request)
 
-@contextmanager
-def fleet_of(servers, tmp_path, **options):
-    """A FleetEngine on fake servers, whose logs begin after its start."""
-    engine = FleetEngine([s.url for s in servers], tmp_path / "weights", SERVED, **options)
-    for server in servers:
-        server.log.clear()
-    with ExitStack() as stack:
-        stack.callback(engine.close)
-        yield engine
+    client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(route))
+    monkeypatch.setattr(httpx, "AsyncClient", client)
+    return servers
 
 
 @pytest.fixture
-def two(tmp_path):
-    """(engine, its two servers)"""
-    with fakes(2) as servers, fleet_of(servers, tmp_path) as engine:
-        yield engine, servers
+def engine(servers, tmp_path):
+    engine = FleetEngine([s.url for s in servers], tmp_path / "weights", SERVED, timeout_s=5)
+    for server in servers:
+        server.log.clear()
+    yield engine
+    engine.close()
 
 
 def until(condition):
@@ -161,9 +117,14 @@ def until(condition):
         time.sleep(0.005)
 
 
-def hold(servers):
+def hold(*servers):
     for server in servers:
-        server.free.clear()
+        server.holds = True
+
+
+def release(*servers):
+    for server in servers:
+        server.holds = False
 
 
 def weights_of(value=1.0):
@@ -175,8 +136,7 @@ def weights_of(value=1.0):
 # --- Sampling ------------------------------------------------------------------------------------
 
 
-def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(two):
-    engine, servers = two
+def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(engine, servers):
     done = run(engine, a=([5, 6, 7, 8, 9], SETTINGS))["a"]
     assert done == Generation("a", [6, 7, 8, 9], [-1 / 7, -2 / 7, -3 / 7, -4 / 7], "length")
     for server in servers:
@@ -185,8 +145,7 @@ def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(two):
     assert done == Generation("b", [4, 2], [-1 / 7, -2 / 7], "stop")  # the stop token is kept
 
 
-def test_a_request_leaves_nothing_to_the_models_generation_config(two):
-    engine, servers = two
+def test_a_request_leaves_nothing_to_the_models_generation_config(engine, servers):
     run(engine, a=([5, 6, 7], SETTINGS))
     ((path, fields),) = servers[0].log
     assert path == "/v1/completions"
@@ -207,61 +166,56 @@ def test_a_request_leaves_nothing_to_the_models_generation_config(two):
     }
 
 
-def test_each_request_goes_to_the_server_with_the_fewest_in_flight(two):
-    engine, servers = two
-    hold(servers)
+def test_each_request_goes_to_the_server_with_the_fewest_in_flight(engine, servers):
+    hold(*servers)
     for n in range(8):
         engine.submit(f"r{n}", [n], SETTINGS)
     until(lambda: [len(s.prompts) for s in servers] == [4, 4])
-    servers[1].free.set()
+    release(servers[1])
     while engine.num_running > 4:  # those of the other server come back
         engine.poll()
     for n in range(8, 12):
         engine.submit(f"r{n}", [n], SETTINGS)
     until(lambda: [len(s.prompts) for s in servers] == [4, 8])
-    servers[0].free.set()
+    release(servers[0])
     assert finish(engine) and engine.num_running == 0
 
 
 def test_a_trajectory_stays_where_its_turns_are_cached_unless_that_server_is_busier(
-    two, monkeypatch
+    engine, servers, monkeypatch
 ):
-    engine, servers = two
     monkeypatch.setattr(fleet, "STAY_FOR", 2)
     run(engine, a=([1], SETTINGS), b=([2], SETTINGS))
     run(engine, b=([2, 3], SETTINGS))
     assert [2, 3] in servers[1].prompts  # the other server is first and as free
-    hold(servers)
+    hold(*servers)
     for n in range(6):
         engine.submit(f"r{n}", [9, n], SETTINGS)
-    servers[0].free.set()
+    release(servers[0])
     while engine.num_running > 3:
         engine.poll()
     engine.submit("b", [2, 3, 4], SETTINGS)
     until(lambda: [2, 3, 4] in servers[0].prompts)
 
 
-def test_poll_waits_for_an_answer_but_not_long(two):
-    engine, servers = two
+def test_poll_waits_for_an_answer_but_not_long(engine, servers):
     assert engine.poll() == []
-    hold(servers)
+    hold(*servers)
     engine.submit("a", [5], SETTINGS)
     assert engine.poll() == []
-    threading.Timer(0.02, servers[0].free.set).start()
+    release(*servers)
     assert finish(engine)["a"].token_ids == [5]
 
 
-def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(two):
-    engine, servers = two
-    hold(servers)
+def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
+    hold(*servers)
     for n in range(6):
         engine.submit(f"r{n}", [n], SETTINGS)
     until(lambda: len(servers[0].prompts) == len(servers[1].prompts) == 3)
     engine.abort()
     assert engine.num_running == 0 and engine.poll() == []
     until(lambda: servers[0].num_hung_up == servers[1].num_hung_up == 3)
-    for server in servers:
-        server.free.set()
+    release(*servers)
     assert run(engine, r0=([7], SETTINGS))["r0"].token_ids == [7]
     run(engine, a=([1], SETTINGS), b=([2], SETTINGS))  # and neither server was lost
     assert {len(s.prompts) for s in servers} == {4, 5}
@@ -270,45 +224,41 @@ def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(two):
 # --- Failures ------------------------------------------------------------------------------------
 
 
-def test_requests_of_a_server_that_dies_are_answered_by_another(two, capfd):
-    engine, (dying, other) = two
-    hold([dying, other])
+def test_requests_of_a_server_that_dies_are_answered_by_another(engine, servers, capfd):
+    dying, other = servers
+    hold(dying, other)
     for n in range(6):
         engine.submit(f"r{n}", [n], SETTINGS)
     until(lambda: len(dying.prompts) == len(other.prompts) == 3)
-    other.free.set()
-    dying.die()
+    release(other)
+    dying.is_dead = True
     done = finish(engine)
     assert {name: g.token_ids for name, g in done.items()} == {f"r{n}": [n] for n in range(6)}
     assert len(other.prompts) == 6
     assert capfd.readouterr().err.count(dying.url) == 1
 
 
-def test_a_server_that_died_is_used_again_only_once_it_has_the_weights(two):
+def test_a_server_that_died_is_used_again_only_once_it_has_the_weights(engine, servers):
     """A server that comes back holds the weights it was started with."""
-    engine, (dying, other) = two
-    dying.die()
+    dying, other = servers
+    dying.is_dead = True
     run(engine, a=([5], SETTINGS), b=([6], SETTINGS))
-    back = FakeServer(port=dying.port)
-    try:
-        run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
-        assert back.log == []
-        engine.load_weights(weights_of().items())
-        paths = ["/v1/models", "/collective_rpc", "/reset_prefix_cache"]
-        assert [path for path, _ in back.log] == paths
-        run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
-        assert len(back.prompts) == 1 and len(other.prompts) == 5
-    finally:
-        back.die()
+    dying.is_dead = False  # back again
+    run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
+    assert dying.log == []
+    engine.load_weights(weights_of().items())
+    paths = ["/v1/models", "/collective_rpc", "/reset_prefix_cache"]
+    assert [path for path, _ in dying.log] == paths
+    run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
+    assert len(dying.prompts) == 1 and len(other.prompts) == 5
 
 
-def test_when_no_server_is_left_the_error_tells_what_happened_at_each(two):
-    engine, servers = two
-    hold(servers)
+def test_when_no_server_is_left_the_error_tells_what_happened_at_each(engine, servers):
+    hold(*servers)
     engine.submit("a", [5], SETTINGS)
     until(lambda: servers[0].prompts)
     for server in servers:
-        server.die()
+        server.is_dead = True
     with pytest.raises(EngineError, match="none of the 2 servers is left") as caught:
         finish(engine)
     assert all(server.url in str(caught.value) for server in servers)
@@ -316,11 +266,16 @@ def test_when_no_server_is_left_the_error_tells_what_happened_at_each(two):
 
 @pytest.mark.parametrize(
     "answer",
-    ["hang up", (500, "oops"), (429, ""), (200, "<html>"), (200, completion([5], "abort"))],
+    [
+        httpx.ReadError("hung up"),
+        (500, "oops"),
+        (429, ""),
+        (200, "<html>"),
+        (200, completion([5], "abort")),
+    ],
     ids=str,
 )
-def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(two, answer):
-    engine, servers = two
+def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(engine, servers, answer):
     servers[0].script["/v1/completions"] = [answer]
     assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
     assert len(servers[1].prompts) == 1
@@ -328,26 +283,25 @@ def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(two, a
     assert len(servers[0].prompts) == 2
 
 
-def test_a_request_that_fails_everywhere_is_given_up(tmp_path):
-    with fakes(1) as (server,), fleet_of([server], tmp_path) as engine:
+def test_a_request_that_fails_everywhere_is_given_up(engine, servers):
+    for server in servers:
         server.script["/v1/completions"] = [(503, "no room")] * 9
-        engine.submit("a", [5], SETTINGS)
-        with pytest.raises(EngineError, match=r"HTTP 503: no room"):
-            finish(engine)
-        assert len(server.prompts) == fleet.NUM_TRIES
+    engine.submit("a", [5], SETTINGS)
+    with pytest.raises(EngineError, match=r"HTTP 503: no room"):
+        finish(engine)
+    assert sum(len(server.prompts) for server in servers) == fleet.NUM_TRIES
 
 
-def test_a_server_that_falls_silent_is_left_out(tmp_path):
-    with fakes(2) as servers, fleet_of(servers, tmp_path, timeout_s=0.5) as engine:
-        hold(servers[:1])
-        assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
-        run(engine, b=([5], SETTINGS), c=([6], SETTINGS))
-        assert len(servers[0].prompts) == 1
-        servers[0].free.set()
+def test_a_server_that_falls_silent_is_left_out(servers, tmp_path):
+    engine = FleetEngine([s.url for s in servers], tmp_path, SERVED, timeout_s=0.2)
+    hold(servers[0])
+    assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
+    run(engine, b=([5], SETTINGS), c=([6], SETTINGS))
+    assert len(servers[0].prompts) == 1
+    engine.close()
 
 
-def test_an_endless_answer_is_not_read(two, monkeypatch):
-    engine, servers = two
+def test_an_endless_answer_is_not_read(engine, servers, monkeypatch):
     monkeypatch.setattr(fleet, "MAX_ANSWER_BYTES", 1000)
     for server in servers:
         server.script["/v1/completions"] = [(200, "x" * 5000)] * 4
@@ -356,8 +310,7 @@ def test_an_endless_answer_is_not_read(two, monkeypatch):
         finish(engine)
 
 
-def test_a_request_that_no_server_would_take_is_an_error_at_once(two):
-    engine, servers = two
+def test_a_request_that_no_server_would_take_is_an_error_at_once(engine, servers):
     refused = {"error": {"message": "longer than the context of 512"}}
     servers[0].script["/v1/completions"] = [(400, refused)]
     engine.submit("a", [5] * 600, SETTINGS)
@@ -385,8 +338,7 @@ def test_a_request_that_no_server_would_take_is_an_error_at_once(two):
     ],
     ids=str,
 )
-def test_an_answer_without_one_good_log_prob_for_each_good_id_is_an_error(two, changed):
-    engine, servers = two
+def test_an_answer_without_one_good_log_prob_for_each_good_id_is_an_error(engine, servers, changed):
     answer = completion([5, 6])
     answer["choices"][0].update(changed)
     servers[0].script["/v1/completions"] = [(200, answer)]
@@ -395,9 +347,8 @@ def test_an_answer_without_one_good_log_prob_for_each_good_id_is_an_error(two, c
         finish(engine)
 
 
-def test_a_server_that_another_model_has_replaced_is_left_out(two):
+def test_a_server_that_another_model_has_replaced_is_left_out(engine, servers):
     """Its samples would be of other weights, and our weights would go to it."""
-    engine, servers = two
     servers[0].name = "a/stranger"
     run(engine, a=([5], SETTINGS))
     servers[0].log.clear()
@@ -413,48 +364,35 @@ def test_a_server_that_another_model_has_replaced_is_left_out(two):
 # --- At the start --------------------------------------------------------------------------------
 
 
-def start(tmp_path, *urls):
-    FleetEngine(urls, tmp_path, SERVED).close()
-
-
 @pytest.mark.parametrize(
     ("breaks", "what"),
     [
-        (lambda server: server.die(), "was not answered"),
+        (lambda server: setattr(server, "is_dead", True), "was not answered"),
         (lambda server: server.script.update({"/v1/models": [(200, {})]}), "names no model"),
         (lambda server: server.config.clear(), "is no vLLM"),
         (lambda server: setattr(server, "is_dev", False), "VLLM_SERVER_DEV_MODE=1"),
         (lambda server: server.config.update(logprobs_mode="raw_logprobs"), "raw_logprobs"),
+        (lambda server: server.config.update(seed=1), "both run with --seed 1"),
     ],
 )
-def test_an_unfit_server_is_an_error_with_the_command_to_start_one(tmp_path, breaks, what):
-    with fakes(1) as (server,):
-        breaks(server)
-        with pytest.raises(EngineError, match=what) as caught:
-            start(tmp_path, server.url)
-    assert str(caught.value).endswith(serve_command(SERVED, server.port))
-
-
-def test_servers_that_would_sample_the_same_tokens_are_refused(tmp_path):
-    with fakes(2) as servers:
-        servers[1].config["seed"] = 0
-        with pytest.raises(EngineError, match="both run with --seed 0"):
-            start(tmp_path, *[server.url for server in servers])
+def test_an_unfit_server_is_an_error_with_the_command_to_start_one(servers, tmp_path, breaks, what):
+    breaks(servers[0])
+    with pytest.raises(EngineError, match=what) as caught:
+        FleetEngine([s.url for s in servers], tmp_path, SERVED)
+    assert str(caught.value).endswith(serve_command(SERVED, 8000))
 
 
 def test_an_address_is_http_and_given_once(tmp_path):
     with pytest.raises(ValueError, match="'gpu1' is not an address"):
-        start(tmp_path, "gpu1")
-    for urls in ([], ["http://a:1", "http://a:1/"]):
-        with pytest.raises(ValueError, match="different addresses"):
-            start(tmp_path, *urls)
+        FleetEngine(["gpu1"], tmp_path, SERVED)
+    with pytest.raises(ValueError, match="different addresses"):
+        FleetEngine(["http://a:1", "http://a:1/"], tmp_path, SERVED)
 
 
 # --- Weights -------------------------------------------------------------------------------------
 
 
-def test_weights_are_written_exactly_under_their_names(two):
-    engine, _ = two
+def test_weights_are_written_exactly_under_their_names(engine):
     weights = weights_of()
     folder = engine.write_weights(weights.items())
     written = {}
@@ -465,8 +403,7 @@ def test_weights_are_written_exactly_under_their_names(two):
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor)
 
 
-def test_a_folder_of_weights_has_its_name_only_when_it_is_complete(two):
-    engine, _ = two
+def test_a_folder_of_weights_has_its_name_only_when_it_is_complete(engine):
 
     def broken():
         yield "a", torch.zeros(3)
@@ -482,8 +419,7 @@ def test_a_folder_of_weights_has_its_name_only_when_it_is_complete(two):
     assert list(engine.weights_dir.iterdir()) == []
 
 
-def test_every_server_reads_the_folder_and_forgets_the_old_prefixes(two):
-    engine, servers = two
+def test_every_server_reads_the_folder_and_forgets_the_old_prefixes(engine, servers):
     servers[0].script["/reset_prefix_cache"] = [(200, {"success": False})] * 2  # still held
     engine.load_weights(weights_of().items())
     (folder,) = engine.weights_dir.iterdir()
@@ -494,9 +430,8 @@ def test_every_server_reads_the_folder_and_forgets_the_old_prefixes(two):
         assert others == [("/reset_prefix_cache", {})] * resets
 
 
-def test_weights_are_not_changed_under_a_running_request(two):
-    engine, servers = two
-    hold(servers[:1])
+def test_weights_are_not_changed_under_a_running_request(engine, servers):
+    hold(servers[0])
     engine.submit("a", [5], SETTINGS)
     with pytest.raises(EngineError, match="1 requests"):
         engine.load_weights(weights_of().items())
@@ -504,8 +439,7 @@ def test_weights_are_not_changed_under_a_running_request(two):
     engine.load_weights(weights_of().items())
 
 
-def test_a_server_that_cannot_read_the_weights_samples_no_more(two, monkeypatch):
-    engine, servers = two
+def test_a_server_that_cannot_read_the_weights_samples_no_more(engine, servers, monkeypatch):
     servers[0].script["/collective_rpc"] = [(500, "Repo id must be in the form")]
     engine.load_weights(weights_of().items())
     run(engine, a=([5], SETTINGS), b=([6], SETTINGS))
