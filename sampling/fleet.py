@@ -435,7 +435,7 @@ class FleetEngine:
     def load_weights(self, weights: Weights) -> None:
         """Replace the weights of every server; lost ones are tried again. Collective.
 
-        NOTE: vLLM 0.32 keeps an old tied output head, without an error, if `weights` lacks its name.
+        NOTE: vLLM 0.32 silently keeps an old tied output head if `weights` lacks its name.
         """
         folder: Path | None = None
         if distributed.rank() == 0:
