@@ -71,14 +71,7 @@ from scale import distributed
 from scale.lora import adapters_off
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
-from update import (
-    Learner,
-    padding_of,
-    score_critic,
-    score_policy,
-    update_critic,
-    update_policy,
-)
+from update import Learner, padding_of, score_critic, score_policy, update_critic, update_policy
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 
@@ -241,11 +234,7 @@ class RLWorker(Worker):
     kl_controller: FixedKLController
 
     def __init__(
-        self,
-        config: Config,
-        run: rundir.Run,
-        stack: contextlib.ExitStack,
-        stop: StopRequests,
+        self, config: Config, run: rundir.Run, stack: contextlib.ExitStack, stop: StopRequests
     ) -> None:
         ranks = distributed.world_size()
         if config.tasks_per_step % ranks:

@@ -36,14 +36,7 @@ import torch
 
 from batching import Batch, cut, even_weights, padding_share
 from config import Objective
-from losses import (
-    Scored,
-    imitation_loss,
-    masked_mean,
-    masked_sum,
-    policy_objective,
-    value_loss,
-)
+from losses import Scored, imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
 from run.progress import phase
 from scale import distributed
 from scale.prefix import pack, shared_share
@@ -210,11 +203,7 @@ def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -
 
 
 def update_policy(
-    learner: Learner,
-    batch: Batch,
-    objective: Objective,
-    seed: int = 0,
-    signal_share: float = 1.0,
+    learner: Learner, batch: Batch, objective: Objective, seed: int = 0, signal_share: float = 1.0
 ) -> dict[str, float]:
     """All optimizer steps of one training step on the policy.
 

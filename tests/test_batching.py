@@ -44,10 +44,7 @@ TRAJECTORIES = [
 
 def test_two_trajectories_become_these_tensors():
     batch = make_batch([trajectory("ppaoaa", 3, [0.25, 0.5]), trajectory("paa", 7, [1.0])], PAD)
-    assert batch.input_ids.tolist() == [
-        [40, 41, 42, 43, 44, 45],
-        [80, 81, 82, PAD, PAD, PAD],
-    ]
+    assert batch.input_ids.tolist() == [[40, 41, 42, 43, 44, 45], [80, 81, 82, PAD, PAD, PAD]]
     assert batch.loss_mask.tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
     assert batch.token_rewards.tolist() == [[0, 0, 0.25, 0, 0, 0.5], [0, 0, 1, 0, 0, 0]]
     assert batch.rollout_log_probs.tolist() == [

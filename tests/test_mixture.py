@@ -11,14 +11,7 @@ import pytest
 from toy_env import flags, fresh_process_state, read_metrics, train_main
 
 import agentevol
-from config import (
-    evaluation_horizons,
-    held_out_tasks,
-    horizons_of,
-    in_each,
-    options,
-    tasks_of,
-)
+from config import evaluation_horizons, held_out_tasks, horizons_of, in_each, options, tasks_of
 from reporting.plots import read_run
 from rollout import draw
 from run.worker import plan

@@ -29,11 +29,7 @@ from scale.default_models import CHATML, resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 MASK = torch.tensor(
-    [
-        [0, 0, 1, 1, 0, 0, 1, 1, 1],
-        [0, 1, 0, 0, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0, 0, 0],
-    ]
+    [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 1, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0]]
 )
 
 

@@ -29,12 +29,7 @@ from hypothesis import strategies as st
 
 from chat import ChatTemplate
 from engines import EngineError
-from envclient import (
-    EnvConnectionError,
-    EnvPool,
-    EnvServerError,
-    EnvTimeout,
-)
+from envclient import EnvConnectionError, EnvPool, EnvServerError, EnvTimeout
 from envs import Task
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
@@ -49,9 +44,7 @@ from rollout import (
     drawn,
     sampling_seed,
 )
-from rollout import (
-    draw as draw_requests,
-)
+from rollout import draw as draw_requests
 from scale.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -564,11 +557,7 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
     pool = FakePool(playing(observe("no", 0.25, parse_error="no"), observe("home", 0.75, True)))
     engine = ScriptedEngine(saying("wait<e>", "open door<e>"))
     (handler,) = collect(
-        engine,
-        pool,
-        chat,
-        requests_of(1, step=3),
-        settings_of(record_state=True, weight_version=2),
+        engine, pool, chat, requests_of(1, step=3), settings_of(record_state=True, weight_version=2)
     )
     line = json.loads(json.dumps(handler.to_line(), allow_nan=False))
     assert set(line) >= {

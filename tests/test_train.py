@@ -294,10 +294,7 @@ async def html():
     return HTMLResponse("<html>Welcome to nginx</html>")
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [(html, "Welcome to nginx"), (nothing, "1.5 s")],
-)
+@pytest.mark.parametrize(("answer", "said"), [(html, "Welcome to nginx"), (nothing, "1.5 s")])
 def test_a_server_that_fails_in_mid_episode_is_one_line_that_names_it(
     tmp_path, capsys, impatient, answer, said
 ):

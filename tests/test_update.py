@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import update
@@ -28,13 +30,14 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=T
 
 
 @pytest.fixture(autouse=True)
-def accelerator():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+def fresh_process_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(mixed_precision="no", cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+
+def learner_of(model, optimizer):
+    return Learner(Accelerator(mixed_precision="no", cpu=True), model, optimizer)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,6 @@ def values_of(critic, batch, max_tokens=10_000):
 
 
 def policy_step(
-    accelerator,
     policy,
     optimizer,
     batch,
@@ -106,23 +108,21 @@ def policy_step(
 ):
     """`update_policy` on the batch with these added."""
     added = dict(advantages=advantages, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
-    learner = Learner(accelerator, policy, optimizer)
+    learner = learner_of(policy, optimizer)
     return update.update_policy(learner, replace(batch, **added), objective, seed, signal_share)
 
 
-def critic_step(accelerator, critic, optimizer, batch, values, returns, objective):
+def critic_step(critic, optimizer, batch, values, returns, objective):
     """`update_critic` on the batch with these added."""
-    learner = Learner(accelerator, critic, optimizer)
+    learner = learner_of(critic, optimizer)
     return update.update_critic(learner, replace(batch, values=values, returns=returns), objective)
 
 
-def moved(accelerator, batch, advantages, objective, lr=1.0, **options):
+def moved(batch, advantages, objective, lr=1.0, **options):
     """(how far one update with SGD moves the policy's parameters, its metrics)."""
     policy = make_policy()
     before = flat(policy)
-    metrics = policy_step(
-        accelerator, policy, sgd(policy, lr), batch, advantages, objective, **options
-    )
+    metrics = policy_step(policy, sgd(policy, lr), batch, advantages, objective, **options)
     return flat(policy) - before, metrics
 
 
@@ -139,7 +139,7 @@ class CountingSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, 64, 1), (1, 4, 2), (3, 2, 9)])
 def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
-    accelerator, batch, advantages, epochs, mini_batch, steps
+    batch, advantages, epochs, mini_batch, steps
 ):
     policy = make_policy()
     optimizer = CountingSGD(policy.parameters(), lr=1e-3)
@@ -147,23 +147,19 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
     policy.register_forward_hook(lambda module, args, out: seen.extend(args[0][:, 0].tolist()))
     objective = replace(WIDE, ppo_epochs=epochs, mini_batch_size=mini_batch)
     old = log_probs_of(make_policy(), batch)
-    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, objective, old)
+    metrics = policy_step(policy, optimizer, batch, advantages, objective, old)
     assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
     assert objective.num_optimizer_steps(len(batch)) == steps
     assert sorted(seen) == sorted(batch.input_ids[:, 0].tolist() * epochs)
 
 
-def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(
-    accelerator, batch, advantages
-):
+def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(batch, advantages):
     def order_of(seed):
         policy, seen = make_policy(), []
         policy.register_forward_hook(lambda module, args, out: seen.append(args[0][0].tolist()))
         objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
         old = log_probs_of(make_policy(), batch)
-        policy_step(
-            accelerator, policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed
-        )
+        policy_step(policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed)
         return seen
 
     first = order_of(1)
@@ -172,13 +168,13 @@ def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(
     assert first[:6] != first[6:]
 
 
-def test_a_critics_mini_batches_that_were_not_finite_are_counted(accelerator, batch, advantages):
+def test_a_critics_mini_batches_that_were_not_finite_are_counted(batch, advantages):
     critic = make_critic()
     values = values_of(critic, batch)
     objective = replace(WIDE, mini_batch_size=3)
     returns = advantages.masked_fill(batch.loss_mask.bool(), math.inf)
     before = flat(critic)
-    metrics = critic_step(accelerator, critic, sgd(critic), batch, values, returns, objective)
+    metrics = critic_step(critic, sgd(critic), batch, values, returns, objective)
     assert metrics["critic/skipped_steps"] == 2 and torch.equal(flat(critic), before)
 
 
@@ -189,7 +185,7 @@ def test_a_critics_mini_batches_that_were_not_finite_are_counted(accelerator, ba
 @pytest.mark.parametrize("max_tokens", [1, 14, 24, 40])
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean"])
 def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
-    accelerator, batch, advantages, max_tokens, share_prefix, loss_agg
+    batch, advantages, max_tokens, share_prefix, loss_agg
 ):
     options = dict(
         old_log_probs=log_probs_of(make_policy(1), batch),
@@ -199,24 +195,20 @@ def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
     objective = replace(objective, loss_agg=loss_agg)
     split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
     assert len(cut(batch, range(len(batch)), max_tokens, share_prefix)) > 1
-    whole, whole_metrics = moved(accelerator, batch, advantages, objective, **options)
-    parts, parts_metrics = moved(accelerator, batch, advantages, split, **options)
+    whole, whole_metrics = moved(batch, advantages, objective, **options)
+    parts, parts_metrics = moved(batch, advantages, split, **options)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
 
 
-def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
-    accelerator, batch, advantages
-):
+def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(batch, advantages):
     """One forward over all rows, written out: -1/N Σ A log π."""
     policy = make_policy()
     log_probs, _ = policy(batch.input_ids, batch.loss_mask)
     (-(log_probs * advantages).sum() / sum(POLICY_TOKENS)).backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for max_tokens in (1, 10_000):
-        step, _ = moved(
-            accelerator, batch, advantages, replace(WIDE, max_tokens_per_micro_batch=max_tokens)
-        )
+        step, _ = moved(batch, advantages, replace(WIDE, max_tokens_per_micro_batch=max_tokens))
         torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
     # A mean of means is another loss, in which every trajectory counts alike, if asked for.
     policy.zero_grad()
@@ -227,15 +219,13 @@ def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(
     assert (other - expected).abs().max() > 1e-2
     for max_tokens in (1, 10_000):
         asked = replace(WIDE, max_tokens_per_micro_batch=max_tokens, loss_agg="seq-mean")
-        step, metrics = moved(accelerator, batch, advantages, asked)
+        step, metrics = moved(batch, advantages, asked)
         torch.testing.assert_close(step, -other, atol=1e-5, rtol=1e-5)
         even = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # every ratio is 1
         assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
 
 
-def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(
-    accelerator, batch, advantages
-):
+def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(batch, advantages):
     """One forward over all rows, written out: what AgentGym-RL's micro-batches of one row do."""
     ref = log_probs_of(make_policy(2), batch)
     objective = replace(WIDE, entropy_coef=0.3, kl_loss_coef=0.2, loss_agg="seq-mean")
@@ -248,7 +238,7 @@ def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(
     expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for max_tokens in (1, 10_000):
         asked = replace(objective, max_tokens_per_micro_batch=max_tokens)
-        step, metrics = moved(accelerator, batch, advantages, asked, ref_log_probs=ref)
+        step, metrics = moved(batch, advantages, asked, ref_log_probs=ref)
         torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
         for name, value in (("policy/kl", kl), ("policy/entropy", entropy)):
             mean = float((value.detach() * mask).sum() / mask.sum())
@@ -274,12 +264,12 @@ def test_more_processes_never_make_larger_or_fewer_micro_batches(batch, share_pr
 
 
 def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbours_are(
-    accelerator, batch, advantages
+    batch, advantages
 ):
     """Weights made over the step, and tokens counted over the mini-batch, would tilt them."""
     objective = replace(WIDE, mini_batch_size=2, loss_agg="seq-mean")
     old = log_probs_of(make_policy(), batch)
-    _, metrics = moved(accelerator, batch, advantages, objective, lr=0.0, old_log_probs=old)
+    _, metrics = moved(batch, advantages, objective, lr=0.0, old_log_probs=old)
     even = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # three steps of two rows
     assert metrics["policy/optimizer_steps"] == 3
     assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
@@ -289,13 +279,13 @@ def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbou
     assert abs(float(tilted - even)) > 1e-2
 
 
-def test_the_critics_update_does_not_depend_on_the_split(accelerator, batch, advantages):
+def test_the_critics_update_does_not_depend_on_the_split(batch, advantages):
     def step(max_tokens):
         critic = make_critic()
         before = flat(critic)
         objective = replace(WIDE, max_tokens_per_micro_batch=max_tokens, value_clip=100.0)
         old = values_of(critic, batch)
-        metrics = critic_step(accelerator, critic, sgd(critic), batch, old, advantages, objective)
+        metrics = critic_step(critic, sgd(critic), batch, old, advantages, objective)
         return flat(critic) - before, metrics
 
     whole, metrics = step(10_000)
@@ -324,29 +314,27 @@ def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages, bad):
+def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(batch, advantages, bad):
     advantages[0, LENGTHS[0] - 1] = bad
-    step, metrics = moved(
-        accelerator, batch, advantages, replace(WIDE, max_tokens_per_micro_batch=14)
-    )
+    step, metrics = moved(batch, advantages, replace(WIDE, max_tokens_per_micro_batch=14))
     assert (step == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(accelerator, batch, advantages):
+def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(batch, advantages):
     policy = make_policy()
     before = flat(policy)
     next(policy.parameters()).register_hook(lambda gradient: gradient * math.inf)
     optimizer = torch.optim.AdamW(policy.parameters())
-    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, WIDE)
+    metrics = policy_step(policy, optimizer, batch, advantages, WIDE)
     assert math.isfinite(metrics["policy/loss"])
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
     assert torch.equal(flat(policy), before)
     assert not optimizer.state  # no moment has seen it either
 
 
-def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, batch, advantages):
+def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(batch, advantages):
     """Two mini-batches, the second row poisoned: the update is that of the healthy one alone."""
     pair = batch.rows([0, 2])
     healthy = advantages[[0, 2]]
@@ -355,8 +343,8 @@ def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, bat
     poisoned[1, LENGTHS[2] - 1] = math.nan
     old = log_probs_of(make_policy(), pair)
     for seed in range(4):  # whichever of the two comes first
-        step, metrics = moved(accelerator, pair, poisoned, objective, old_log_probs=old, seed=seed)
-        alone, _ = moved(accelerator, batch.rows([0]), healthy[:1], objective)
+        step, metrics = moved(pair, poisoned, objective, old_log_probs=old, seed=seed)
+        alone, _ = moved(batch.rows([0]), healthy[:1], objective)
         torch.testing.assert_close(step, alone, atol=1e-5, rtol=1e-5)
         assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (1, 1)
 
@@ -364,23 +352,21 @@ def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(accelerator, bat
 # --- Trap 12: warm-up 0 gives lr 0 at the first step ---------------------------------------------
 
 
-def test_the_first_update_has_the_stated_learning_rate(accelerator, batch, advantages):
+def test_the_first_update_has_the_stated_learning_rate(batch, advantages):
     """Adam's first step is lr · sign(gradient), so the largest move is lr itself."""
     policy = make_policy()
     before = flat(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
-    metrics = policy_step(accelerator, policy, optimizer, batch, advantages, WIDE)
+    metrics = policy_step(policy, optimizer, batch, advantages, WIDE)
     assert (flat(policy) - before).abs().max().item() == pytest.approx(1e-3, rel=0.01)
     assert metrics["policy/learning_rate"] == 1e-3
 
 
-def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(
-    accelerator, batch, advantages
-):
-    free, metrics = moved(accelerator, batch, advantages, WIDE)
+def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(batch, advantages):
+    free, metrics = moved(batch, advantages, WIDE)
     assert metrics["policy/grad_norm"] == pytest.approx(free.norm().item(), rel=1e-3)
     limit = free.norm().item() / 10
-    step, clipped = moved(accelerator, batch, advantages, replace(WIDE, max_grad_norm=limit))
+    step, clipped = moved(batch, advantages, replace(WIDE, max_grad_norm=limit))
     assert step.norm().item() == pytest.approx(limit, rel=1e-3)
     assert clipped["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
 
@@ -388,31 +374,29 @@ def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(
 # --- The terms of the objective ------------------------------------------------------------------
 
 
-def test_leaving_out_old_log_probs_is_exact_when_there_is_one_optimizer_step(
-    accelerator, batch, advantages
-):
+def test_leaving_out_old_log_probs_is_exact_when_there_is_one_optimizer_step(batch, advantages):
     old = log_probs_of(make_policy(), batch)
-    implicit, metrics = moved(accelerator, batch, advantages, WIDE)
-    explicit, same = moved(accelerator, batch, advantages, WIDE, old_log_probs=old)
+    implicit, metrics = moved(batch, advantages, WIDE)
+    explicit, same = moved(batch, advantages, WIDE, old_log_probs=old)
     torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
     assert metrics == pytest.approx(same, abs=1e-5)
     assert metrics["policy/clip_frac"] == 0
 
 
-def test_the_critic_moves_towards_the_returns(accelerator, batch):
+def test_the_critic_moves_towards_the_returns(batch):
     critic = make_critic()
     returns = batch.loss_mask * torch.linspace(0, 1, len(batch))[:, None]
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3, weight_decay=0.0)
     seen = []
     for _ in range(40):
         old = values_of(critic, batch)
-        seen.append(critic_step(accelerator, critic, optimizer, batch, old, returns, WIDE))
+        seen.append(critic_step(critic, optimizer, batch, old, returns, WIDE))
     assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
     assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
 
 
 def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_highest_of_all(
-    accelerator, batch, advantages
+    batch, advantages
 ):
     """The policy stands still, so that each mini-batch can be measured by itself."""
     policy = make_policy()
@@ -421,7 +405,6 @@ def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_high
 
     def measured(part, size):
         return policy_step(
-            accelerator,
             policy,
             sgd(policy, lr=0.0),
             part,
@@ -446,22 +429,22 @@ def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_high
     [("token-mean", sum(POLICY_TOKENS[:4]) / sum(POLICY_TOKENS)), ("seq-mean", 4 / 6)],
 )
 def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
-    accelerator, batch, advantages, share_prefix, loss_agg, share
+    batch, advantages, share_prefix, loss_agg, share
 ):
     advantages[4:] = 0.0  # both samples of the third task returned the same
     objective = replace(WIDE, share_prefix=share_prefix, loss_agg=loss_agg)
-    whole, _ = moved(accelerator, batch, advantages, objective)
+    whole, _ = moved(batch, advantages, objective)
     kept = batch.rows([0, 1, 2, 3])
     width = kept.loss_mask.shape[1]
-    step, metrics = moved(accelerator, kept, advantages[:4, :width], objective, signal_share=share)
+    step, metrics = moved(kept, advantages[:4, :width], objective, signal_share=share)
     torch.testing.assert_close(step, whole, atol=1e-6, rtol=1e-5)
-    too_far, other = moved(accelerator, kept, advantages[:4, :width], objective)
+    too_far, other = moved(kept, advantages[:4, :width], objective)
     assert too_far.norm() > 1.3 * whole.norm()
     assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_and_of_several_mini_batches_as_many_are_left(accelerator, batch, advantages, shares):
+def test_and_of_several_mini_batches_as_many_are_left(batch, advantages, shares):
     """Fewer, each scaled by the share that is left, would count what is left out twice: with three
     of four groups silent the paper's setting moved a quarter as far."""
     advantages[2:] = 0.0  # the samples of the other tasks returned the same
@@ -469,27 +452,25 @@ def test_and_of_several_mini_batches_as_many_are_left(accelerator, batch, advant
     kept = batch.rows([0, 1])
     width, near = kept.loss_mask.shape[1], {"lr": 1e-3}  # where two steps are the sum of both
     old = log_probs_of(make_policy(), batch)
-    whole, _ = moved(accelerator, batch, advantages, objective, old_log_probs=old, **near)
+    whole, _ = moved(batch, advantages, objective, old_log_probs=old, **near)
     left = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **near}
-    half, _ = moved(accelerator, kept, advantages[:2, :width], objective, **left)
+    half, _ = moved(kept, advantages[:2, :width], objective, **left)
     objective, each = keep_num_steps(objective, 2, 6)
     assert each == 1.0
-    step, metrics = moved(accelerator, kept, advantages[:2, :width], objective, **left)
+    step, metrics = moved(kept, advantages[:2, :width], objective, **left)
     assert metrics["policy/optimizer_steps"] == 2
     torch.testing.assert_close(step, whole, atol=2e-6, rtol=5e-3)
     torch.testing.assert_close(2 * half, whole, atol=2e-6, rtol=5e-3)
 
 
 @pytest.mark.parametrize("max_tokens", [14, 24, 10_000])
-def test_the_padding_that_is_reported_is_that_of_the_passes(
-    accelerator, batch, advantages, max_tokens
-):
+def test_the_padding_that_is_reported_is_that_of_the_passes(batch, advantages, max_tokens):
     """Of the mini-batches' own cuts, not of a cut of the whole batch that nobody made."""
     policy, cells = make_policy(), []
     policy.register_forward_hook(lambda module, args, out: cells.append(args[0].numel()))
     objective = replace(WIDE, mini_batch_size=2, max_tokens_per_micro_batch=max_tokens)
     old = log_probs_of(make_policy(), batch)
-    policy_step(accelerator, policy, sgd(policy), batch, advantages, objective, old, seed=3)
+    policy_step(policy, sgd(policy), batch, advantages, objective, old, seed=3)
     assert update.padding_of(batch, objective, seed=3) == 1 - sum(LENGTHS) / sum(cells)
     assert update.padding_of(batch, replace(objective, share_prefix=True)) == 0.0
 

@@ -26,13 +26,7 @@ from models import CriticModel, PolicyModel
 from scale import distributed
 from scale.lora import add_lora
 from scale.memory import keep_for_backward
-from update import (
-    Learner,
-    score_critic,
-    score_policy,
-    update_critic,
-    update_policy,
-)
+from update import Learner, score_critic, score_policy, update_critic, update_policy
 from warmstart import SftSettings, imitate
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
