@@ -24,7 +24,7 @@ markers.
 Text of an environment is untrusted: `<|im_end|>` written by a web page is encoded as plain
 characters, never as the control token.
 
-Read next: `rollout.py`.
+Read next: `batching.py`.
 """
 
 from __future__ import annotations

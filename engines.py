@@ -21,7 +21,7 @@ every sequence is drawn alone from its own seeded generator, so that a trajector
 (weights, prompt, seed): tests and exact resume rely on it. Training uses `sampling/vllm_engine.py`,
 vLLM inside this process; `sampling/fleet.py` asks vLLM servers elsewhere.
 
-Read next: `rollout.py`, the loop that feeds an engine.
+Read next: `run/worker.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losse
 carry the gradient; the other fields are detached metrics over the same denominator.
 
 Run it: tutorials/02_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
-hand. Read next: schedulers.py. The loss of preferences (DPO) is in dpo.py.
+hand. Read next: train.py. The loss of preferences (DPO) is in dpo.py.
 """
 
 from __future__ import annotations

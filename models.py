@@ -14,8 +14,7 @@ The critic of PPO is the same architecture with a value head: values[b, t] = V(s
 t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
 
 Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy
-tokens in the batch. Read next: `rollout.py` for what produces the tokens, `losses.py` for what is
-done with the log-probs.
+tokens in the batch. Read next: `engines.py`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ the trajectory is marked `env_error`, left out of the loss and of its group, and
 
 At the end of the file: which tasks a step plays, a pure function of the step.
 
-Read first: `trajectory.py`. Read next: `train.py`.
+Read first: `trajectory.py`. Read next: `envclient.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ lines that run the model on a micro-batch and ask losses.py for its loss.
 Over several processes every rank holds the whole batch, takes the same mini-batches and runs its
 share of the micro-batches (`scale/distributed.py`); N and the sums are global.
 
-Shapes: B rows, T tokens. Read next: `losses.py` for each term; `train.py` for the whole step.
+Shapes: B rows, T tokens. Read first: `losses.py`. Read next: `models.py`.
 """
 
 from __future__ import annotations
