@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))  # before this folder, whose update.py is this fil
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
-from batching import Batch, cut, make_batch, padding_share  # noqa: E402
+from batching import Batch, cut, make_batch  # noqa: E402
 from benchmarks import common  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
@@ -118,23 +118,6 @@ def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective)
     policy.zero_grad()
 
 
-def facts_of(batch: Batch, cuts: list[list[int]], padded_cuts: list[list[int]]) -> dict[str, Any]:
-    """What is computed of a batch, packed and padded."""
-    lengths = batch.lengths.tolist()
-    return {
-        "trajectories": len(batch),
-        "tokens": sum(lengths),
-        "policy_tokens": int(batch.loss_mask.sum()),
-        "shortest": min(lengths),
-        "longest": max(lengths),
-        "micro_batches": len(cuts),
-        "computed_tokens": sum(pack(batch.rows(rows)).input_ids.numel() for rows in cuts),
-        "padded_micro_batches": len(padded_cuts),
-        "padded_padding_share": round(padding_share(lengths, padded_cuts), 4),
-        "padding_share_of_one_batch": round(1 - sum(lengths) / len(lengths) / max(lengths), 4),
-    }
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The three loops on one batch, in turn."""
     path, rounds = resolve_model(options.model), max(Config().rounds)
@@ -165,7 +148,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"repeat {repeat + 1} of {options.repeats}: {figures}", flush=True)
     settings = {"model": options.model, "parameters": num_parameters(plain)}
     settings |= {"max_tokens": options.max_tokens, "device": str(learner.accelerator.device)}
-    facts = facts_of(batch, cuts, padded_cuts)
+    facts = {"trajectories": len(batch), "tokens": int(batch.lengths.sum())}
+    facts |= {"policy_tokens": int(batch.loss_mask.sum()), "micro_batches": len(cuts)}
+    facts |= {"computed_tokens": sum(pack(batch.rows(r)).input_ids.numel() for r in cuts)}
     return {"settings": settings, "batch": facts, "repeats": repeats}
 
 

@@ -64,10 +64,11 @@ also_uncommitted = False  # --show
 
 def results_of(folder: str, name: str) -> list[Result]:
     """`<name>-<seed>.json` of a folder of results, by seed."""
-    folders = [COMMITTED / folder] + [worlds.RUNS / "results"] * also_uncommitted
-    return [
-        read_json(path) for where in folders for path in sorted(where.glob(f"{name}-[0-9].json"))
-    ]
+    folders = [COMMITTED / folder]
+    if also_uncommitted:
+        folders.append(ROOT / worlds.RUNS / folder.replace("worlds", "results"))
+    paths = sorted(path for where in folders for path in where.glob(f"{name}-[0-9].json"))
+    return [read_json(path) for path in paths]
 
 
 def seeds_in(results: Sequence[Result]) -> str:
