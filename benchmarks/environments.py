@@ -244,7 +244,7 @@ def memory(name: str, env: str, plans: Plans, count: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = arguments(__doc__, 3)
-    parser.add_argument("--env", choices=GOALS, required=True)
+    parser.add_argument("--env", choices=GOALS, default="textcraft")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each throughput run")
     parser.add_argument("--tasks", type=int, default=16, help="how many are played")
     parser.add_argument("--live", type=int, help="sessions open at once")
