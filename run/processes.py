@@ -7,7 +7,7 @@ the child has started. PR_SET_PDEATHSIG would do less: it is Linux's alone, fire
 that began the child ends, and needs preexec_fn, which may deadlock beside the threads of torch and
 vLLM.
 
-Read next: `envs/launch.py` and `sampling/fleet.py`, which start one.
+Read next: `envclient.py` and `sampling/fleet.py`, which start one.
 """
 
 from __future__ import annotations

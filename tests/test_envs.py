@@ -11,7 +11,17 @@ from toy_env import Letters, registered
 
 import envs
 from envclient import EnvServerError, connect, local_server
-from envs import REQUIRED, Task, TaskIndexError, env_name, get_env, load_tasks, settings_of
+from envs import (
+    REQUIRED,
+    EpisodeEndedError,
+    NotResetError,
+    Task,
+    TaskIndexError,
+    env_name,
+    get_env,
+    load_tasks,
+    settings_of,
+)
 from run.rundir import python
 
 ROOT = Path(__file__).parent.parent
@@ -352,3 +362,22 @@ def test_an_index_out_of_range_is_refused_and_does_not_wrap_around(env, index):
         pytest.importorskip(settings_of(env).package)
     with pytest.raises(TaskIndexError, match=f"{index} does not exist"):
         get_env(env)().reset(index)
+
+
+@pytest.mark.parametrize("env", ["textcraft", "babyai"])
+def test_misuse_of_an_episode_has_its_own_errors(env):
+    if settings_of(env).package:
+        pytest.importorskip(settings_of(env).package)
+    world = get_env(env)()
+    asks = (lambda: world.step("inventory"), world.oracle, world.available_actions)
+    for misuse in (*asks, world.state_for_people):
+        with pytest.raises(NotResetError):
+            misuse()
+    world.reset(0)
+    while not any(world.step(world.oracle()[1])[2:4]):
+        pass
+    for misuse in asks[:2]:
+        with pytest.raises(EpisodeEndedError):
+            misuse()
+    assert world.reset(0)
+    world.close()

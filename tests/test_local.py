@@ -1,16 +1,13 @@
 """--env-addr local: a world in this process is played as one behind HTTP."""
 
 import os
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakes import ScriptedEngine, byte_tokenizer, requests_of, settings_of
 from toy_env import NAME, Letters, registered, serve
 
-from chat import ChatTemplate
 from envclient import (
     EnvPool,
     EnvServerError,
@@ -18,51 +15,10 @@ from envclient import (
     StepOutsideEpisode,
     UnknownTask,
     connect,
-    local_server,
 )
-from envs import EpisodeEndedError, get_env
+from envs import EpisodeEndedError
 from envs.local import LOCAL, check_local
 from envs.sessions import MAX_BODY_BYTES
-from rollout import collect
-
-
-def play(env, address):
-    """Trajectories of a scripted policy: moves of the world, nonsense, texts without an action."""
-    tokenizer = byte_tokenizer()
-    chat = ChatTemplate(tokenizer)
-    world = get_env(env)
-    moves = ["get 1 stick", "turn left", "go to red ball 1", "abc xyz"]
-    texts = [world.say("I try.", move) for move in moves] + ["no action here", "Action: \ud83d ?"]
-
-    def answer(request_id, prompt_ids):
-        text = random.Random(f"{request_id}/{len(prompt_ids)}").choice(texts)
-        return chat.action(text.encode("utf-8", "replace").decode())
-
-    settings = settings_of(max_tokens_per_turn=80, max_trajectory_tokens=20_000, record_state=True)
-    with EnvPool(env, [address]) as pool:
-        handlers = collect(
-            ScriptedEngine(answer), pool, chat, requests_of(4, 3, max_rounds=5), settings
-        )
-    kept = []
-    for handler in handlers:
-        line = handler.to_line()
-        for turn in line["turns"]:
-            turn.pop("env_s"), turn.pop("generate_s")
-        kept.append(line)
-    return kept
-
-
-@pytest.mark.parametrize("env", ["textcraft", "babyai"])
-def test_trajectories_are_those_of_a_server(env):
-    if env == "babyai":
-        pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
-    with local_server(env) as url:
-        over_http = play(env, url)
-    here = play(env, LOCAL)
-    assert here == over_http
-    assert all(turn["state"] for line in here for turn in line["turns"])
-    kinds = {bool(turn["parse_error"]) for line in here for turn in line["turns"]}
-    assert kinds == {True, False}
 
 
 def both(env_class=Letters):

@@ -14,7 +14,6 @@ import pytest
 import envs
 from envs import (
     EpisodeEndedError,
-    NotResetError,
     load_tasks,
 )
 from envs.textcraft.__main__ import VARIANT_WORDS, family, plan_length, write_ids
@@ -180,19 +179,6 @@ def test_text_that_is_no_action_is_answered_and_changes_nothing(action):
     observation, reward, terminated, _, _ = env.step(action)
     assert observation == f"Could not execute {action}" and reward == 0 and not terminated
     assert env.state_for_people()["inventory"] == {}
-
-
-def test_using_an_environment_before_reset_or_after_the_end_has_its_own_errors():
-    env = TextCraft()
-    for misuse in (lambda: env.step("inventory"), env.oracle, env.available_actions):
-        with pytest.raises(NotResetError):
-            misuse()
-    env.reset(0)
-    solve(env)
-    with pytest.raises(EpisodeEndedError):
-        env.oracle()
-    env.reset(0)
-    assert env.step("inventory")[0].endswith("You are not carrying anything.")
 
 
 def test_every_available_action_succeeds_and_no_listed_recipe_that_would_is_missing():
