@@ -81,11 +81,7 @@ EnvNames = Annotated[
 
 
 def flag(name: str) -> str:
-    """The option of a field.
-
-    >>> flag("run_dir")
-    '--run-dir'
-    """
+    """The option of a field: --run-dir for "run_dir"."""
     return "--" + name.replace("_", "-")
 
 
@@ -1018,7 +1014,6 @@ def changed(config: RunConfig, saved: RunConfig) -> list[str]:
 
 # --------------------------------------------------------------------------------- another --prompt
 
-MAX_PROMPT_BYTES = 100_000  # a larger file is not the one that was meant
 WithPrompt = TypeVar("WithPrompt", bound=Any)
 
 
@@ -1034,27 +1029,19 @@ def with_prompt(config: WithPrompt) -> WithPrompt:
     if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
         return config
     try:
-        if Path(file).stat().st_size > MAX_PROMPT_BYTES:
-            raise Misuse(f"--prompt {file} is larger than {MAX_PROMPT_BYTES} bytes")
         text = Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise Misuse(f"--prompt {file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise Misuse(f"--prompt {file} is not text in UTF-8 ({error})") from error
+        messages = json.loads(text) if text.startswith("[") else None
+        json.dumps(messages, ensure_ascii=False).encode()  # fails on half a surrogate pair
+    except (OSError, ValueError, RecursionError) as error:
+        raise Misuse(f"--prompt {file} cannot be read ({error})") from error
     if not text:
         raise Misuse(f"--prompt {file} is empty")
-    if text.startswith("["):
-        try:
-            messages = json.loads(text)
-            json.dumps(messages, ensure_ascii=False).encode()  # fails on half a surrogate pair
-        except (ValueError, RecursionError) as error:
-            raise Misuse(f"--prompt {file} begins like JSON but is not ({error})") from error
-        if problem := problem_of_messages(messages):
-            raise Misuse(f"--prompt {file}: {problem}")
-        messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    else:
+    if messages is None:
         first, *others = get_env(config.env).PROMPT
         messages = [first | {"content": text}, *others]
+    elif problem := problem_of_messages(messages):
+        raise Misuse(f"--prompt {file}: {problem}")
+    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
     return replace(config, prompt=json.dumps(messages, ensure_ascii=False))
 
 

@@ -356,7 +356,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(default_models, "_problem_at_hub", lambda name: "the model hub sleeps")
+    monkeypatch.setattr(default_models, "_ask_hub", lambda name: "is not at the hub")
     return tmp_path
 
 
@@ -649,8 +649,8 @@ def test_a_resumed_run_notices_another_prompt_and_takes_the_same_one(tmp_path):
     ("text", "words"),
     [
         ("  \n", "is empty"),
-        ("[", "begins like JSON"),
-        ("[" * 100_000, "begins like JSON"),
+        ("[", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[]", "expected a list"),
         ("[1]", "expected a list"),
         ('[{"role": "system"}]', "expected a list"),
@@ -658,7 +658,6 @@ def test_a_resumed_run_notices_another_prompt_and_takes_the_same_one(tmp_path):
         ('[{"role": "system", "content": "\\ud83d"}]', "surrogates"),
         ('[{"role": "user", "content": "a"}]', "the roles are user; expected"),
         (json.dumps([*DIALOGUE, SYSTEM]), "the roles are"),
-        ("x" * 200_000, "is larger than 100000 bytes"),
     ],
 )
 def test_what_cannot_stand_before_an_observation_is_refused(tmp_path, text, words):
