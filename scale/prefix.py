@@ -1,21 +1,18 @@
-"""Prefix sharing: what the samples of a task have in common is computed once, not once per sample.
+"""Prefix sharing: compute a group's common opening once instead of once per sample.
 
 The G trajectories of a group open with the same tokens: instructions and first observation, in
-TextCraft about half of a short trajectory. A padded batch runs the model over them G times. Here a
-group becomes one packed row, and attention follows a tree instead of a line:
+TextCraft about half of a short trajectory. Here a group becomes one packed row, in which attention
+follows a tree:
 
-    packed row     P P P P | a a a | b b b b | c c     P: opening, a b c: own parts
+    packed row     P P P P | a a a | b b b b | c c     P: opening, a b c: the samples' own parts
     position_ids   0 1 2 3 | 4 5 6 | 4 5 6 7 | 4 5     as if each stood alone
-    attention      own tokens see all of P and what came before them in their own part, no sibling
+    attention      a part sees all of P and its own earlier tokens, not its siblings
 
     tokens         G · (p + n)  ->  p + G · n               1.7x fewer for p = 120, n = 140, G = 8
 
-The first own token of every sample is predicted from the last state of P, which therefore receives
-the gradients of all of them: log-probs and gradients equal those of the padded batch, up to the
-rounding of another order of sums.
-
-A dense mask over the packed row would say the same and cost L² in time and memory, most of it for
-pairs of siblings that may not see each other. `models.tree_attention` takes the tree apart instead.
+The first own token of every sample is predicted from the last state of P, which receives the
+gradients of all of them. Log-probs and gradients equal the padded batch's up to rounding. A dense
+mask would cost L² for pairs of siblings that never meet; `models.tree_attention` avoids it.
 
 Shapes: B rows of a padded batch, T its width; L = p + Σ n_b the length of the packed row. Read
 next: `update.py`.
@@ -72,7 +69,7 @@ def pack(batch: Batch) -> PackedGroup:
 
 
 def shared_share(batch: Batch) -> float:
-    """Share of the batch's tokens that sharing openings would not compute again, 0..1.
+    """Share of the batch's tokens that sharing openings saves, 0..1.
 
     s = 1 - Σ_groups (p + Σ_b n_b) / Σ_b (p + n_b)
     """

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import measure_memory
 import pytest
 import torch
 
@@ -31,7 +30,7 @@ from update import Learner, update_policy
 
 LAPTOP, PAPER = with_preset("laptop"), with_preset("paper")
 QWEN_3B = Shape("3B", 151936, 2048, 11008, 36, 16, 2)
-TINY = measure_memory.TINY
+TINY = Shape("tiny", 1024, 256, 704, 4, 4, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -225,14 +224,6 @@ def test_gradients_are_the_same_to_the_bit_whatever_is_kept(share_prefix, bf16):
     for keep in ("products", "inputs"):
         actual = gradients(keep, share_prefix, bf16)
         assert all(torch.equal(expected[name], actual[name]) for name in expected)
-
-
-def test_each_way_keeps_less_than_the_one_before():
-    peaks = [
-        measure_memory.measure(TINY, tokens=256, keep=keep)["transient"]
-        for keep in ("all", "products", "inputs")
-    ]
-    assert peaks[0] > 1.2 * peaks[1] > 1.2 * 1.2 * peaks[2]
 
 
 def test_a_cpu_keeps_products_and_a_card_all_unless_asked_for_less():
