@@ -309,7 +309,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
-    (folder,) = (p for p in (path, *path.parents) if re.fullmatch(r"step_\d+", p.name))
+    folder = next(p for p in (path, *path.parents) if p.parent.name == "checkpoints")
     return CheckpointError(
         f"{path} cannot be read, it may be truncated: {_first_line(error)}; put a copy back, or "
         f"move {folder} away to go on from the checkpoint before it"
