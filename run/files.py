@@ -60,11 +60,6 @@ def write_text(path: Path, text: str) -> None:
         new.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    with aside(path) as new:
-        new.write_bytes(content)
-
-
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
     """`content` as JSON; a number that is not finite is a ValueError."""
     write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""What a run is busy with and how long it takes: a bar on a terminal, a line every 30 s elsewhere.
+"""What a run is busy with and how long it takes: a line every 30 s.
 
     with phase("warm start", total=32, unit="steps") as tick:
         for batch in batches:
@@ -6,8 +6,7 @@
 
     step 12/60, 41 min left: rollout: 20/64 episodes, solved 14, 25 s left
 
-The bar goes to stderr if that is a terminal; the line goes to stdout. Of nested phases the
-innermost is shown, and of several processes rank 0 shows.
+Of nested phases the innermost is shown, and of several processes rank 0 shows.
 
 Read next: `run/clock.py`, which measures the phases of a step.
 """
@@ -16,15 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import monotonic
 from typing import Any
-
-from tqdm import tqdm
 
 EVERY_S = 30.0  # between two lines
 LOOK_S = 1.0  # between two looks at the clock
@@ -60,19 +56,11 @@ class Phase:
         self.label, self.total, self.unit = label, total, unit
         self.done, self.began = 0.0, monotonic()
         self.figures: dict[str, str] = {}
-        self.bar: Any = None
-        if total is not None and sys.stderr.isatty():
-            desc = ": ".join(filter(None, [_line.heading, label]))
-            # nrows: some terminals say 0, and tqdm would hide the bar
-            self.bar = tqdm(total=total, desc=desc, unit=f" {unit}", leave=False, nrows=20)
 
     def tick(self, done: float = 1.0, **figures: str) -> None:
         """`done` more of the total is done; `figures` say how it goes, as loss="0.21"."""
         self.done += done
         self.figures = self.figures | figures  # a new dict: the thread may be reading the old one
-        if self.bar is not None:
-            self.bar.set_postfix(self.figures, refresh=False)
-            self.bar.update(round(self.done) - self.bar.n)
 
     def left_s(self) -> float | None:
         """Seconds that the rest takes at this rate; None while it is too early to say."""
@@ -92,12 +80,8 @@ class Phase:
         return ": ".join([*filter(None, [_line.heading]), self.label, ", ".join(state)])
 
     def beat(self) -> None:
-        """Refresh the bar, or print the line if one is due."""
-        if _line.open[-1:] != [self]:
-            return
-        if self.bar is not None:
-            self.bar.refresh()
-        elif monotonic() - _line.last_s >= EVERY_S:
+        """Print the line if one is due."""
+        if _line.open[-1:] == [self] and monotonic() - _line.last_s >= EVERY_S:
             spoke()
             with contextlib.suppress(OSError, ValueError):  # nobody reads our lines any more
                 print(self.line(), flush=True)
@@ -131,8 +115,6 @@ def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Ca
         ended.set()
         thread.join(timeout=LOOK_S)
         _line.open.remove(current)
-        if current.bar is not None:
-            current.bar.close()
 
 
 @contextlib.contextmanager
@@ -154,35 +136,26 @@ class TimeLeft:
 
         left after step t = (T - t) · median(recent steps, without evaluation)
                             + evaluations still due · median(evaluations)
-                            + explorations still due · median(explorations)
 
     A median, since single steps are slow for reasons of their own; of recent steps, since the
-    horizon grows. Explorations are the rollouts of methods that play only at some steps (dpo.py,
-    agentevol.py); elsewhere the rollout is a part of every step.
+    horizon grows.
 
     Args:
         steps: number of the last step.
-        evaluated, exploring: numbers of the steps that evaluate, or explore.
+        evaluated: numbers of the steps that an evaluation follows.
     """
 
-    def __init__(
-        self, steps: int, evaluated: Sequence[int] = (), exploring: Sequence[int] = ()
-    ) -> None:
-        self.steps, self.evaluated, self.exploring = steps, evaluated, exploring
-        self.step_s, self.eval_s, self.explore_s = (deque[float](maxlen=RECENT) for _ in range(3))
+    def __init__(self, steps: int, evaluated: Sequence[int] = ()) -> None:
+        self.steps, self.evaluated = steps, evaluated
+        self.step_s, self.eval_s = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
 
     def note(self, timings: Mapping[str, Any]) -> None:
         """A step's row of timings.jsonl, or the time of an evaluation alone."""
         evaluation, step_s = timings.get("time/eval_s"), timings.get("time/step_s")
         if evaluation is not None:
             self.eval_s.append(evaluation)
-        if step_s is None:
-            return
-        explored = (timings.get("time/rollout_s") or 0.0) if self.exploring else 0.0
-        self.step_s.append(step_s - (evaluation or 0.0) - explored)
-        # A resumed run reads what was explored, in a step that does not explore.
-        if timings.get("step") in self.exploring:
-            self.explore_s.append(explored)
+        if step_s is not None:
+            self.step_s.append(step_s - (evaluation or 0.0))
 
     def after(self, step: int) -> float | None:
         """Seconds from the end of `step` to the end of the run; None before a step was timed.
@@ -196,10 +169,9 @@ class TimeLeft:
         """
         if not self.step_s:
             return None
-        total = (self.steps - step) * median(self.step_s)
-        for due, seconds in ((self.evaluated, self.eval_s), (self.exploring, self.explore_s)):
-            total += sum(at > step for at in due) * median(seconds or [0.0])
-        return total
+        evaluations = sum(at > step for at in self.evaluated)
+        learning = (self.steps - step) * median(self.step_s)
+        return learning + evaluations * median(self.eval_s or [0.0])
 
 
 def duration(seconds: float) -> str:

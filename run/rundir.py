@@ -223,7 +223,8 @@ def put_pictures_beside(trajectory: Trajectory, folder: Path) -> None:
             return text
         name = f"{MEDIA}/{hashlib.sha256(content).hexdigest()[:32]}.{picture[1]}"
         if not (folder / name).exists():
-            files.write_bytes(folder / name, content)
+            with files.aside(folder / name) as new:
+                new.write_bytes(content)
         return name
 
     trajectory.first_state = map_texts(trajectory.first_state, replace_picture)

@@ -122,10 +122,7 @@ class Session(Generic[WorkerType]):
         self.evaluated_step: int | None = None
         c, steps = config, range(1, config.steps + 1)
         evaluated = [n for n in steps if worker.eval_tasks and is_due(n, c.eval_every, c.steps)]
-        per_iteration = getattr(c, "steps_per_iteration", None)  # of methods that play in between
-        self.time_left = progress.TimeLeft(
-            c.steps, evaluated, steps[::per_iteration] if per_iteration else ()
-        )
+        self.time_left = progress.TimeLeft(c.steps, evaluated)
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint first."""
@@ -293,7 +290,7 @@ class Session(Generic[WorkerType]):
                 "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
                 "rollout/engine_idle_share": log.engine_idle_s / seconds,
             }
-        self.time_left.note(timings | {"step": step})
+        self.time_left.note(timings)
         self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
             raise TrainingError(collapse)

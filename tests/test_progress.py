@@ -1,5 +1,4 @@
-"""run/progress.py: whoever waits sees a bar on a terminal, else a line every 30 s, and how long it
-still takes."""
+"""run/progress.py: whoever waits sees a line every 30 s, and how long it still takes."""
 
 import io
 import re
@@ -27,11 +26,6 @@ def wait(monkeypatch):
             current.beat()
 
     return wait
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 # --- What a line says ----------------------------------------------------------------------------
@@ -67,7 +61,7 @@ def test_durations_at_the_edges_of_their_units(seconds, text):
     assert duration(seconds) == text
 
 
-# --- When and where it is said -------------------------------------------------------------------
+# --- When it is said ----------------------------------------------------------------------------
 
 
 def test_without_a_terminal_there_is_a_line_every_thirty_seconds(wait, capsys):
@@ -112,19 +106,6 @@ def test_only_the_first_process_speaks(wait, capsys, monkeypatch):
         wait(60)
         tick(success="50%")
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("total", [4, None])
-def test_on_a_terminal_what_counts_has_a_bar_and_the_rest_a_line(wait, monkeypatch, total):
-    out, err = io.StringIO(), Terminal()
-    monkeypatch.setattr("sys.stdout", out)
-    monkeypatch.setattr("sys.stderr", err)
-    with phase("update", total, "trajectories") as tick:
-        tick(1.6)
-        wait(30)
-    assert (out.getvalue(), " 2/4 [" in err.getvalue()) == (
-        ("", True) if total else ("update: 30 s so far\n", False)
-    )
 
 
 def test_a_reader_that_has_gone_does_not_end_the_phase(wait, monkeypatch):
@@ -172,18 +153,6 @@ def test_one_slow_step_moves_nothing_and_a_horizon_that_grew_is_noticed():
     assert left.after(10) == 900
     fed(left, [{"time/step_s": 20.0}] * RECENT)
     assert left.after(20) == 1600
-
-
-def test_explorations_that_begin_an_iteration_are_counted_apart_from_its_steps():
-    """The first step of AgentEvol explores for minutes; 239 more of those would be hours."""
-    left = TimeLeft(240, [120, 240], exploring=range(1, 241, 60))
-    fed(left, [{"step": 1, "time/step_s": 320.0, "time/rollout_s": 300.0}])
-    assert left.after(1) == 239 * 20 + 3 * 300
-    fed(left, [{"step": 2, "time/step_s": 20.0}])
-    assert left.after(60) == 180 * 20 + 3 * 300  # step 61 begins with one
-    resumed = {"step": 3, "time/step_s": 21.0, "time/rollout_s": 1.0}  # what it read, not played
-    fed(left, [resumed])
-    assert left.after(181) == 59 * 20
 
 
 # --- A whole run ---------------------------------------------------------------------------------
