@@ -8,7 +8,16 @@ from fakes import FakePool, ScriptedEngine, byte_tokenizer, observe, requests_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching import MAX_PADDING, Batch, cut, make_batch, micro_batches, padding_share
+from batching import (
+    MAX_PADDING,
+    Batch,
+    cut,
+    even_weights,
+    make_batch,
+    micro_batches,
+    opening_length,
+    padding_share,
+)
 from chat import ChatTemplate
 from rollout import collect
 from trajectory import RolloutHandler, Turn
@@ -147,6 +156,70 @@ def test_group_ids_rewards_and_masks_travel_with_their_row(order, num_chosen, ma
         micro = part.rows(index)
         for i, row in enumerate(index):
             assert fields_of(micro, i) == fields_of(batch, chosen[row])
+
+
+def drawn(*drawings):
+    return make_batch([trajectory(drawing) for drawing in drawings], PAD)
+
+
+def test_an_opening_ends_where_rows_differ_or_a_policy_spoke():
+    assert opening_length(drawn("ppaa", "ppa", "ppao")) == 2  # also where both wrote the same
+    assert opening_length(drawn("ppo", "ppoa")) == 3  # the shorter one ends
+    batch = drawn("pppa", "pppa", "pppa")
+    batch.input_ids[2, 1] = 7
+    assert opening_length(batch) == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 12, 100])
+def test_packed_micro_batches_hold_one_group_each(max_tokens):
+    batch = make_batch(TRAJECTORIES * 2, PAD)
+    cuts = cut(batch, range(8), max_tokens, share_prefix=True)
+    assert sorted(row for rows in cuts for row in rows) == list(range(8))
+    for rows in cuts:
+        assert len({int(batch.group_ids[row]) for row in rows}) == 1
+        p = opening_length(batch.rows(rows))
+        length = p + sum(int(batch.lengths[row]) - p for row in rows)
+        assert length <= max_tokens or len(rows) == 1
+
+
+def test_a_group_that_needs_several_passes_is_cut_evenly():
+    """Eight samples of 3 tokens after an opening of 2: 20 tokens would be six of them and two."""
+    batch = drawn(*["ppaaa"] * 8)
+    cases = [(8, 20, [4, 4]), (8, 25, [4, 4]), (8, 26, [8]), (7, 11, [3, 3, 1])]
+    for num_rows, limit, sizes in cases:
+        cuts = cut(batch, range(num_rows), limit, share_prefix=True)
+        assert [len(rows) for rows in cuts] == sizes
+
+
+def test_each_process_gets_a_micro_batch_where_that_is_possible():
+    """But more processes never make fewer or larger ones."""
+    batch = drawn(*["ppaa"] * 4)
+    assert cut(batch, range(4), 100) == [[0, 1, 2, 3]]
+    assert cut(batch, range(4), 100, num_ranks=2) == [[0, 1], [2, 3]]
+    assert cut(batch, [3, 1, 0], 100, num_ranks=3) == [[3], [1], [0]]
+    assert cut(batch, range(4), 8, num_ranks=2) == [[0, 1], [2, 3]]
+    assert cut(batch, range(4), 4, num_ranks=8) == [[0], [1], [2], [3]]
+
+
+def test_a_trajectorys_weight_is_that_of_its_mini_batch():
+    """4 tokens in 2 rows: 4 / (2 · 3) and 4 / (2 · 1), in whichever micro-batch a row is."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    assert even_weights(mask, mask).tolist() == pytest.approx([2 / 3, 2])
+    assert even_weights(mask[1:], mask).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "cuts"),
+    [
+        (48, [[0, 1, 4, 5, 2, 3]]),
+        (32, [[0, 1, 4, 5], [2, 3]]),
+        (31, [[0, 1], [4, 5], [2, 3]]),
+    ],
+)
+def test_pairs_of_similar_length_lie_together(max_tokens, cuts):
+    batch = drawn("ppaaaaaa", "ppaa", "ppaaa", "pa", "ppaaaaaa", "ppaaaa")
+    batch.ref_sums = torch.zeros(6)
+    assert cut(batch, range(6), max_tokens) == cuts
 
 
 @pytest.mark.parametrize("share", [False, True])

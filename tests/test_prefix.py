@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batching import Batch, cut, opening_length
+from batching import Batch, cut
 from config import Objective
 from models import load_policy, tree_attention
 from scale.default_models import resolve_model
@@ -88,37 +88,6 @@ def test_attention_that_is_not_plain_is_refused(name: str) -> None:
         tree_attention(None, x, x, x, None, **{name: 2})
     with pytest.raises(ValueError, match="a mask"):
         tree_attention(None, x, x, x, torch.ones(3, 3))
-
-
-def test_an_opening_ends_where_rows_differ_or_a_policy_spoke() -> None:
-    assert opening_length(make([[5, 6]], [[[7, 8], [9]]])) == 2
-    same_words = make([[5, 6]], [[[7, 8], [7, 8]]])  # both samples said the same: still their own
-    assert opening_length(same_words) == 2
-    assert opening_length(make([[5, 6], [5, 9]], [[[7]], [[7]]])) == 1
-
-
-def test_every_row_is_in_one_cut_and_a_cut_holds_one_group(batch: Batch) -> None:
-    for limit in (1, 40, 60, 10_000):
-        cuts = cut(batch, range(len(batch)), limit, share_prefix=True)
-        assert sorted(i for rows in cuts for i in rows) == list(range(len(batch)))
-        for rows in cuts:
-            assert len({int(batch.group_ids[i]) for i in rows}) == 1
-            p = opening_length(batch.rows(rows))
-            length = p + sum(int(batch.lengths[i]) - p for i in rows)
-            assert length <= limit or len(rows) == 1
-
-
-def test_a_group_that_needs_several_passes_is_cut_evenly() -> None:
-    """Eight samples of 3 tokens after an opening of 2; 20 tokens would be six of them and two."""
-    batch = make([[5, 6]], [[[7, 8, 9]] * 8])
-    assert [len(rows) for rows in cut(batch, range(8), 20, share_prefix=True)] == [4, 4]
-    assert [len(rows) for rows in cut(batch, range(8), 25, share_prefix=True)] == [4, 4]
-    assert [len(rows) for rows in cut(batch, range(8), 26, share_prefix=True)] == [8]
-    assert [len(rows) for rows in cut(batch, range(7), 11, share_prefix=True)] == [
-        3,
-        3,
-        1,
-    ]  # 3 passes at least
 
 
 def outcome(

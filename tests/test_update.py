@@ -255,14 +255,6 @@ def test_mini_batches_are_of_equal_sizes(batch, size, parts):
     assert len(found) == objective.num_optimizer_steps(6)
 
 
-@pytest.mark.parametrize("share_prefix", [False, True])
-@pytest.mark.parametrize("limit", [14, 20, 24, 30, 40])
-def test_more_processes_never_make_larger_or_fewer_micro_batches(batch, share_prefix, limit):
-    alone = cut(batch, range(6), limit, share_prefix)
-    for ranks in (2, 4, 8):
-        assert len(cut(batch, range(6), limit, share_prefix, ranks)) >= len(alone)
-
-
 def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbours_are(
     batch, advantages
 ):
