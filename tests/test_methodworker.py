@@ -82,13 +82,7 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "place", "save_every"),
-    [pytest.param(*kill, marks=[] if kill in FAST else pytest.mark.long) for kill in KILLS],
-)
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(
-    method, place, save_every, whole, tmp_path, url, monkeypatch
-):
+def kill_and_resume(method, place, save_every, whole, tmp_path, url, monkeypatch):
     owner, name, number = PLACES[place]
     original, calls = getattr(owner, name), Counter()
 
@@ -109,6 +103,11 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(
     left = left_by(values["run_dir"])
     for part in left:
         assert left[part] == whole[method][part], part
+
+
+@pytest.mark.parametrize("kill", FAST)  # the others: tests/long/
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(kill, whole, tmp_path, url, monkeypatch):
+    kill_and_resume(*kill, whole, tmp_path, url, monkeypatch)
 
 
 @pytest.mark.parametrize("part", ["load_into_engine", "reference_sums"])
