@@ -1,23 +1,18 @@
-"""sft.py: the imitation loss by hand and by loop, epochs, and what is held out."""
+"""sft.py: an update on weighted conversations, epochs, and what is held out."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from methods_toy import conversation, run, settings, write_lines
-from test_dpo import CUTS, OBJECTIVE, assert_equal, vector, weights_after
+from test_dpo import CUTS, OBJECTIVE, assert_equal, weights_after
 from toy_env import Shown, read_metrics, serve
 from two_ranks import make_batch
 
 import sft
 from config import Misuse, complete
-from losses import imitation_loss
 from rollout import portion
 from run.rundir import open_run
 from sft import SftConfig
@@ -31,68 +26,6 @@ def url():
 
 
 # --- The loss -------------------------------------------------------------------------------------
-
-
-def demonstrations(seed=0, rows=5, length=8, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    log_probs = -torch.rand(rows, length, generator=g, dtype=dtype) - 0.1
-    mask = (torch.rand(rows, length, generator=g) < 0.6).long()
-    return log_probs, mask, torch.rand(rows, generator=g, dtype=dtype) * 2
-
-
-def test_weighted_imitation_by_hand():
-    """Weights 2 and ½: −(2·(−1 − 2) + ½·(−4)) / 3 = 8/3: three tokens, whatever they weigh."""
-    log_probs = vector(-1, -2, -4, -9).reshape(2, 2).requires_grad_()
-    weights = vector(2, 0.5).requires_grad_()
-    loss = imitation_loss(log_probs, torch.tensor([[1, 1], [1, 0]]), 3, weights)
-    loss.backward()
-    assert loss.item() == pytest.approx(8 / 3)
-    assert log_probs.grad.flatten().tolist() == pytest.approx([-2 / 3, -2 / 3, -0.5 / 3, 0])
-    assert weights.grad is None
-
-
-@hypothesis_settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.sampled_from([None, 17.0]))
-def test_weighted_imitation_equals_its_definition_written_as_a_loop(seed, denominator):
-    log_probs, mask, weights = demonstrations(seed)
-    total, slope = 0.0, torch.zeros_like(log_probs)
-    tokens = denominator or int(mask.sum())
-    for b, t in mask.nonzero().tolist():
-        total -= weights[b].item() * log_probs[b, t].item() / tokens
-        slope[b, t] = -weights[b] / tokens
-    inputs = log_probs.clone().requires_grad_()
-    loss = imitation_loss(inputs, mask, denominator, weights)
-    loss.backward()
-    assert loss.item() == pytest.approx(total)
-    torch.testing.assert_close(inputs.grad, slope)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_weight_of_1_is_no_weight_bit_for_bit(dtype):
-    log_probs, mask, _ = demonstrations(dtype=dtype)
-    losses = [
-        imitation_loss(log_probs, mask, 20, weights)
-        for weights in (None, torch.ones(5, dtype=dtype))
-    ]
-    assert torch.equal(*losses) and losses[0].dtype == dtype
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(garbage, weighted):
-    log_probs, mask, weights = demonstrations()
-    weights[0] = 0  # 0 · NaN is NaN
-
-    def loss_and_gradient(log_probs):
-        inputs = log_probs.clone().requires_grad_()
-        loss = imitation_loss(inputs, mask, None, weights if weighted else None)
-        loss.backward()
-        return loss, inputs.grad
-
-    clean = loss_and_gradient(log_probs)
-    dirty = loss_and_gradient(log_probs.masked_fill(mask == 0, garbage))
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
-    assert (dirty[1][mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize(("changes", "rank"), [(cut, rank) for cut in CUTS for rank in (0, 4)])
