@@ -50,7 +50,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -274,13 +274,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
                 raise WrongWorld(what, self.base_url + "/health")
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Begin an episode and return its first observation.
-
-        `seed` varies what the task leaves open; AgentGym's servers ignore it. A session that the
-        server has forgotten is replaced by a new one.
-
-        Raises UnknownTask if the environment has no task `task_index`, and other EnvErrors.
-        """
+        """Begin an episode and return its first observation. `seed` varies what the task leaves
+        open; AgentGym's servers ignore it. A session that the server has forgotten is replaced."""
         self._is_running = False
         self.open()
         body = {self._wire.index_field: task_index, "seed": seed}
@@ -296,11 +291,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return observation
 
     def step(self, model_text: str) -> StepResult:
-        """Play the action that `model_text` holds.
-
-        Raises StepOutsideEpisode if no episode is running. After any other EnvError the episode is
-        lost: only reset() goes on from there.
-        """
+        """Play the action that `model_text` holds. After an EnvError only reset() goes on."""
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
@@ -469,13 +460,6 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return read_answer(url, answer.status, answer.body)
 
 
-def close_all(clients: Iterable[EnvClient]) -> None:
-    """Close clients at once, so that servers that hang cost one time-out, not one each."""
-    todo = list(clients)
-    with ThreadPoolExecutor(min(len(todo), MAX_CLOSING) or 1) as threads:
-        list(threads.map(EnvClient.close, todo))
-
-
 # -------------------------------------------------------------------------------------------- pool
 
 UNREACHABLE = (EnvConnectionError, EnvTimeout)
@@ -487,7 +471,6 @@ class Address:
 
     url: str
     load: int = 0  # clients, those that are still opening their session too
-    num_open: int = 0  # sessions
     num_failures: int = 0  # since it last worked
     retry_at: float = 0.0  # time.monotonic() from when on it may be used
     is_probed: bool = False  # after failures one client at a time tries it
@@ -537,8 +520,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         self.dead_wait_s, self.busy_wait_s = dead_wait_s, busy_wait_s
         self.back_off_s, self.max_back_off_s = back_off_s, max_back_off_s
         self._options = options
-        self._opening: set[EnvClient] = set()
-        self._clients: set[EnvClient] = set()  # open
+        self._clients: dict[EnvClient, bool] = {}  # not yet closed -> whether its session is open
         self._is_closed = False
         self._changed = threading.Condition()  # guards all of it, addresses included
 
@@ -564,7 +546,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 **self._options,
             )
             with self._changed:
-                self._opening.add(client)
+                self._clients[client] = False
             try:
                 client.open()
                 if not address.is_checked:
@@ -577,11 +559,9 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 raise
             client.busy_wait_s = self.busy_wait_s
             with self._changed:
-                self._opening.discard(client)
-                self._clients.add(client)
+                self._clients[client] = True
                 address.num_failures, address.is_probed, address.last_error = 0, False, None
                 address.retry_at, address.has_worked = 0.0, True
-                address.num_open += 1
                 self._changed.notify_all()
             return client
 
@@ -592,15 +572,17 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     def is_in_use(self) -> bool:
         """Whether there are sessions of ours, which may end and leave room for another."""
         with self._changed:
-            return any(address.num_open for address in self.addresses)
+            return any(self._clients.values())
 
     def close(self) -> None:
         """Close every client that is still open; whoever waits for one gets AllServersDown."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            clients = self._opening | self._clients
-        close_all(clients)
+            clients = [*self._clients]
+        # At once, so that servers that hang cost one time-out, not one each.
+        with ThreadPoolExecutor(min(len(clients), MAX_CLOSING) or 1) as threads:
+            list(threads.map(EnvClient.close, clients))
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -641,12 +623,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     def _release(self, address: Address, client: EnvClient) -> None:
         with self._changed:
             address.load -= 1
-            if client in self._clients:
-                address.num_open -= 1
-            else:  # it was being opened: whoever waits may try now
+            if not self._clients.pop(client, False):  # it was being opened: others may try now
                 address.is_probed = False
-            self._clients.discard(client)
-            self._opening.discard(client)
             self._changed.notify_all()
 
     def _patience_s(self) -> float:

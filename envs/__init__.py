@@ -1,18 +1,18 @@
-"""Environments: the worlds the agent acts in, a folder each, and the lists of tasks.
+"""Environments: what the agent acts in, a folder each, and the lists of tasks.
 
-An environment is one class with no base class; what it must have is the list below, and
-`envs/textcraft/env.py` is the example to copy (`envs/common.py` holds what worlds share).
-`envs/server.py` gives any such class HTTP and sessions. Adding a world is adding a folder:
+An environment is one class with no base class. `envs/textcraft/env.py` is the example to copy, and
+`envs/common.py` holds what several share. `envs/server.py` gives any such class HTTP and sessions.
+Adding an environment is adding a folder:
 
     envs/NAME/__init__.py         exports the class as `World`
     envs/NAME/ids/NAME_*.json     its id lists; NAME_train and NAME_test are the splits
     envs/NAME/requirements.txt    optional: packages that it alone needs, `make setup ENV=NAME`
 
-or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever a world is named
-(tutorials/05_add_your_own_environment.md). The class:
+or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever an environment is
+named (tutorials/05_add_your_own_environment.md). The class:
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
-    WIRE              a `Wire`: the names that AgentGym's client of this world puts on the wire
+    WIRE              a `Wire`: the names that AgentGym's client of it puts on the wire
     IS_FAST           True if no call waits or computes for longer than a millisecond
     num_tasks() -> tasks are numbered 0 .. num_tasks() - 1       (static)
     reset(task_index, seed=0) -> observation
@@ -25,26 +25,21 @@ or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever 
     state_for_people() -> dict, what a person wants to see while looking at an episode
     close()
 
-What it may have beside that:
+and, if it likes:
 
     HORIZON, PAPER, LAPTOP, PACKAGE, START_TIMEOUT_S, ID_PREFIXES
                                      its own numbers; `Settings` has the defaults
-    NAME                             of a world outside envs/, where the class's own will not do
+    NAME                             of a class outside envs/, instead of the class's own name
     open_shared(), close_shared()    of the class: what all sessions of a server use
-    variant() -> str                 of the class: options and simulator version, which decide the
-                                     world's texts beside its source
-
-Trainers import the class too, for its texts and numbers, on machines that lack what the world needs
-to run: a module imports its simulator where it is used.
+    variant() -> str                 of the class: options and simulator version, which decide its
+                                     texts beside its source
 
 `reward` is the increment of this turn, the increments of an episode sum to 0..1, and
-`info["success"]` says whether the task is solved. Misuse has one named exception each, so that a
-server can answer 409 and 404 instead of guessing from a message; `OracleLost` says that oracle()
-knows no move.
+`info["success"]` says whether the task is solved. Trainers import the class too, on machines that
+lack the simulator: a module imports it where it is used.
 
-Id lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`: the
-number after the last underscore is the task index, what stands before it is the world's name (or
-one of ID_PREFIXES: SearchQA's published ids name the data set, "nq_51713").
+Id lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`: the task
+index follows the last underscore, before it stands the environment's name or one of ID_PREFIXES.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
@@ -162,22 +157,20 @@ def get_env(name: str) -> Any:
 
 @cache
 def _problem_of(env_class: Any) -> str | None:
-    """What of the list above a class does not have, or has otherwise, as far as one can see without
-    playing."""
-    if missing := [each for each in REQUIRED if not hasattr(env_class, each)]:
+    """What a class lacks of the list above, as far as one can see without playing."""
+    if missing := [name for name in REQUIRED if not hasattr(env_class, name)]:
         return f"lacks {', '.join(missing)}"
     if not isinstance(env_class.WIRE, Wire):
-        return "has a WIRE that is no Wire(); see envs/wire.py"
+        return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has a PROMPT that will not do: {problem}"
     horizon = getattr(env_class, "HORIZON", 1)
     if not isinstance(horizon, int) or horizon < 1:
         return f"has HORIZON {horizon!r}, which must be a number of turns"
     for preset in ("LAPTOP", "PAPER"):
-        numbers = getattr(env_class, preset, {})
-        rounds = numbers.get("rounds", (1,)) if isinstance(numbers, Mapping) else None
-        if not isinstance(rounds, tuple) or not all(isinstance(each, int) for each in rounds):
-            return f"has a {preset} that is no dict of options, `rounds` a tuple: {numbers!r:.80}"
+        rounds = getattr(env_class, preset, {}).get("rounds", ())
+        if not isinstance(rounds, tuple):
+            return f"has a {preset} whose `rounds` is {rounds!r}, which must be a tuple"
     try:
         count, subtask = env_class.num_tasks(), env_class.subtask(0)
     except ImportError:
@@ -197,8 +190,8 @@ def problem_of_messages(messages: Any) -> str | None:
     'the roles are user; expected system, or user an'
     """
     for message in messages if isinstance(messages, list | tuple) and messages else [None]:
-        found = message if isinstance(message, Mapping) else {}
-        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+        fields = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             return f'expected a list of {{"role": ..., "content": ...}}, got {message!r:.80}'
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
@@ -211,7 +204,7 @@ def problem_of_messages(messages: Any) -> str | None:
 
 
 def names_of(env: str) -> list[str]:
-    """The worlds of a run, of which one or several are named.
+    """The environments of a run, of which one or several are named.
 
     >>> names_of("textcraft"), names_of("textcraft+babyai")
     (['textcraft'], ['textcraft', 'babyai'])
@@ -231,19 +224,19 @@ def env_name(env: str) -> str:
 
 
 def variant_of(env: str) -> str:
-    """What else decides a world's texts: options and simulator, if the world says so."""
+    """What else decides the texts: options and simulator, if the class says so."""
     return str(getattr(get_env(env), "variant", str)())
 
 
 def settings_of(env: str) -> Settings:
     """What the class of `env` says of itself, defaults where it says nothing."""
     env_class = get_env(env)
-    given = {
+    numbers = {
         name: getattr(env_class, name.upper())
         for name in Settings.__dataclass_fields__
         if hasattr(env_class, name.upper())
     }
-    return Settings(**{"id_prefixes": (env_name(env),)} | given)
+    return Settings(**{"id_prefixes": (env_name(env),)} | numbers)
 
 
 def ids_dir(env: str) -> Path:
@@ -266,15 +259,13 @@ def load_tasks(
 ) -> list[Task]:
     """The tasks of an id list, in its order; all tasks of `env` if no list is named.
 
-    Arguments:
-        env: as for `get_env`.
-        split: an id list of the world ("train", "test", ...).
-        file: any id list, or the name of one of the world's; excludes `split`.
+    Args:
+        split: an id list of the environment ("train", "test", ...).
+        file: any id list, or the name of one of the environment's; excludes `split`.
         subtasks: keep only tasks of these sub-tasks.
 
-    Raises:
-        ValueError: unknown env, split or sub-task; a file that is missing, not an id list, or
-            names a task twice or one the environment lacks; nothing left after filtering.
+    Raises ValueError for an unknown env, split or sub-task; a file that is missing, is not an id
+    list, or names a task twice or one that does not exist; nothing left after filtering.
     """
     env_class, name = get_env(env), env_name(env)
     path = _id_list(env, split, file)
@@ -307,11 +298,11 @@ def load_tasks(
 
 
 def tasks_by_world(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """World -> its tasks, in the order of their first ones."""
-    found: dict[str, list[Task]] = {}
+    """Environment -> its tasks, in the order of their first ones."""
+    by_env: dict[str, list[Task]] = {}
     for task in tasks:
-        found.setdefault(task.env, []).append(task)
-    return found
+        by_env.setdefault(task.env, []).append(task)
+    return by_env
 
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:

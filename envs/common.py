@@ -1,19 +1,7 @@
-"""What every text world does alike: where an episode stands, the line that holds an action, ids.
+"""What the text environments share: where an episode stands, the line that holds an action, ids.
 
-An environment is one class without a base class (envs/__init__.py lists what it has). These are the
-pieces that three worlds came to share, as small things to use rather than a frame to fit into:
-
-    Stage            before the first reset, in an episode, after its end; a named error for misuse
-    require_task     an index out of range is refused, never wrapped around
-    ANSWER           how the policy is asked to write, at the end of a prompt
-    action_line      the one "Action:" line of what the policy wrote, or a ParseError that helps
-    say              a thought and an action as the policy should write them
-    version_of       of a simulator's package
-    oracle_turns     how many actions the oracle needs, to choose short tasks by
-    write_id_lists   envs/NAME/ids/NAME_SPLIT.json
-    command_line     python -m envs.NAME: play in the terminal, or write the id lists
-
-Read next: envs/textcraft/env.py, which uses them.
+An environment is one class without a base class (envs/__init__.py lists what it has). These are
+small things to use, not a frame to fit into. Read next: envs/textcraft/env.py, which uses them.
 """
 
 import argparse
@@ -28,7 +16,7 @@ from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, e
 
 
 class Stage:
-    """Where a session stands. Without it a step after the end plays on in a finished world."""
+    """Where a session stands: before the first reset, in an episode, after its end."""
 
     def __init__(self) -> None:
         self.has_episode = False
@@ -65,19 +53,17 @@ ANSWER = "Answer in exactly two lines:\nThought: why\nAction: one action"  # rea
 
 
 def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:
-    """The action of the one 'Action:' line, with characters that match `drop` removed, blanks
-    squeezed, and the characters of `trim` taken from its beginning and its end.
+    """The action of the one 'Action:' line; ParseError if there is none, more than one, or nothing
+    after it. Characters that match `drop` are removed, blanks squeezed, and the characters of
+    `trim` stripped from its beginning and its end.
 
-        >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
-        'get 2 oak log'
-
-    Raises:
-        ParseError: no 'Action:', more than one, or nothing after it.
+    >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
+    'get 2 oak log'
     """
-    found = re.findall(r"Action:\s*(.*?)(?=\n|$)", model_text, re.DOTALL)
-    if len(found) > 1:
-        raise ParseError(f"Got {len(found)} 'Action:' lines, expected one. Give one action.")
-    text = re.sub(drop, "", found[0]) if found and drop else "".join(found)
+    lines = re.findall(r"Action:\s*(.*?)(?=\n|$)", model_text, re.DOTALL)
+    if len(lines) > 1:
+        raise ParseError(f"Got {len(lines)} 'Action:' lines, expected one. Give one action.")
+    text = re.sub(drop, "", lines[0]) if lines and drop else "".join(lines)
     before, after = trim
     action = " ".join(text.split()).lstrip(before + " ").rstrip(after + " ")
     if not action:

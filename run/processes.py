@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
+TAIL_BYTES = 4000  # of what a child wrote, in messages
 
 # `python -m MODULE` in a process group of its own, which ends when standard input does.
 _RUN_WHILE_STDIN_IS_OPEN = """
@@ -38,28 +39,20 @@ class NotReady(RuntimeError):
 
 
 class Child:
-    """A running process and the files it writes to."""
+    """A running process; `stdout()` and `stderr()` are the ends of what it wrote."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes]
-    ) -> None:
-        self.process, self._stdout, self._stderr = process, stdout, stderr
+    def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
+        self.process, self._out, self._err = process, out, err
         self._began = time.monotonic()
 
     def stdout(self) -> str:
-        """The end of what it wrote there."""
-        return _tail(self._stdout)
+        return _tail(self._out)
 
     def stderr(self) -> str:
-        """The end of what it wrote there."""
-        return _tail(self._stderr)
+        return _tail(self._err)
 
     def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
-        """The first answer of `ready` that is true, within `timeout_s` of the start.
-
-        Raises:
-            NotReady: the process has ended, or the time is over.
-        """
+        """The first true answer of `ready`; NotReady `timeout_s` after the start, or if it ends."""
         while not (answer := ready()):
             how = f"is not up after {timeout_s:g} s"
             if self.process.poll() is not None:
@@ -72,9 +65,9 @@ class Child:
 
 
 def python_path() -> str:
-    """PYTHONPATH as it is meant in any folder."""
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else ""
+    """PYTHONPATH as absolute paths, for a process in another folder."""
+    paths = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep))) if paths else ""
 
 
 @contextlib.contextmanager
@@ -82,26 +75,24 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
     """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
 
     It is asked to end first, and killed after 10 s; what it has started is killed with it. Ctrl-C
-    in the terminal does not reach it, so that a run can finish its step and save.
-
-    Args:
-        options: of subprocess.Popen, as `cwd` and `env`.
+    in the terminal does not reach it, so that a run can finish its step and save. `options` are
+    those of subprocess.Popen.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
-    if path := python_path():  # it may run in another folder
+    if path := python_path():
         options["env"] = (options.get("env") or os.environ) | {"PYTHONPATH": path}
-    # Files, not pipes: nobody need read them for the child to go on writing.
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    # Files, not pipes: a child that writes into a full pipe would wait for a reader.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=out,
+            stderr=err,
             start_new_session=True,
             **options,
         )
         try:
-            yield Child(process, stdout, stderr)
+            yield Child(process, out, err)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,7 +104,7 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
                 process.stdin.close()
 
 
-def _tail(file: IO[bytes], num_bytes: int = 4000) -> str:
+def _tail(file: IO[bytes]) -> str:
     """The end of a file that another process writes (pread leaves their common offset alone)."""
     size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), num_bytes, max(0, size - num_bytes)).decode(errors="replace")
+    return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")

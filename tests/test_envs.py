@@ -163,11 +163,11 @@ def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("WIRE = Wire()", "WIRE = Wire", "WIRE that is no Wire"),
+        ("WIRE = Wire()", "WIRE = Wire", "WIRE that is not a Wire"),
         ('[{"role": "system", "content": "Say heads or tails."}]', '"Play."', "PROMPT that will"),
         ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
         ("IS_FAST = True", "IS_FAST, HORIZON = True, '12'", "HORIZON '12', which must be a number"),
-        ("IS_FAST = True", "IS_FAST, LAPTOP = True, {'rounds': 5}", "`rounds` a tuple"),
+        ("IS_FAST = True", "IS_FAST, LAPTOP = True, {'rounds': 5}", "must be a tuple"),
         ("staticmethod(lambda: 4)", "lambda self: 4", "fails at num_tasks() or subtask(0)"),
         ("lambda: 4", "lambda: 0", "has 0 tasks"),
         ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),

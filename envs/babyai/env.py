@@ -170,11 +170,7 @@ class BabyAI:
         return f"Your goal: {self._level.mission}\n{self._look()}"
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-        """
+        """Plays one action: observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         from envs.babyai.world import CHECK, Impossible, perform
 
@@ -219,29 +215,16 @@ class BabyAI:
     @staticmethod
     def parse(model_text: str) -> str:
         """The action of the one 'Action:' line in lower case, with everything but letters, digits,
-        commas and single spaces removed.
-
-        Raises:
-            ParseError: no 'Action:', more than one, or nothing after it.
-        """
+        commas and single spaces removed."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]").lower()
 
     def available_actions(self) -> list[str]:
-        """Actions that are possible now, as the last observation lists them.
-
-        Raises:
-            NotResetError: before the first reset.
-        """
+        """Actions that are possible now, as the last observation lists them."""
         self._stage.require_episode()
         return list(self._actions)
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of minigrid's bot, in the words of this world.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-            OracleLost: no good move is known from here.
-        """
+        """A thought and the next action of minigrid's bot, in the words of this world."""
         self._stage.require_running()
         from envs.babyai.oracle import Oracle
 
@@ -250,11 +233,7 @@ class BabyAI:
         return self._oracle.move(self._view, self._turns)
 
     def state_for_people(self) -> dict:
-        """Mission, grid (`view.grid_rows`) and where the agent stands, for display.
-
-        Raises:
-            NotResetError: before the first reset.
-        """
+        """Mission, grid (`view.grid_rows`) and where the agent stands, for display."""
         from envs.babyai.world import grid_rows
 
         self._stage.require_episode()
@@ -276,11 +255,7 @@ class BabyAI:
         }
 
     def render(self) -> str:
-        """The whole level as a PNG in a data URL, what is in view lighter; 32 pixels a cell.
-
-        Raises:
-            NotResetError: before the first reset.
-        """
+        """The whole level as a PNG in a data URL, what is in view lighter; 32 pixels a cell."""
         self._stage.require_episode()
         from PIL import Image
 

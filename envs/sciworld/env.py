@@ -247,12 +247,7 @@ class SciWorld:
         return self._seat
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-            JvmLost: the Java process failed and the episode is lost.
-        """
+        """Plays one action: observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         action = action.encode("utf-8", "replace").decode()
         score, completed = self._score, False
@@ -277,11 +272,7 @@ class SciWorld:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the one 'Action:' line, without quotes around it or a full stop.
-
-        Raises:
-            ParseError: no 'Action:', more than one, or nothing after it.
-        """
+        """The action of the one 'Action:' line, without quotes around it or a full stop."""
         return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
@@ -302,12 +293,7 @@ class SciWorld:
         only look; after those that change the world, the rest of the solution may not lead to the
         goal. When nothing of it is left the oracle says so and looks around. (ScienceWorld's own
         solutions of two variations, freeze 11 and 19, end at 87 and 82 points, and in the easy mode
-        those of most variations of grow-fruit and some of melt fail.)
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-            JvmLost: the Java process failed.
-        """
+        those of most variations of grow-fruit and some of melt fail.)"""
         self._stage.require_running()
         path = self._solution()
         position = 0

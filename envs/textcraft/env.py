@@ -127,11 +127,7 @@ class TextCraft:
         return f"depth {book.depth(book.goals[task_index])}"
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation.
-
-        Raises:
-            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
-        """
+        """Starts the episode and returns the first observation."""
         require_task(type(self), task_index)
         goal = self._book.goals[task_index]
         generator = random.Random(f"textcraft {task_index} {seed}")  # strings seed by SHA-512
@@ -153,11 +149,7 @@ class TextCraft:
         return f"Crafting commands:\n{commands}\n\nGoal: craft {spoken(goal)}."
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-        """
+        """Plays one action: observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         self._num_turns += 1
         try:
@@ -214,11 +206,7 @@ class TextCraft:
     @staticmethod
     def parse(model_text: str) -> str:
         """The action of the one 'Action:' line, with everything but letters, digits, commas and
-        single spaces removed.
-
-        Raises:
-            ParseError: no 'Action:', more than one, or nothing after it.
-        """
+        single spaces removed."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]")
 
     def available_actions(self) -> list[str]:
@@ -239,11 +227,7 @@ class TextCraft:
         return [*crafts, *gets, "inventory"]
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of a short plan from the current inventory.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-        """
+        """A thought and the next action of a short plan from the current inventory."""
         self._stage.require_running()
         plan = self._plan()
         for item, count in plan.gets.items():
