@@ -78,21 +78,25 @@ def seeds_in(results: Sequence[Result]) -> str:
 # -------------------------------------------------------------------------------- the default runs
 
 
-def by_subtask(results: Sequence[Result]) -> list[list[str]]:
-    """(sub-task, its four cells), then all, of runs in one environment."""
-    env, kept = results[0]["env"], results[0]["config"]["eval_tasks"]
-    tasks = load_tasks(env, file=ROOT / kept if (ROOT / kept).exists() else kept)
-    subtask_of = {task.task_id: task.subtask for task in tasks}
-    before, after = pooled(results, start), pooled(results, end)
+def by_kind(kind_of: Mapping[str, str], before: Shares, after: Shares) -> list[list[str]]:
+    """(kind, its four cells) for each kind of more than one task, then for all."""
     rows = []
-    for name in [*sorted({subtask_of[task_id] for task_id in before}), "all"]:
-        part = [
-            {i: x for i, x in items.items() if name in ("all", subtask_of[i])}
+    for name in [*dict.fromkeys(kind_of.values()), "all"]:
+        of_both = [
+            {i: x for i, x in items.items() if name in ("all", kind_of[i])}
             for items in (before, after)
         ]
-        if len(part[0]) > 1:
-            rows.append([name, *change(*part)])
+        if len(of_both[0]) > 1:
+            rows.append([name, *change(*of_both)])
     return rows
+
+
+def by_subtask(results: Sequence[Result]) -> list[list[str]]:
+    """Of runs in one environment."""
+    env, kept = results[0]["env"], results[0]["config"]["eval_tasks"]
+    tasks = load_tasks(env, file=ROOT / kept if (ROOT / kept).exists() else kept)
+    kind_of = {t.task_id: t.subtask for t in sorted(tasks, key=lambda task: task.subtask)}
+    return by_kind(kind_of, pooled(results, start), pooled(results, end))
 
 
 def default_runs() -> list[str]:
@@ -129,14 +133,7 @@ def published_split(env: str) -> list[str]:
         for when in ("before", "after")
     )
     kind_of = {task.task_id: task.subtask for task in load_tasks(env, "test")}
-    rows = []
-    for name in [*dict.fromkeys(kind_of.values()), "all"]:
-        part = [
-            {i: x for i, x in items.items() if name in ("all", kind_of[i])}
-            for items in (before, after)
-        ]
-        if part[0]:
-            rows.append((name, *change(*part)))
+    rows = by_kind(kind_of, before, after)
     return markdown(f"sub-task | {CHANGE}", rows)
 
 
