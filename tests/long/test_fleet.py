@@ -1,19 +1,22 @@
 """sampling/fleet.py with one real vLLM server of the tiny model."""
 
+import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
+from test_distributed import launch
 from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
+from toy_env import flags, options, read_metrics
 
 from engines import EngineError, SamplingSettings
 from sampling.fleet import FleetEngine, Served, start_servers
 
 __all__ = ["checkpoint", "lm"]  # fixtures
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weights(
     checkpoint, lm, tmp_path
 ):
@@ -67,3 +70,30 @@ def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weig
         engine.submit("too long", prompt_of(600), SamplingSettings(4))
         with pytest.raises(EngineError, match=r"HTTP 400.*512"):
             finish(engine)
+
+
+def test_two_trainer_processes_share_a_server_that_gets_each_steps_weights(tmp_path):
+    settings = options(
+        tmp_path,
+        "http://127.0.0.1:9",
+        env="textcraft",
+        engine="vllm",
+        engine_devices=("cpu",),
+        algorithm="reinforce_plus_plus",
+        entropy_coef=0.01,
+        learning_rate=1e-3,
+        steps=2,
+        max_tokens_per_turn=8,
+        max_trajectory_tokens=1000,
+    )
+    del settings["env_addr"]
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
+    code, stdout, stderr = launch("train.py", *flags(**settings), timeout=500)
+    assert code == 0, stdout + stderr
+    lines = read_metrics(settings["run_dir"])
+    assert [line["policy/optimizer_steps"] for line in lines] == [1, 1]
+    for line in lines:
+        assert line["sampler/log_prob_diff_mean"] < 0.05
+        assert line["sync/log_prob_diff_mean"] < 0.05
+    assert not any((Path(settings["run_dir"]) / "weights").glob("*"))
