@@ -187,13 +187,8 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
     """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill.
 
     Groups share their openings and most trajectories end early; when it is full, vLLM lets some
-    wait. A small model gets more, for the trajectories that wait for their environment: their
-    history should stay cached too, or every turn reads it again.
-
-    Args:
-        shape: None: unknown.
-        tokens: of the longest sequence.
-        sequences: that run at a time.
+    wait. A small model gets more, so that the history of trajectories that wait for their
+    environment stays cached. `shape` None: unknown.
     """
     if shape is None:
         return CPU_CACHE_AT_MOST
@@ -203,10 +198,7 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
-    """The smallest card, in bytes, that holds trainer (with checkpointing) and sampler together.
-
-    The sampler has its share of the card beside the trainer's state, and leaves it in the update.
-    """
+    """The smallest card, in bytes, that holds trainer (with checkpointing) and sampler together."""
     update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # one sequence at least
     beside = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
@@ -307,11 +299,7 @@ def check_room(config: RunConfig, room: Room | None = None) -> str | None:
 
 
 def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
-    """The bytes of a run, on each card or on the machine.
-
-    Args:
-        shape: of the policy, and of PPO's critic.
-    """
+    """The bytes of a run, on each card or on the machine; PPO's critic has the policy's shape."""
     c: Any = config
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), c.lora_rank
     has_critic = getattr(c, "needs_critic", False)

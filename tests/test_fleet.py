@@ -198,15 +198,6 @@ def test_a_trajectory_stays_where_its_turns_are_cached_unless_that_server_is_bus
     until(lambda: [2, 3, 4] in servers[0].prompts)
 
 
-def test_poll_waits_for_an_answer_but_not_long(engine, servers):
-    assert engine.poll() == []
-    hold(*servers)
-    engine.submit("a", [5], SETTINGS)
-    assert engine.poll() == []
-    release(*servers)
-    assert finish(engine)["a"].token_ids == [5]
-
-
 def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
     hold(*servers)
     for n in range(6):
