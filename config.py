@@ -848,11 +848,12 @@ def read_command_line(
     else:
         default = starting_from(given, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
-    return config, [
-        f"{flag(name)} has no effect here: {why}"
-        for name, why in _without_effect(config)
-        if name in given
-    ]
+    remarks = []
+    for name, why in _without_effect(config):
+        if name in given:
+            option = flag(f"no_{name}" if getattr(config, name) is False else name)
+            remarks.append(f"{option} has no effect here: {why}")
+    return config, remarks
 
 
 def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:

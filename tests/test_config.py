@@ -401,7 +401,7 @@ def test_misuse_from_python_is_an_exception(folder):
         ("--gamma 0.9", "gamma"),
         ("--gamma 0.9 --lam 0.9 --algorithm reinforce_plus_plus", "lam"),
         ("--critic-learning-rate 1e-5 --value-clip 0.2", "critic_learning_rate value_clip"),
-        ("--no-skip-zero-variance --algorithm ppo", "skip_zero_variance"),
+        ("--no-skip-zero-variance --algorithm ppo", "no_skip_zero_variance"),
         ("--steps-scaling-inter 5", "steps_scaling_inter"),
         ("--kl-estimator k2", "kl_estimator"),
         ("--tasks family_train --split train", "split"),
