@@ -75,12 +75,18 @@ class Line:
         url: as `checked_url` returns it.
         timeout_s: the longest that one exchange may take, from connecting to the last byte.
         max_bytes: of the body of one answer.
-        options: of urllib3's pool: `maxsize` (idle connections that are kept), `ssl_context`;
-            `proxy_url`.
+        maxsize: idle connections that are kept.
+        proxy_url: of a proxy, as `proxy_of` returns it.
     """
 
     def __init__(
-        self, url: str, timeout_s: float, max_bytes: int = MAX_ANSWER_BYTES, **options: Any
+        self,
+        url: str,
+        timeout_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        *,
+        maxsize: int = 1,
+        proxy_url: str | None = None,
     ) -> None:
         self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
         self.hung_up = False
@@ -88,12 +94,13 @@ class Line:
         # urllib3, not requests on top of it: every step pays for that layer, in CPU time that the
         # sampler needs. urllib3 reads neither HTTP_PROXY, which would apply even to 127.0.0.1, nor
         # .netrc, which adds credentials.
-        if proxy := options.pop("proxy_url", None):
-            auth = urllib3.util.parse_url(proxy).auth
-            options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=auth)
-            self._http: urllib3.PoolManager = urllib3.ProxyManager(proxy, **options)
+        if proxy_url:
+            headers = urllib3.make_headers(proxy_basic_auth=urllib3.util.parse_url(proxy_url).auth)
+            self._http: urllib3.PoolManager = urllib3.ProxyManager(
+                proxy_url, proxy_headers=headers, maxsize=maxsize
+            )
         else:
-            self._http = urllib3.PoolManager(**options)
+            self._http = urllib3.PoolManager(maxsize=maxsize)
         self._http.pool_classes_by_scheme = {
             "http": self._tracked(urllib3.HTTPConnectionPool),
             "https": self._tracked(urllib3.HTTPSConnectionPool),

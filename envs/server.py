@@ -35,7 +35,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -298,16 +298,6 @@ def leave(code: int) -> NoReturn:
 # ----------------------------------------------------------------------- the command line
 
 
-def positive(kind: type) -> Callable:
-    def convert(text: str) -> Any:
-        if not 0 < kind(text) < float("inf"):
-            raise ValueError
-        return kind(text)
-
-    convert.__name__ = f"positive {kind.__name__}"
-    return convert
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options; misuse ends the process with one line and exit code 2."""
     parser = argparse.ArgumentParser(
@@ -321,16 +311,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--env", required=True, default=argparse.SUPPRESS, help=known)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
-    parser.add_argument(
-        "--max-sessions", type=positive(int), default=1024, help="open at once; beyond it, 429"
-    )
+    parser.add_argument("--max-sessions", type=int, default=1024, help="open at once; then 429")
     parser.add_argument(
         "--idle-timeout-s",
-        type=positive(float),
+        type=float,
         default=1800.0,
         help="seconds without a request after which a session is closed: its client has died",
     )
     options = parser.parse_args(arguments)
+    for flag, value in (
+        ("--max-sessions", options.max_sessions),
+        ("--idle-timeout-s", options.idle_timeout_s),
+    ):
+        if not 0 < value < float("inf"):
+            parser.error(f"{flag} {value} must be above 0")
     if not 0 <= options.port <= 65535:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
     try:

@@ -40,6 +40,12 @@ from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
 MAX_BODY_BYTES = 1_000_000  # of a request
 NUM_THREADS = 128  # for environments that are not fast
 RULES = "tutorials/05_add_your_own_environment.md has what an environment's methods return"
+HINTS: dict[type[Exception], str] = {
+    TaskIndexError: "give the index of a task that exists",
+    NotResetError: "POST /reset starts an episode",
+    EpisodeEndedError: "POST /reset starts the next episode",
+    OracleLost: "the episode goes on; POST /step plays it",
+}
 log = logging.getLogger("envs.server")
 
 
@@ -120,14 +126,10 @@ class Sessions:
             if self._threads is None:
                 self._threads = anyio.CapacityLimiter(NUM_THREADS)
             return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
-        except TaskIndexError as error:
-            raise ApiError(404, str(error), "give the index of a task that exists") from error
-        except NotResetError as error:
-            raise ApiError(409, str(error), "POST /reset starts an episode") from error
-        except OracleLost as error:
-            raise ApiError(409, str(error), "the episode goes on; POST /step plays it") from error
-        except EpisodeEndedError as error:
-            raise ApiError(409, str(error), "POST /reset starts the next episode") from error
+        except (TaskIndexError, NotResetError, EpisodeEndedError, OracleLost) as error:
+            status = 404 if isinstance(error, TaskIndexError) else 409
+            hint = next(text for kind, text in HINTS.items() if isinstance(error, kind))
+            raise ApiError(status, str(error), hint) from error
         except Exception as error:
             log.exception("%s failed in the environment", getattr(function, "__name__", function))
             raise ApiError(

@@ -147,20 +147,11 @@ class BabyAI:
 
     @classmethod
     def open_shared(cls) -> None:
-        """Imports minigrid before the first request.
-
-        Raises:
-            ModuleNotFoundError: it is not installed; the message says how to.
-        """
+        """Imports minigrid before the first request, so that a missing one is said at once."""
         import envs.babyai.world  # noqa: F401
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation. `seed` changes nothing.
-
-        Raises:
-            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
-            ModuleNotFoundError: minigrid is not installed; the message says how to.
-        """
+        """Starts the episode and returns the first observation. `seed` changes nothing."""
         require_task(type(self), task_index)
         from envs.babyai.world import Level
 

@@ -89,14 +89,8 @@ class Oracle:
         self._pilot: Pilot | None = None
 
     def move(self, view: View, turns: list[int]) -> tuple[str, str]:
-        """(thought, action) for the state that `view` shows.
-
-        Arguments:
-            turns: the length of the level's history at the start of each turn so far.
-
-        Raises:
-            OracleLost: no good move is known.
-        """
+        """(thought, action) for the state that `view` shows; `turns` is the length of the level's
+        history at the start of each turn so far. OracleLost if no good move is known."""
         history = self._level.history
         try:
             if self._pilot is None:
@@ -356,11 +350,7 @@ class Pilot:
         self.move = self._fresh_move()
 
     def tell(self, primitive: int) -> None:
-        """Plays it, whether or not it was `move`, and finds the next move.
-
-        Raises:
-            OracleLost: there is none.
-        """
+        """Plays it, whether or not it was `move`, and finds the next move, or OracleLost."""
         target, plan = self.level.front, self.plan
         self.level.act(primitive)
         if self.level.ended:
@@ -378,11 +368,7 @@ class Pilot:
         self.move = self._fresh_move() if move == DONE else move
 
     def begin_turn(self) -> Plan:
-        """The plan for the turn that begins now, kept until its deed is done or the next turn.
-
-        Raises:
-            OracleLost: there is no next move.
-        """
+        """The plan for the turn that begins now, kept until its deed is done or the next turn."""
         now, plan = len(self.level.history), self.plan
         if plan is None or self._planned_at != now:
             self.plan, self._planned_at = None, now

@@ -437,11 +437,8 @@ def can_toggle(thing: object, view: View) -> bool:
 
 
 def perform(level: Level, view: View, action: str) -> str:
-    """Plays an action; returns what happened, in one sentence. CHECK is not played here.
-
-    Raises:
-        Impossible: it cannot be played or is no action; nothing has changed.
-    """
+    """Plays an action (not CHECK) and says what happened, or raises Impossible and changes
+    nothing."""
     if action in TURNS:
         level.act(TURNS[action])
         return f"You {action}."

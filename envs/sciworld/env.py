@@ -182,12 +182,7 @@ class SciWorld:
 
     @classmethod
     def open_shared(cls) -> None:
-        """Finds out at the start of a server what would fail at the first reset.
-
-        Raises:
-            JavaMissing: ScienceWorld or Java is not installed or does not start.
-            ValueError: an environment variable is not what it should be.
-        """
+        """Finds out at the start of a server what would fail at the first reset."""
         checked_simplifications(os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications))
         shared_pool().seat().release()
 
@@ -196,13 +191,8 @@ class SciWorld:
         close_shared_pool()
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation.
-
-        Raises:
-            TaskIndexError: task_index is not in 0 .. num_tasks - 1.
-            JavaMissing: ScienceWorld or Java is not installed or does not start.
-            JvmLost: the Java process failed; the next reset goes to another one.
-        """
+        """Starts the episode and returns the first observation. JvmLost if the Java process
+        failed; the next reset goes to another one."""
         require_task(type(self), task_index)
         self._stage = Stage()  # what fails below leaves no episode behind
         if self._seat is not None and self._seat.is_lost:
