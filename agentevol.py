@@ -125,10 +125,6 @@ class EvolConfig(IteratedConfig):
     save_every: int = 4
     """write a checkpoint every so many steps, and after the last (steps)"""
 
-    def check(self) -> None:
-        super().check()
-        self.require("keep_per_task", self.keep_per_task >= 1, "must be at least 1")
-
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.data:
             yield "num_demonstrations", DATA_SHOWS
@@ -154,13 +150,7 @@ class EvolConfig(IteratedConfig):
 
 
 def train(config: EvolConfig) -> Run:
-    """Evolve as the options say; the run, closed.
-
-    Raises:
-        Misuse: an option, or what it names, cannot work; nothing was written.
-        KeyboardInterrupt: after Ctrl-C, once all is saved.
-        RunFailed: training ended early; what was saved stays.
-    """
+    """Evolve as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
     demonstrations = first_set(config)
     with at_work(config, MethodWorker) as session:

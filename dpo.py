@@ -143,7 +143,6 @@ class DpoConfig(IteratedConfig):
 
     def check(self) -> None:
         super().check()
-        self.require("pairs_per_task", self.pairs_per_task >= 1, "must be at least 1")
         self.require("min_gap", 0 <= self.min_gap <= 1, "must be a difference of returns, 0 to 1")
         self.require("beta", 0 < self.beta < math.inf, "must be above 0, and finite")
         self.require("label_smoothing", 0 <= self.label_smoothing < 0.5, "must be in [0, 0.5)")
@@ -184,13 +183,7 @@ class DpoConfig(IteratedConfig):
 
 
 def train(config: DpoConfig) -> Run:
-    """Prefer as the options say; the run, closed.
-
-    Raises:
-        Misuse: an option, or what it names, cannot work; nothing was written.
-        KeyboardInterrupt: after Ctrl-C, once all is saved.
-        RunFailed: training ended early; what was saved stays.
-    """
+    """Prefer as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
     given = None if config.learns_from_play else pairs_in_files(config)
     with at_work(config, MethodWorker) as session:

@@ -89,7 +89,6 @@ class SftConfig(MethodConfig):
 
     def check(self) -> None:
         super().check()
-        self.require("epochs", self.epochs >= 1, "must be at least 1")
         self.require("hold_out", 0 <= self.hold_out < 1, "must be a share: 0 or more, and below 1")
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
@@ -108,13 +107,7 @@ class SftConfig(MethodConfig):
 
 
 def train(config: SftConfig) -> Run:
-    """Imitate as the options say; the run, closed.
-
-    Raises:
-        Misuse: an option, or what it names, cannot work; nothing was written.
-        KeyboardInterrupt: after Ctrl-C, once all is saved.
-        RunFailed: training ended early; what was saved stays.
-    """
+    """Imitate as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)

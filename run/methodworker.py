@@ -63,6 +63,10 @@ from warmstart import given_model, manner_for
 
 # Imitating something definite ends with almost no entropy: that is success, not collapse.
 IMITATED = frozenset({"policy/entropy"})
+AT_LEAST_1 = (
+    *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),
+    *("pairs_per_task", "keep_per_task"),
+)
 DATA_SHOWS = "leave it out, --data says what is shown"
 
 
@@ -113,7 +117,7 @@ class MethodConfig(RunConfig):
             rounds = " ".join(map(str, own.rounds))
             if len(own.rounds) != 1 or own.rounds[0] < 1:
                 raise Misuse(f"--rounds {rounds}: {self.program} needs one number, at least 1")
-        for name in ("group_size", "num_demonstrations"):
+        for name in AT_LEAST_1:
             self.require(name, getattr(self, name, 1) >= 1, "must be at least 1")
         for name in LISTS_OF_FILES:
             for file in getattr(self, name, ()):
@@ -173,8 +177,6 @@ class IteratedConfig(MethodConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("iterations", "tasks_per_iteration"):
-            self.require(name, getattr(self, name) >= 1, "must be at least 1")
         steps, times = self.steps, self.num_iterations
         if steps > 0 and (rest := steps % times):
             near = " or ".join(str(n) for n in (steps - rest, steps - rest + times) if n)
