@@ -22,17 +22,17 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from envs.searchqa import retrieval, service
+from envs.searchqa import retrieval
 from envs.searchqa.retrieval import (
     BM25,
     Remote,
     RetrievalError,
     Scored,
     best,
+    create_app,
     open_retriever,
     words,
 )
-from envs.searchqa.service import create_app
 from envs.searchqa.text import Passage, contents
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -464,11 +464,11 @@ def test_a_service_that_cannot_be_says_why_in_one_line(bm25s, tmp_path, monkeypa
         ):
             monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
             monkeypatch.setenv(name, value)
-            assert service.main(["--port", "0"]) == 1
+            assert retrieval.main(["--port", "0"]) == 1
             wrote = capsys.readouterr().err
             assert said in wrote and wrote.count("\n") == 1
         with pytest.raises(SystemExit, match="2"):
-            service.main(["--port", "99999"])
+            retrieval.main(["--port", "99999"])
         assert "a port is a number" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGTERM, handler)
