@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from sampling.chatapi import ChatApi
 
 PROG = "replay.py"
+PORT = 8610
 MAX_MEGABYTES = 200  # of an export without --limit
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="runs, evaluations, trajectory files")
-    parser.add_argument("--port", type=int, default=8610, help="of the page; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=PORT, help="of the page; 0 takes a free one")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one .html file instead")
     parser.add_argument("--limit", type=int, help="trajectories in the export, the newest ones")
