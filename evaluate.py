@@ -164,7 +164,8 @@ class EvalConfig:
             numbers = value if isinstance(value, tuple) else (value,)
             if any(number is not None and number < 1 for number in numbers):
                 raise Misuse(f"{flag(name)} {value} must be at least 1")
-        own_tasks = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
+        has_own_tasks = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
+        key, too_long = c.api_key_env, c.max_tokens_per_turn >= c.max_trajectory_tokens
         for is_wrong, problem in (
             (len(c.compare) not in (0, 2), f"--compare takes two files, got {len(c.compare)}"),
             (not 0 <= c.temperature < math.inf, f"--temperature {c.temperature} must not be < 0"),
@@ -172,25 +173,15 @@ class EvalConfig:
                 c.samples > 1 and not c.temperature,
                 f"--temperature 0 plays {c.samples} times the same; use --samples 1",
             ),
-            (
-                c.max_tokens_per_turn >= c.max_trajectory_tokens,
-                f"--max-tokens-per-turn {c.max_tokens_per_turn} must be below "
-                f"--max-trajectory-tokens {c.max_trajectory_tokens}",
-            ),
+            (too_long, "--max-tokens-per-turn must be below --max-trajectory-tokens"),
             (not 0 <= c.max_env_failures <= 1, "--max-env-failures must be a share, 0 to 1"),
             (c.tasks and c.split, "--tasks and --split both name tasks; give one"),
             (c.model and c.api_base, "--model and --api-base exclude each other"),
             (bool(c.api_base) != bool(c.api_model), "--api-base and --api-model go together"),
+            (key and not os.environ.get(key), f"--api-key-env {key}: this variable is not set"),
+            (c.api_base and c.deterministic, "--deterministic is not possible with --api-base"),
             (
-                c.api_key_env and not os.environ.get(c.api_key_env),
-                f"--api-key-env {c.api_key_env}: this environment variable is not set",
-            ),
-            (
-                c.api_base and c.deterministic,
-                "--deterministic is not possible with --api-base: the server decides",
-            ),
-            (
-                c.env == ALL and own_tasks,
+                c.env == ALL and has_own_tasks,
                 "--env all starts a server for each environment and plays its test split: "
                 "--env-addr, --tasks, --subtasks, --split train and --prompt are not possible",
             ),

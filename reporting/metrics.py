@@ -260,14 +260,11 @@ class MetricsLogger:
     ) -> None:
         """
         Args:
-            run_dir: the run's directory; made if it is missing.
             resume_step: the checkpoint's step; later lines are dropped. None: a new run.
             writes: False on the processes that must not write: they only check names.
             trackers: get a copy of each step's row; closed with the logs.
             columns: of the table.
-        Raises:
-            FileExistsError: a new run, but the directory holds a log.
-            LogError: a line other than the last is not a JSON object with a step.
+        Raises: LogError if a line other than the last is not a JSON object with a step.
         """
         self.run_dir = Path(run_dir)
         make_folder(self.run_dir)
@@ -281,9 +278,6 @@ class MetricsLogger:
         for path in paths:
             if resume_step is not None:
                 truncate_log(path, resume_step)
-            elif path.exists():
-                raise FileExistsError(f"{path} exists; use --resume or choose another --run-dir")
-        for path in paths:
             self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         flush(self.run_dir)
 

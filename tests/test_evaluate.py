@@ -476,7 +476,7 @@ BAD_COMMANDS = {
     "--max-rounds 10 0": "--max-rounds (10, 0)",
     "--temperature nan": "--temperature nan",
     "--temperature 0 --samples 4": "4 times the same",
-    "--max-trajectory-tokens 100": "below --max-trajectory-tokens 100",
+    "--max-trajectory-tokens 100": "below --max-trajectory-tokens",
     "--max-env-failures 1.5": "--max-env-failures",
     "--deterministic --api-base http://h --api-model m": "not possible with --api-base",
     "--tasks x.json --split test": "both name tasks",

@@ -257,12 +257,6 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
         MetricsLogger(tmp_path, resume_step=3)
 
 
-def test_a_new_run_refuses_a_directory_that_holds_a_log(tmp_path):
-    write_steps(tmp_path, [1])
-    with pytest.raises(FileExistsError, match="--resume"):
-        MetricsLogger(tmp_path)
-
-
 # ------------------------------------------------------------- the console
 
 

@@ -16,7 +16,6 @@ import contextlib
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any, Literal
 
 from viewer.trajectories import Lines, open_lines, parse
 
-MAX_ROWS = 200_000  # heads held in memory, over all files
 READ_AT_ONCE = 20_000_000  # bytes of files that are indexed just to list how many lines they have
 ALIVE_S = 600.0  # a run that has written nothing for longer is not live
 
@@ -53,7 +51,7 @@ class Source:
     def __init__(self, number: int, path: Path) -> None:
         self.number, self.path = number, path
         self.name = path.resolve().name
-        self._open: OrderedDict[str, Lines] = OrderedDict()
+        self._open: dict[str, Lines] = {}
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._texts: dict[int, str] = {}
@@ -91,15 +89,11 @@ class Source:
         """The index of a file, up to date. Raises: KeyError if there is no such file."""
         path = self.path_of(name)
         with self._lock:
-            lines = self._open.pop(name, None)
-            if lines is None:
-                lines = open_lines(path)
+            if name in self._open:
+                self._open[name].refresh()
             else:
-                lines.refresh()
-            self._open[name] = lines
-            while sum(map(len, self._open.values())) > MAX_ROWS and len(self._open) > 1:
-                self._open.popitem(last=False)
-            return lines
+                self._open[name] = open_lines(path)
+            return self._open[name]
 
     def listing(self) -> list[dict[str, Any]]:
         """Its files as pages list them. The number of trajectories is given for files that have
