@@ -312,6 +312,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(batch, advantages
     assert (step == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
+    assert metrics["policy/grad_norm"] == 0.0
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(batch, advantages):
@@ -385,6 +386,16 @@ def test_the_critic_moves_towards_the_returns(batch):
         seen.append(critic_step(critic, optimizer, batch, old, returns, WIDE))
     assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
     assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
+
+
+def test_explained_variance_is_over_policy_tokens_and_0_where_returns_are_equal(batch, advantages):
+    critic, chosen = make_critic(), batch.loss_mask.bool()
+    values, returns = values_of(critic, batch), advantages
+    metrics = critic_step(critic, sgd(critic, lr=0.0), batch, values, returns, WIDE)
+    left, whole = ((x[chosen]).var(correction=0) for x in (returns - values, returns))
+    assert metrics["critic/explained_variance"] == pytest.approx(float(1 - left / whole), rel=1e-4)
+    same = critic_step(critic, sgd(critic, lr=0.0), batch, values, batch.loss_mask.clone(), WIDE)
+    assert same["critic/explained_variance"] == 0.0
 
 
 def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_highest_of_all(
