@@ -74,7 +74,7 @@ from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailu
 from run.errors import Misuse, complain, refusing
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
-from run.rundir import TOKENIZER, put_pictures_beside
+from run.rundir import TOKENIZER
 from scale.default_models import best_checkpoint, check_length, check_model
 from trajectory import Trajectory
 
@@ -442,7 +442,6 @@ def measure(
 
         def progress(trajectory: Trajectory) -> None:
             ended.append(trajectory)
-            put_pictures_beside(trajectory, out)
             log.write(trajectory.to_json())
             log.flush()
             tick(trajectory)

@@ -21,7 +21,7 @@ step. The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i an
 N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
 nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
 
-Read next: reporting/table.py and reporting/plots.py, which show these numbers; run/session.py,
+Read next: run/progress.py and reporting/plots.py, which show these numbers; run/session.py,
 which logs them.
 """
 
@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from envs import ENVS, env_name
-from reporting import table
 from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
 from reporting.trackers import Trackers
-from run import progress as phases
+from run import progress
 from run.files import flush, make_folder
 from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal
 
@@ -256,7 +255,7 @@ class MetricsLogger:
         resume_step: int | None = None,
         writes: bool = True,
         trackers: Trackers | None = None,
-        columns: table.Columns = table.COLUMNS,
+        columns: progress.Columns = progress.COLUMNS,
     ) -> None:
         """
         Args:
@@ -315,16 +314,17 @@ class MetricsLogger:
         """The end of a step: its line of `timings.jsonl`, its row of the table, the picture.
 
         Args:
-            last_step, left_s: of the run, see `table.row`.
+            last_step, left_s: of the run, see `progress.table_row`.
         """
         self.timings(step, timings)
         if not self.writes:
             return
-        if self._rows_printed % table.HEADER_EVERY == 0:
-            print(table.header(self._columns))
+        if self._rows_printed % progress.HEADER_EVERY == 0:
+            print(progress.table_header(self._columns))
         self._rows_printed += 1
-        print(table.row(step, metrics | timings, last_step, left_s, self._columns), flush=True)
-        phases.spoke()
+        values = metrics | timings
+        print(progress.table_row(step, values, last_step, left_s, self._columns), flush=True)
+        progress.spoke()
         plot(self.run_dir)
         if self._trackers:
             self._trackers.send(step, _numbers(metrics | timings))

@@ -1,18 +1,17 @@
 """Checkpoints: complete or absent, loadable by anyone, resumed exactly by any number of processes.
 
     checkpoints/step_000020/    Hugging Face files: vLLM and transformers load it as it is
-        trainer_state/          what only the trainer needs
+        trainer_state/
             state.json          step, algorithm, model, the best so far, the KL controller
-            policy/             float32 master weights and optimizer of the policy
+            policy/  critic/    float32 master weights and optimizer, of PPO's critic too
                 .metadata       which file holds which piece of which parameter
                 __0_0.distcp    what rank 0 held; __1_0.distcp what rank 1 held, ...
-            critic/             the same of PPO's critic
     checkpoints/best            link to the best by held-out evaluation, never deleted
 
-Every rank writes the parameters it holds, so no process needs room for the whole optimizer; pieces
-are addressed by name and offset, so another number of processes can read them. A crash or a full
-disk in the middle leaves the checkpoint before it untouched (`run/files.py`). Data order, horizon
-and seeds are pure functions of the step: there is no cursor and no generator to restore.
+Each rank writes the parameters it holds, so no process needs room for the whole optimizer, and
+another number of processes can read them by name and offset. A crash or a full disk leaves the
+checkpoint before untouched (`run/files.py`). Data order, horizon and seeds are pure functions of
+the step, so there is no cursor and no generator to restore.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -61,12 +60,7 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    """Steps that have a complete checkpoint, ascending."""
-    return [s for s in _steps_named(run_dir) if (folder_of(run_dir, s) / STATE).exists()]
-
-
-def _steps_named(run_dir: Path) -> list[int]:
-    """Steps that have a folder, complete or not, ascending."""
+    """Steps that have a checkpoint, ascending."""
     names = [p.name for p in (run_dir / "checkpoints").glob("step_*")]
     return sorted(int(m.group(1)) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
 
@@ -88,8 +82,10 @@ def save(
         parts: name -> (model, optimizer), saved as trainer_state/<name>/.
         state: JSON-serialisable rest.
     Raises:
-        CheckpointError: the disk is full or refuses; nothing half-written stays behind.
+        CheckpointError: weights are not finite, or the disk is full or refuses; nothing
+            half-written stays behind.
     """
+    _require_finite(step, parts)
     folder = folder_of(run_dir, step)
     tmp: Path | None = None
     try:
@@ -102,18 +98,27 @@ def save(
     # A full disk has four names, and CheckpointException is not an Exception; ValueError:
     # transformers refuses to save a model.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
-        written = tmp.rglob("*") if tmp else ()
-        size = sum(p.stat().st_size for p in written if p.is_file()) / 1e9
         free = shutil.disk_usage(run_dir).free / 1e9
         raise CheckpointError(
             f"checkpoint of step {step} could not be written to {folder.parent}: "
-            f"{_first_line(error)} ({size:.2f} GB written, {free:.2f} GB free). "
+            f"{_first_line(error)} ({free:.2f} GB free). "
             "Earlier checkpoints are intact; make room, then --resume"
         ) from error
     finally:
         if tmp is not None and distributed.rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
     return folder
+
+
+def _require_finite(step: int, parts: Parts) -> None:
+    """Such weights would take the place of the last good checkpoint and could never be resumed."""
+    for name, (model, _) in parts.items():
+        trained = [distributed.local(p) for p in model.parameters() if p.requires_grad]
+        if not all(distributed.gather(all(bool(p.isfinite().all()) for p in trained))):
+            raise CheckpointError(
+                f"step {step}: weights of the {name} are not finite, so nothing was saved. The "
+                "last checkpoint is intact: start a new run from it, with a lower --learning-rate"
+            )
 
 
 def _begin(folder: Path) -> Path:
@@ -171,10 +176,10 @@ def load_newest(
     """Load the newest checkpoint: (step, state), or None if there is none. Collective.
 
     Raises:
-        CheckpointError: it cannot be read, or belongs to another kind of run. Nobody goes back to
-            an older one in silence; the message says how to.
+        CheckpointError: it cannot be read, or belongs to another kind of run. An older one is
+            never taken in silence; the message says how to.
     """
-    steps = _steps_named(run_dir)
+    steps = steps_saved(run_dir)
     if not steps:
         return None
     state = distributed.first("resuming", partial(read_state, run_dir, steps[-1], expected))
@@ -183,7 +188,7 @@ def load_newest(
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state` of a checkpoint, after a check of its files and of the kind of run.
+    """The `state` of a checkpoint, once its files and the kind of run are checked.
 
     Args:
         expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
@@ -209,21 +214,17 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
         if (length := file.stat().st_size) != size:
             raise _unreadable(folder, f"{name} is {length} bytes long instead of {size}")
     for name, value in expected.items():
-        if name not in state:
-            raise _unreadable(path, f"{name} is missing")
         if state[name] != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
-                f"{folder} was trained with {flag} {state[name]}, not {value}; "
-                "use the same or a new run"
+                f"{folder} was trained with {flag} {state[name]}, not {value}; start a new run"
             )
     return state
 
 
 def load(run_dir: Path, step: int, parts: Parts) -> None:
-    """Put the saved weights and optimizer states into `parts`, however many processes hold them.
+    """Put the saved weights and optimizer states into `parts`. Collective.
 
-    Collective.
     Raises:
         CheckpointError: they do not fit these models, or cannot be read.
     """
@@ -252,12 +253,10 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
         )
 
 
-# A pickle can call any function that it names while it is read, and checkpoints are passed from
-# hand to hand. torch reads two kinds of pickle with everything allowed: the index, and the values
-# beside the tensors. Here the index may name the classes that torch writes into it, and the values
-# are read with `weights_only`.
+# A pickle can call any function that it names, and checkpoints are passed from hand to hand. torch
+# unpickles the index and the values beside the tensors without restrictions. Here the index may
+# name only what torch writes into it, and the values are read with `weights_only`.
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
@@ -270,14 +269,13 @@ _ALLOWED = {
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_metadata = module == _METADATA and "." not in name
+        is_metadata = module == Metadata.__module__ and "." not in name
         if is_dtype or is_metadata or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
 
 
 def _read_index(folder: Path) -> Metadata:
-    """Which file of a part holds which piece of what."""
     try:
         with open(folder / ".metadata", "rb") as file:
             return _IndexUnpickler(file).load()
@@ -317,7 +315,7 @@ def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
 
 
 def _first_line(error: BaseException | str) -> str:
-    """What happened, without the report by rank and the tracebacks that torch wraps it in."""
+    """What happened, without torch's report by rank and its tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,12 +1,11 @@
 """Seconds and peak memory of each phase of a step, and what to lower when one does not fit.
 
     rollout      the sampler's weights, keys and values
-    log-probs    one micro-batch's activations, layer by layer
+    log-probs    activations of one micro-batch, layer by layer
     update       those of all layers (--gradient-checkpointing: of one), gradients, moments
     sync         one parameter at a time
 
-Peaks are measured in each phase by itself: of the accelerator if there is one, else of the process.
-`recipes/memory.py` says beforehand what to expect.
+The peak is the accelerator's if there is one, else the process's; `recipes/memory.py` predicts it.
 
 Read next: `run/rundir.py`.
 """
@@ -24,11 +23,8 @@ import torch
 
 from run.errors import OutOfMemory
 
-# phases whose peak is kept -> under which name
-MEMORY_OF = {
-    f"time/{phase}_s": f"memory/{phase}_bytes"
-    for phase in ("rollout", "log_probs", "update", "sync")
-}
+MEASURED = ("rollout", "log_probs", "update", "sync")
+MEMORY_OF = {f"time/{phase}_s": f"memory/{phase}_bytes" for phase in MEASURED}
 # phase -> what to lower, most effective first
 SMALLER = {
     "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
@@ -36,7 +32,7 @@ SMALLER = {
     "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
 }
 
-# Of a sampler that sleeps on this card: torch still counts them as allocated, the card does not.
+# Of a sampler that sleeps: torch still counts them as allocated, the card does not.
 asleep_bytes = 0
 
 
@@ -50,7 +46,7 @@ class Clock:
     ['memory/update_bytes', 'time/update_s']
 
     Args:
-        options: the run's options by name; their values stand in the advice of `OutOfMemory`.
+        options: the run's options by name, for the advice of `OutOfMemory`.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -75,7 +71,6 @@ class Clock:
         return time.perf_counter() - self._began
 
     def peak_bytes(self) -> float:
-        """The largest of the phases' peaks."""
         return max(self.values.get(name, 0) for name in MEMORY_OF.values())
 
 
@@ -96,7 +91,7 @@ def reset_peak() -> None:
 
 @contextlib.contextmanager
 def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a failed allocation, of torch or of the system, into one line that says what to do."""
+    """Turn a failed allocation into OutOfMemory, one line that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -120,9 +115,9 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
 def return_freed() -> None:
     """Hand free memory back to the card and the system, so that no phase pays for another's.
 
-    torch keeps what it has freed for its own next buffers, and a sampler on the same card finds
-    none: after the first update of a 3B model on an H200 vLLM could not wake. On a CPU the heap
-    fragments, and freed pages between live buffers stay with the process unless asked for.
+    torch keeps what it has freed, and a sampler on the same card finds none: after the first update
+    of a 3B model on an H200 vLLM could not wake. On a CPU the heap fragments, and freed pages
+    between live buffers stay with the process.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,13 +1,10 @@
-"""Files and folders that are whole or absent: written aside, flushed to the disk, renamed.
-
-A process can be killed between any two instructions, and a reader may look at any moment. So
-nothing is ever written under the name it will be read by:
+"""Files and folders that are whole or absent, although a process can be killed at any instant.
 
     write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
 
-The rename is atomic: NAME is the old content or the new one. A kill before it leaves a hidden file
-that nobody reads and `sweep` removes. A folder cannot be renamed onto another one, so the old one
-steps aside as .old-NAME between two renames; after a kill in that instant `sweep` gives it back.
+The rename is atomic: a reader finds the old content or the new one. A kill before it leaves a
+hidden file that `sweep` removes. A folder cannot be renamed onto another one, so the old one steps
+aside as .old-NAME between two renames; after a kill in that instant `sweep` gives it back.
 
 Read next: `run/checkpoint.py`, whose folders many processes write this way.
 """
@@ -29,8 +26,7 @@ BEFORE = ".old-"  # prefix of a folder that makes room for its successor
 
 
 def cache_dir() -> Path:
-    """Folder of what is made once and kept (converted models, warm starts, indices of a corpus):
-    $AGENT_RL_CACHE, or .cache/ at the root."""
+    """Where converted models, warm starts and indices are kept: $AGENT_RL_CACHE or .cache/."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
 
 
@@ -66,10 +62,8 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(new)` on an empty folder beside `folder`, then rename it to `folder`.
-
-    If another process was faster, its result is as good and stays.
-    """
+    """Run `build(new)` on an empty folder and rename it to `folder`; if another process was faster,
+    its result stays."""
     new = new_folder(folder)
     try:
         build(new)
@@ -117,8 +111,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Give back, or delete, what killed processes left anywhere in `folder`; nobody may be writing
-    there."""
+    """Give back, or delete, what killed processes left in `folder`; nobody may be writing there."""
     for before in list(folder.rglob(f"{BEFORE}*")):
         name = before.with_name(before.name.removeprefix(BEFORE))
         if name.exists():
@@ -134,7 +127,6 @@ def sweep(folder: Path) -> None:
 
 
 def flush_all(folder: Path) -> None:
-    """`flush` a folder and everything in it."""
     for path in folder.rglob("*"):
         flush(path)
     flush(folder)

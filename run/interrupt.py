@@ -1,11 +1,11 @@
-"""Ctrl-C without loss: what may stop stops at once, what may not is finished first.
+"""Ctrl-C without loss: a rollout stops at once, an update is finished first.
 
     with StopRequests() as stop:
-        with stop.allowed():        a rollout: the weights do not change, KeyboardInterrupt at once
-            ...
+        with stop.allowed():        no weights change here: KeyboardInterrupt at once
+            roll_out()
         update()                    the request is remembered
-        if stop.agreed():           every process gets the same answer: save and leave
-            ...
+        if stop.agreed():           all processes get the same answer
+            save()
 
 Read next: `run/session.py`.
 """
@@ -23,13 +23,13 @@ from scale import distributed
 
 
 class StopRequests:
-    """Ctrl-C and SIGTERM (which schedulers send), answered where nothing is lost.
+    """Ctrl-C and SIGTERM (which job schedulers send), answered where nothing is lost.
 
-    A second Ctrl-C leaves at once, without saving. A launcher passes the first one on, so that its
-    processes get it twice: what follows within seconds counts as the same request.
+    A second Ctrl-C leaves at once, without saving. A launcher passes Ctrl-C on, so that its
+    processes get it twice: under one, two within seconds count as the same request.
     """
 
-    SAME_REQUEST_S = 3.0  # only under a launcher
+    SAME_REQUEST_S = 3.0
 
     def __init__(self) -> None:
         self.requested = False
@@ -58,7 +58,7 @@ class StopRequests:
             self._allowed = False
 
     def agreed(self) -> bool:
-        """Was any process asked to stop? Collective, so that all answer alike."""
+        """Whether any process was asked to stop. Collective."""
         if any(distributed.gather(self.requested)) and not self.requested:
             self.requested, self._when = True, time.monotonic()  # its own may be on its way
         return self.requested

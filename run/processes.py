@@ -1,11 +1,11 @@
-"""A child process that cannot outlive us: a server of ours is gone when we are, however we end.
+"""A child process that cannot outlive us, however we end.
 
     us ── the only open end of a pipe ──> its standard input, which a thread of its own waits on
 
 The kernel closes our end when we die, SIGKILL included; the thread then ends the child and all that
-the child has started. PR_SET_PDEATHSIG would do less: it is Linux's alone, fires when the *thread*
-that began the child ends, and needs preexec_fn, which may deadlock beside the threads of torch and
-vLLM.
+the child has started. PR_SET_PDEATHSIG would do less: it exists only on Linux, fires when the
+*thread* that started the child ends, and needs preexec_fn, which can deadlock beside torch's
+threads.
 
 Read next: `envclient.py` and `sampling/fleet.py`, which start one.
 """
@@ -35,7 +35,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 class NotReady(RuntimeError):
-    """A child ended, or took too long, before it was ready; the message has what it wrote."""
+    """A child ended, or took too long, before it was ready; the message has its output."""
 
 
 class Child:
@@ -52,7 +52,11 @@ class Child:
         return _tail(self._err)
 
     def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
-        """The first true answer of `ready`; NotReady `timeout_s` after the start, or if it ends."""
+        """The first true answer of `ready`.
+
+        Raises:
+            NotReady: `timeout_s` after the start, or when the child ends.
+        """
         while not (answer := ready()):
             how = f"is not up after {timeout_s:g} s"
             if self.process.poll() is not None:
@@ -74,9 +78,8 @@ def python_path() -> str:
 def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
     """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
 
-    It is asked to end first, and killed after 10 s; what it has started is killed with it. Ctrl-C
-    in the terminal does not reach it, so that a run can finish its step and save. `options` are
-    those of subprocess.Popen.
+    It is terminated, after 10 s killed, and what it has started is killed with it. Ctrl-C in the
+    terminal does not reach it, so that a run can finish its step. `options` go to Popen.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
     if path := python_path():

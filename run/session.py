@@ -1,11 +1,10 @@
 """A run from its opening to its end: resumed, logged, evaluated, saved, stopped without loss.
 
-`train.py`, `sft.py`, `dpo.py` and `agentevol.py` say what happens in a step; this file makes a run
-out of steps:
+The four programs say what happens in a step; this file makes a run out of steps:
 
     open       lock the directory, listen for Ctrl-C and SIGTERM, make a `Worker`
     restore    with --resume: load the newest checkpoint and cut the logs back to it
-    each step  log, check for collapse, evaluate and save when due
+    each step  evaluate when due, log, check for collapse, save when due
     end        close; after Ctrl-C save first and print the command that goes on
 
 Read next: `run/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
@@ -29,7 +28,6 @@ from envs import env_name, names_of
 from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_env
 from reporting.sentinels import Sentinels
-from reporting.table import columns_of
 from reporting.trackers import TrackerError, Trackers
 from rollout import RolloutLog
 from run import checkpoint, progress, rundir
@@ -62,8 +60,7 @@ def at_work(
         Misuse: an option, or what it names, cannot work; no run is left behind.
         KeyboardInterrupt: after Ctrl-C, once everything is saved.
     """
-    room = check_room(config)
-    for note in (*notes(config), *([room] if room else ())):
+    for note in filter(None, (*notes(config), check_room(config))):
         distributed.say(f"note: {note}")
     distributed.join()
     run = rundir.open_run(config)
@@ -105,7 +102,7 @@ class Session(Generic[WorkerType]):
         best, best_step: the best held-out success (0..1) and its step; for a run of sft.py that
             plays nothing, minus the held-out loss.
         evaluated_step: the last evaluation that `best` and the sentinels know of.
-        failure: an error that must not cost the steps that were learned (`saving_on_failure`).
+        failure: an error to raise once the steps before it are saved (`saving_on_failure`).
     """
 
     logger: MetricsLogger
@@ -120,9 +117,9 @@ class Session(Generic[WorkerType]):
         self.best: float | None = None
         self.best_step: int | None = None
         self.evaluated_step: int | None = None
-        c, steps = config, range(1, config.steps + 1)
-        evaluated = [n for n in steps if worker.eval_tasks and is_due(n, c.eval_every, c.steps)]
-        self.time_left = progress.TimeLeft(c.steps, evaluated)
+        every = config.eval_every if worker.eval_tasks else 0
+        evaluated = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
+        self.time_left = progress.TimeLeft(config.steps, evaluated)
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint first."""
@@ -135,7 +132,7 @@ class Session(Generic[WorkerType]):
             names = self.config.log_to if writes else ()
             trackers = Trackers(names, path, asdict(self.config), resume_step)
             envs = [env_name(name) for name in names_of(self.config.env)]
-            columns = columns_of(self.config.method, envs)
+            columns = progress.columns_of(self.config.method, envs)
             if writes:
                 truncate_log(path / ALARMS, self.completed_step)
                 (path / ALARMS).touch()  # empty: no alarm so far
@@ -149,18 +146,17 @@ class Session(Generic[WorkerType]):
             distributed.say(f"resumed after step {self.completed_step}")
 
     def load_checkpoint(self) -> bool:
-        """Weights, optimizers and the rest of the newest checkpoint; False if there is none."""
-        worker, path = self.worker, self.run.path
+        """Go on from the newest checkpoint; False if there is none."""
+        worker = self.worker
         worker.rest()  # on a GPU the optimizer's state needs the sampler's memory
-        loaded = checkpoint.load_newest(path, self.identity(), worker.parts())
-        step, state = loaded or (0, {})
+        loaded = checkpoint.load_newest(self.run.path, self.identity(), worker.parts())
+        if loaded:
+            self.completed_step, state = loaded
+            self.saved_step = self.completed_step
+            self.load_state_dict(state)
         if self.config.plays:  # the sampler wakes with these weights
-            worker.sync_probed(step, worker.openings)
-        if not loaded:
-            return False
-        self.load_state_dict(state)
-        self.completed_step = self.saved_step = step
-        return True
+            worker.sync_probed(self.completed_step, worker.openings)
+        return bool(loaded)
 
     def steps_left(self) -> Iterator[int]:
         """Numbers of the steps to do, counted from 1, until held-out success reaches --stop-at."""
@@ -177,17 +173,17 @@ class Session(Generic[WorkerType]):
 
     @contextlib.contextmanager
     def saving_on_failure(self, learned: bool = False) -> Iterator[None]:
-        """Around work that fails for reasons outside: an error here costs no step that was learned.
+        """Around work that can fail for outside reasons: no step that was learned is lost.
 
-        Before a step changes the weights, the error ends the run and `at_work` saves the steps
-        before. Once it has (`learned`), the error waits for `finish_step`, which logs and saves the
-        step and then raises it; what is missing is made up for when the run is resumed.
+        Errors raised before the step changes the weights end the run, and `at_work` saves the steps
+        before. Later errors (`learned`) wait until `finish_step` has logged and saved the step; the
+        resumed run makes up for what is missing.
         """
         try:
             yield
         except RunFailed as error:
-            # Saving is collective, so all ranks must have failed. These errors come of numbers that
-            # all ranks gathered, so each rank raises them by itself.
+            # Saving is collective, so all ranks must have failed. These three follow from numbers
+            # that all ranks gathered, so that each rank raises them by itself.
             everywhere = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
             everywhere |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
             if everywhere:
@@ -198,8 +194,7 @@ class Session(Generic[WorkerType]):
     # Evaluation
 
     def evaluate_start(self) -> None:
-        """The evaluation before the first step, or one that a resumed run lacks: Ctrl-C cut it
-        short, or it failed."""
+        """The evaluation before the first step, or one that Ctrl-C or a failure has cut short."""
         step, c = self.completed_step, self.config
         if not is_due(step, c.eval_every, c.steps) or self.evaluated_step == step:
             return
@@ -215,8 +210,7 @@ class Session(Generic[WorkerType]):
             raise TrainingError(collapse)
 
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
-        """`evaluate`; if Ctrl-C or a failure cuts it short, `finish_step` saves the step first and
-        the resumed run evaluates again."""
+        """`evaluate`; if Ctrl-C or a failure cuts it short, the resumed run evaluates again."""
         is_next = is_due(step, self.config.eval_every, self.config.steps) and not self.failure
         if is_next and not self.stop.agreed():
             cut_short = contextlib.suppress(KeyboardInterrupt)
@@ -231,7 +225,7 @@ class Session(Generic[WorkerType]):
         summary, trajectories = self.worker.evaluate(step)
         self.run.write_json(f"eval/step_{step:06d}.json", summary)
         self.run.write_trajectories(f"eval_{step:06d}", trajectories)
-        rows: dict[str, Any] = {env_name(env): row for env, row in summary["worlds"].items()}
+        rows = {env_name(env): row for env, row in summary["worlds"].items()}
         # Checked per environment, so that losing a small one is noticed.
         if missing := {task.env for task in self.worker.eval_tasks} - rows.keys():
             where = f" of {' and '.join(sorted(missing))}" if rows else ""
@@ -246,16 +240,16 @@ class Session(Generic[WorkerType]):
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], "
                 f"{row['items']} tasks x {summary['samples']} samples"
             )
-        solved = {env: row["avg"]["value"] for env, row in rows.items()}
-        passed = {env: row["pass"]["value"] for env, row in rows.items()}
-        returns = {env: row["return_mean"] for env, row in rows.items()}
-        metrics = by_env("eval/avg", solved, fmean) | by_env("eval/pass", passed, fmean)
-        metrics |= by_env("eval/return_mean", returns, fmean)
+        metrics = {
+            **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),
+            **by_env("eval/pass", {env: row["pass"]["value"] for env, row in rows.items()}, fmean),
+            **by_env("eval/return_mean", {e: row["return_mean"] for e, row in rows.items()}, fmean),
+        }
         self.note_evaluation(step, metrics["eval/avg"])
         return metrics
 
     def note_evaluation(self, step: int, score: float) -> None:
-        """A score after `step`; a tie with the best does not replace it."""
+        """Remember the score after `step`; a tie does not replace the best."""
         self.evaluated_step = step
         if self.best is None or score > self.best:
             self.best, self.best_step = score, step
@@ -300,9 +294,9 @@ class Session(Generic[WorkerType]):
             raise KeyboardInterrupt
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Show a step to the sentinels and print their alarms; why the run must stop, or None."""
+        """Check a step for collapse and print the alarms; why the run must stop, or None."""
         watched = {n: v for n, v in metrics.items() if n not in self.config.unwatched}
-        alarms = self.sentinels.check(step, watched)  # even if off: they must know the past
+        alarms = self.sentinels.check(step, watched)  # even if off: --resume may switch them on
         if self.config.on_collapse == "off":
             return None
         for alarm in alarms:
@@ -312,12 +306,11 @@ class Session(Generic[WorkerType]):
         stops = [alarm.message for alarm in alarms if alarm.severity == "stop"]
         if not stops or self.config.on_collapse == "warn":
             return None
-        best = "nothing was evaluated (--eval-every 0), so no checkpoint is known as the best"
-        if self.best_step == 0:
+        best = f"the best checkpoint is {self.run.path}/checkpoints/best (step {self.best_step})"
+        if self.best_step is None:
+            best = "nothing was evaluated (--eval-every 0), so no checkpoint is known as the best"
+        elif self.best_step == 0:
             best = f"the best policy so far is the one it began with, {self.worker.start}"
-        elif self.best_step:
-            folder = self.run.path / "checkpoints/best"
-            best = f"the best checkpoint is {folder} (step {self.best_step})"
         return (
             f"stopped after step {step}, the run is collapsing: {stops[0]}; {best}; "
             "--resume with --on-collapse warn goes on all the same"
@@ -326,7 +319,7 @@ class Session(Generic[WorkerType]):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and optimizers; JSON."""
+        """What a checkpoint keeps beside weights and optimizers, as JSON."""
         controller = self.worker.kl_controller
         state = {"kl_controller": controller.state_dict()} if controller else {}
         return state | {
@@ -350,10 +343,9 @@ class Session(Generic[WorkerType]):
 
     def save(self, step: int) -> None:
         """A checkpoint of the state after `step`. Collective."""
-        state = self.identity() | self.state_dict()
+        worker, state = self.worker, self.identity() | self.state_dict()
         with progress.phase("saving"):
-            parts = self.worker.parts()
-            checkpoint.save(self.run.path, step, self.worker.export, parts, state)
+            checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
         self.saved_step = step
         self.tidy_up()
 
@@ -364,7 +356,7 @@ class Session(Generic[WorkerType]):
             self.save(step)
 
     def tidy_up(self) -> None:
-        """After a save: point checkpoints/best at the best step if it was saved, and prune."""
+        """After a save: point checkpoints/best at the best step, and prune."""
 
         def tidy() -> None:
             if self.best_step in checkpoint.steps_saved(self.run.path):
@@ -407,8 +399,8 @@ def command_line(
     except RuntimeError as error:
         if not distributed.is_lost_contact(error):
             raise
-        gone = "lost contact with another process, which says why, or its launcher does"
-        return _fail(prog, RuntimeError(f"{gone} (exitcode -9: out of memory, most likely)"), 1)
+        gone = "lost contact with another process; it or its launcher says why (exitcode -9: most"
+        return _fail(prog, RuntimeError(f"{gone} likely out of memory)"), 1)
 
 
 def _fail(prog: str, error: Exception, code: int) -> int:
@@ -426,27 +418,27 @@ def _fail(prog: str, error: Exception, code: int) -> int:
 
 def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     """The last lines of a run: how it began and ended, and which file or command shows what."""
-    first, *more = names_of(config.env)
-    env = f" --env {first}" if more else ""  # one environment is measured at a time
-    if not config.needs_world:  # it learned from files, of whatever environment
-        env = f" --env {first}  (or the environment that its texts are from)"
+    env, *more = names_of(config.env)
+    which = f" --env {env}" if more else ""  # one environment is measured at a time
+    if not config.needs_world:  # it learned from files
+        which = f" --env {env}  (or the environment that its texts are from)"
     rows = read_log(run.path / "metrics.jsonl")
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
-    has_played = any(run.path.glob("trajectories/*.jsonl"))
     lines = {
         "mean return": first_and_last(means),
         "the curve": run.path / "reward.png",
-        "what it did": f"{rundir.python()} replay.py {run.path}" if has_played else None,
+        "what it did": f"{rundir.python()} replay.py {run.path}",
         "every number": run.path / "metrics.jsonl",
-        "measure it": f"{rundir.python()} evaluate.py --run {run.path}{env}",
+        "measure it": f"{rundir.python()} evaluate.py --run {run.path}{which}",
     }
+    if not any(run.path.glob("trajectories/*.jsonl")):
+        del lines["what it did"]
     words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
     return "\n".join([f"done: {run.path}", *words])
 
 
 def first_and_last(means: Sequence[float]) -> str | None:
-    """The mean return at both ends of a run.
-
+    """
     >>> first_and_last([0.25, 0.5, 0.75, 0.75])
     '0.375 in the first 2 steps, 0.750 in the last 2'
     """

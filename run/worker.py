@@ -1,15 +1,12 @@
 """What lives from the first training step to the last: models, sampler, environments, task lists.
 
-One `Worker` per process. It rolls out, learns, syncs, evaluates and exports, but holds no
-algorithm: which of these happen in a step, and in which order, is written in `train.py`.
-
     tasks ── requests ──> roll_out ──> (a method learns) ──> sync ──> evaluate, save
                            engine       policy                policy weights
                            + pool       optimizer             into the engine
 
-With several processes, each plays its share of the tasks and then holds all results
-(`scale/distributed.py`); rank 0 writes the files. What RL adds (critic, reference, horizon) is in
-train.py.
+One `Worker` per process; which of these happen in a step, and in which order, is written in
+`train.py`. With several processes each plays its share of the tasks and then holds all results
+(`scale/distributed.py`); rank 0 writes the files.
 
 Read next: `run/session.py`.
 """
@@ -75,8 +72,8 @@ from warmstart import start_model
 
 
 class Worker:
-    """Policy, sampler, environments and task lists of one process. A method that neither plays nor
-    evaluates gets no sampler and no environment.
+    """Policy, sampler, environments and task lists of one process. Without play and evaluation it
+    has no sampler and no environment.
 
     Raises:
         Misuse: what only the tasks, the model or the first prompt reveal.
@@ -115,7 +112,7 @@ class Worker:
                 self.load_into_engine()
 
     def choose_arithmetic(self) -> None:
-        """Seed, kernels, number format, device."""
+        """Seed, deterministic kernels, number format, device."""
         c = self.config
         if c.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -144,10 +141,10 @@ class Worker:
         self.pad_id = self.tokenizer.pad_token_id or 0
 
     def connect_environments(self, stack: contextlib.ExitStack) -> None:
-        """Pools of the servers of --env-addr, or of servers started here; one opening of each.
+        """Pools of the servers of --env-addr, or of servers started here, and an opening of each.
 
         Raises:
-            Misuse: --max-trajectory-tokens is filled by an environment's first prompt alone.
+            Misuse: an opening and one turn do not fit --max-trajectory-tokens.
         """
         pools = {}
         for config in in_each(self.config):
@@ -171,13 +168,14 @@ class Worker:
     # Models, sampler
 
     def load_models(self) -> None:
-        """The policy as it begins; subclasses add what their method needs beside it."""
+        """The policy; subclasses add what their method needs beside it."""
         c = self.config
         self.policy = self.fresh_policy()
         model, ranks = self.policy.model, distributed.world_size()
-        line = f"policy: {num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
-        line += f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
-        distributed.say(line + (f", in parts on {ranks} processes" if ranks > 1 else ""))
+        trained = f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
+        spread = f", in parts on {ranks} processes" if ranks > 1 else ""
+        size = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
+        distributed.say(f"policy: {size}{trained}{spread}")
         if 0 < (n := c.learning_rate_decay_steps) < c.steps_in_a_row:
             distributed.say(
                 f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; raise "
@@ -204,11 +202,11 @@ class Worker:
         return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
 
     def forget_policy(self) -> None:
-        """Free the policy before another takes its place: accelerate keeps what it has prepared,
-        and sharded models lie in cycles."""
+        """Free the policy before another takes its place. accelerate keeps a reference, and sharded
+        models are reference cycles."""
         distributed.forget(self.accelerator, self.policy.model)
         del self.policy
-        gc.unfreeze()  # vLLM froze all that was there when it started
+        gc.unfreeze()  # vLLM froze every object that there was when it started
         gc.collect()
 
     def start_engine(self, stack: contextlib.ExitStack) -> Engine:
@@ -218,7 +216,7 @@ class Worker:
         newest = checkpoint.steps_saved(self.run.path)[-1:] or [0]
 
         def seed_of(rank: int) -> int:
-            """vLLM's seed: another one for each seed of a run, rank and step to go on from."""
+            """vLLM's seed, from the run's seed, the rank and the step to go on from."""
             return sampling_seed(c.seed, newest[0], "engine", rank, turn=0) % 2**31
 
         urls: Sequence[str] = c.engine_url
@@ -234,8 +232,8 @@ class Worker:
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """At the end of a run. vLLM closes the process group with it, which on GPUs waits for all
-        ranks: after an error of this rank alone it stays open, so that the error is printed."""
+        """Close the sampler, unless only this rank has failed: vLLM would close the process group,
+        which on GPUs waits for all ranks, and the error would not be printed."""
         is_shared = error is None or isinstance(error, KeyboardInterrupt)
         if is_shared or distributed.world_size() == 1 or distributed.is_known_to_all(error):
             self.engine.close()
@@ -254,7 +252,7 @@ class Worker:
         )
 
     def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
-        """Play all requests. After an engine error, what has finished on any rank is written."""
+        """Play all requests. After an engine error the finished trajectories are written."""
         step, log = requests[0].step, RolloutLog()
         settings = replace(self.settings(), weight_version=step - 1)
         try:
@@ -271,8 +269,8 @@ class Worker:
         label: str,
         log: RolloutLog,
     ) -> list[RolloutHandler]:
-        """`rollout.collect` over all ranks: each plays its share of the tasks, and all
-        get all trajectories, in the order of the requests."""
+        """`rollout.collect` on all ranks: each plays a share and gets all trajectories, ordered as
+        the requests."""
         ranks, rank = distributed.world_size(), distributed.rank()
         share = share_of(requests, rank, ranks)
         lenient = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
@@ -309,8 +307,8 @@ class Worker:
     # Learning
 
     def set_learning_rates(self, step: int) -> None:
-        """Linear decay over `decay_steps`: a function of the step, not of --steps, so that a run
-        that is resumed to go further equals one that was meant to go that far."""
+        """Linear decay from lr to lr/N over N = `decay_steps` steps, then constant. Independent of
+        --steps, so that a run can be resumed to go further."""
         decay_steps = self.decay_steps()
         left = 1 - min(step - 1, decay_steps - 1) / decay_steps
         for name, (_, optimizer) in self.parts().items():
@@ -331,7 +329,7 @@ class Worker:
     # Weights to the sampler, weights to the disk
 
     def sync(self, step: int, trajectories: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """New weights into the sampler; (mean |sampler - trainer| log-prob, bytes).
+        """Hand new weights to the sampler; (mean |sampler - trainer| log-prob, bytes).
 
         Raises:
             SyncError: the two differ by more than --max-sync-error, on some rank.
@@ -340,7 +338,7 @@ class Worker:
         return self.sync_probed(step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes])
 
     def sync_probed(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
-        """`sync`, compared on what the sampler says after these token ids."""
+        """`sync`, with the tokens to sample after."""
         c = self.config
         num_bytes = self.load_into_engine()
         room = c.max_trajectory_tokens - sync.NUM_PROBED
@@ -351,14 +349,14 @@ class Worker:
         return sync.check(differences, c.max_sync_error, step), num_bytes
 
     def load_into_engine(self) -> int:
-        """The policy's weights to the sampler; bytes sent. Collective."""
+        """Bytes sent. Collective."""
         name = self.precision.dtype if self.config.engine == "vllm" else "float32"
         dtype: torch.dtype = getattr(torch, name)
         with phase("weight sync"):
             return sync.send_weights(self.policy.model, self.engine, dtype)
 
     def rest(self) -> None:
-        """Hand the sampler's memory to the trainer until new weights wake it."""
+        """Free the sampler's memory until new weights wake it."""
         if self.config.plays:
             self.engine.sleep()
 
@@ -378,7 +376,7 @@ def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) -> list[str]:
-    """The first lines of a run: a mistake is seen before it has cost hours."""
+    """The first lines of a run, so that a mistake is seen before it has cost hours."""
     c, envs = config, in_each(config)
     batch = f"at most {c.trajectories_per_step} trajectories"
     if isinstance(c, Config):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reporting import metrics, table
+from reporting import metrics
 from reporting.metrics import (
     GLOSSARY,
     METRICS,
@@ -18,6 +18,7 @@ from reporting.metrics import (
     repeated_tokens,
     summarize_trajectories,
 )
+from run import progress
 
 
 @pytest.fixture
@@ -272,8 +273,8 @@ def test_a_step_ends_with_its_timings_its_row_and_the_picture(
     for step in range(2, 42):
         logger.show_step(step, row, timings)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == table.row(1, row | timings, 60, 600.0)
-    assert [i for i, line in enumerate(lines) if line == table.header()] == [0, 21, 42]
+    assert lines[1] == progress.table_row(1, row | timings, 60, 600.0)
+    assert [i for i, line in enumerate(lines) if line == progress.table_header()] == [0, 21, 42]
 
 
 def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path, logger):

@@ -1,6 +1,7 @@
 """run/progress.py: whoever waits sees a line every 30 s, and how long it still takes."""
 
 import io
+import math
 import re
 import threading
 from types import SimpleNamespace
@@ -8,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from toy_env import flags, options, serve, train_main
 
+from reporting.metrics import GLOSSARY
 from run import progress
-from run.progress import EVERY_S, RECENT, Phase, TimeLeft, duration, phase, playing
+from run.progress import EVERY_S, RECENT, Phase, TimeLeft, phase, playing, table_row
 
 
 @pytest.fixture
@@ -28,21 +30,28 @@ def wait(monkeypatch):
     return wait
 
 
-# --- What a line says ----------------------------------------------------------------------------
+# --- A line every 30 s ---------------------------------------------------------------------------
 
 
-def test_a_line_says_how_far_it_is_how_it_goes_and_what_is_left(wait):
-    warm = Phase("warm start", 32, "steps")
-    assert warm.line() == "warm start: 0/32 steps"
-    for _ in range(12):
-        wait(9)
-        warm.tick(loss="0.41")
-    assert warm.line() == "warm start: 12/32 steps, loss 0.41, 3 min left"
-    progress.heading("step 3/60, 41 min left")
-    assert warm.line().startswith("step 3/60, 41 min left: warm start: 12/32")
+def test_a_line_comes_every_thirty_seconds_and_says_how_far_it_is(wait, capsys):
+    with phase("warm start", 10, "steps") as tick:
+        wait(EVERY_S - 1)
+        assert capsys.readouterr().out == ""
+        wait(1)
+        assert capsys.readouterr().out == "warm start: 0/10 steps\n"
+        tick(5, loss="0.41")
+        progress.spoke()  # a row of the table counts as a line
+        wait(EVERY_S - 1)
+        assert capsys.readouterr().out == ""
+        progress.heading("step 3/60, 41 min left")
+        wait(1)
+        line = "step 3/60, 41 min left: warm start: 5/10 steps, loss 0.41, 60 s left\n"
+        assert capsys.readouterr().out == line
+    wait(100)
+    assert capsys.readouterr().out == ""
 
 
-def test_the_first_few_of_many_tell_nothing_of_the_rest(wait):
+def test_the_rest_is_estimated_only_when_a_tenth_is_done(wait):
     rollout = Phase("rollout", 100, "episodes")
     wait(60)
     rollout.tick(9)
@@ -51,33 +60,6 @@ def test_the_first_few_of_many_tell_nothing_of_the_rest(wait):
     assert rollout.left_s() == pytest.approx(540)
     rollout.tick(100)  # more than was to be done
     assert rollout.left_s() == 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(89.4, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (259200, "3.0 days")],
-)
-def test_durations_at_the_edges_of_their_units(seconds, text):
-    assert duration(seconds) == text
-
-
-# --- When it is said ----------------------------------------------------------------------------
-
-
-def test_without_a_terminal_there_is_a_line_every_thirty_seconds(wait, capsys):
-    with phase("warm start", 10, "steps") as tick:
-        wait(EVERY_S - 1)
-        assert capsys.readouterr().out == ""
-        wait(1)
-        assert capsys.readouterr().out == "warm start: 0/10 steps\n"
-        tick(5)
-        progress.spoke()  # a row of the table counts as a line
-        wait(EVERY_S - 1)
-        assert capsys.readouterr() == ("", "")
-        wait(1)
-        assert capsys.readouterr() == ("warm start: 5/10 steps, 60 s left\n", "")
-    wait(100)
-    assert capsys.readouterr().out == ""
 
 
 def test_short_phases_of_a_run_one_after_the_other_are_not_silent(wait, capsys):
@@ -105,7 +87,7 @@ def test_only_the_first_process_speaks(wait, capsys, monkeypatch):
     with phase("rollout", 4, "episodes") as tick:
         wait(60)
         tick(success="50%")
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_reader_that_has_gone_does_not_end_the_phase(wait, monkeypatch):
@@ -126,33 +108,60 @@ def test_the_thread_looks_by_itself_and_ends_with_the_phase(monkeypatch):
         assert looked.wait(timeout=30)
         raise ZeroDivisionError
     assert threading.active_count() == threads
-    assert progress._line.open == []
 
 
 # --- How long the run still takes ----------------------------------------------------------------
 
 
-def fed(left, rows):
-    for row in rows:
-        left.note(row)
-    return left
-
-
 def test_steps_left_and_evaluations_due_are_what_is_left():
-    left = fed(TimeLeft(60, [20, 40, 60]), [{"time/eval_s": 50.0}])
+    left = TimeLeft(60, [20, 40, 60])
+    left.note({"time/eval_s": 50.0})
     assert left.after(0) is None  # no step was timed
-    fed(left, [{"time/step_s": 60.0, "time/eval_s": 50.0}])  # its evaluation is counted once
+    left.note({"time/step_s": 60.0, "time/eval_s": 50.0})  # its evaluation is counted once
     assert left.after(1) == 59 * 10 + 3 * 50
     assert left.after(20) == 40 * 10 + 2 * 50  # the one after step 20 is over
     assert left.after(60) == 0
 
 
 def test_one_slow_step_moves_nothing_and_a_horizon_that_grew_is_noticed():
-    steady = [{"time/step_s": 10.0}] * 9
-    left = fed(TimeLeft(100), [*steady, {"time/step_s": 500.0}])
+    left = TimeLeft(100)
+    for seconds in (*[10.0] * 9, 500.0):
+        left.note({"time/step_s": seconds})
     assert left.after(10) == 900
-    fed(left, [{"time/step_s": 20.0}] * RECENT)
+    for _ in range(RECENT):
+        left.note({"time/step_s": 20.0})
     assert left.after(20) == 1600
+
+
+# --- The table -----------------------------------------------------------------------------------
+
+LONGEST = {
+    "train/return_mean": 0.512,
+    "train/success_rate": 1.0,
+    "train/turns_mean": 28.5,
+    "train/groups": 128,
+    "train/groups_zero_variance": 16,
+    "policy/loss": -123.4567,
+    "policy/kl": 12.34567,
+    "policy/entropy": 10.123,
+    "policy/grad_norm": 1234.567,
+    "time/rollout_s": 12345.6,
+    "time/update_s": 12345.6,
+    "eval/avg": 1.0,
+}
+
+
+def test_every_row_is_as_wide_as_its_heading_and_fits_120_columns():
+    assert {name for _, name, _ in progress.COLUMNS} - {"signal"} <= set(GLOSSARY)
+    rows = [
+        table_row(1, {}),
+        table_row(7, {"train/groups": 64, "train/groups_zero_variance": 3, "policy/kl": math.nan}),
+        table_row(1000, LONGEST, last_step=1000, left_s=25.5 * 86400),
+    ]
+    assert {len(row) for row in rows} == {len(progress.table_header())} and len(rows[0]) < 120
+    assert rows[0].split() == ["1"] + ["-"] * (len(progress.COLUMNS) + 1)
+    assert "61/64" in rows[1] and "nan" not in rows[1]
+    assert rows[2].split()[0] == "1000/1000" and rows[2].endswith(" 25.5 days")
 
 
 # --- A whole run ---------------------------------------------------------------------------------
@@ -181,9 +190,8 @@ def test_a_run_says_what_it_will_do_what_it_does_and_how_long_it_takes(tmp_path,
     steps = [n for n, label in enumerate(shown) if label.startswith("step ")]
     assert shown[: steps[0]] == ["loading the models", "starting the sampler"]
     assert shown[steps[0] + 1 : steps[1]] == ["held-out evaluation"]
-    assert shown[steps[1] + 1 : steps[2]] == "rollout,log-probs,update,weight sync,saving".split(
-        ","
-    )
+    learning = ["rollout", "log-probs", "update", "weight sync", "saving"]
+    assert shown[steps[1] + 1 : steps[2]] == learning
     expected = ["0/3", "1/3", *(rf"{n}, [\d.]+ (s|min) left" for n in ("2/3", "3/3", "4/4"))]
     for n, pattern in zip(steps, expected, strict=True):
         assert re.fullmatch(f"step {pattern}", shown[n])

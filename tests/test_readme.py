@@ -14,7 +14,7 @@ from dpo import DpoConfig
 from envs.searchqa.questions import own_questions
 from envs.server import parse
 from evaluate import EvalConfig
-from reporting.table import header
+from run.progress import table_header
 from sft import SftConfig
 from tools.setup_env import SETS
 from warmstart import StartConfig
@@ -138,7 +138,7 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
 
 def test_the_rows_shown_from_a_run_have_the_columns_of_the_table() -> None:
     (shown,) = re.findall(r"^ +step +return.*", README, flags=re.M)
-    assert shown == header()
+    assert shown == table_header()
 
 
 def test_what_set_up_asks_for_is_what_is_said() -> None:

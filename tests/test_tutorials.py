@@ -12,7 +12,7 @@ import pytest
 from config import Config
 from reporting.metrics import GLOSSARY
 from reporting.sentinels import RULES
-from reporting.table import header
+from run.progress import table_header
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
@@ -66,7 +66,7 @@ def test_every_picture_is_shown_once_with_words_for_who_cannot_see_it():
 
 def test_the_lesson_on_health_explains_every_column_and_every_sentinel():
     cells = re.findall(r"^\| `([^`]+)` \|", HEALTHY, re.MULTILINE)
-    heads = re.split(r"\s{2,}", header().strip())
+    heads = re.split(r"\s{2,}", table_header().strip())
     assert heads[0] == "step" and set(heads) <= set(cells)
     assert set(RULES) <= set(cells)
 

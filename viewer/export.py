@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import quote
 
 from run.files import aside
-from run.rundir import PICTURE_PATH, map_texts
 from viewer.overview import differing, overview, what_goes_wrong
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
@@ -98,19 +97,9 @@ def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
     yield f"list/{where}", list_rows(lines, Filter(), limit=len(lines))
     yield f"groups/{where}", {"groups": groups_of(lines)}
     yield f"wrong/{where}", what_goes_wrong(lines)
-    folder = source.path_of(name).parent
-
-    def inline(text: str) -> str:
-        """A state's picture as a data address."""
-        picture = PICTURE_PATH.fullmatch(text)
-        if not picture or not (folder / text).is_file():
-            return text
-        encoded = base64.b64encode((folder / text).read_bytes()).decode()
-        return f"data:image/{text.rpartition('.')[2]};base64,{encoded}"
-
     for number in range(len(lines)):
         view = trajectory_view(source, name, number) | {"can_reenact": False}
-        yield f"trajectory/{where}/{number}", map_texts(view, inline)
+        yield f"trajectory/{where}/{number}", view
 
 
 # -------------------------------------------------------------------------------------- the page

@@ -6,7 +6,6 @@
     GET  /api/{list,groups,wrong}/S/FILE       trajectories by their heads; what fails
     GET  /api/trajectory/S/FILE/LINE  one trajectory
     GET  /api/search/S?text=          lines of JSON: hits and progress
-    GET  /media/S/FILE/NAME           pictures that states refer to
     POST /api/reenact  /api/play/...  live environments (play.py)
 
 Text that a model, an environment or a web site wrote is only ever shown as text, and no path comes
@@ -33,7 +32,6 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from run.rundir import MEDIA, PICTURE_PATH, map_texts
 from viewer.overview import differing, overview, what_goes_wrong
 from viewer.play import Play, PlayError, reenact
 from viewer.sources import Source, size_of
@@ -219,24 +217,12 @@ def add_data(app: FastAPI, library: Library, can_play: bool) -> None:
 
     @app.get("/api/trajectory/{number}/{name}/{line}")
     def trajectory(number: int, name: str, line: int) -> Response:
-        def address(text: str) -> str:
-            """Of a state's picture, from the page's point of view."""
-            picture = PICTURE_PATH.fullmatch(text)
-            return f"media/{number}/{name}/{picture[1]}" if picture else text
-
-        return answer(map_texts(trajectory_view(library[number], name, line), address))
+        return answer(trajectory_view(library[number], name, line))
 
     @app.get("/api/search/{number}")
     def hits(number: int, text: str = "") -> Response:
         lines = (as_json(line).encode() + b"\n" for line in search_source(library[number], text))
         return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    @app.get("/media/{number}/{name}/{picture}")
-    def media(number: int, name: str, picture: str) -> Response:
-        if not PICTURE_PATH.fullmatch(f"{MEDIA}/{picture}"):
-            raise KeyError(picture)
-        content = (library[number].path_of(name).parent / MEDIA / picture).read_bytes()
-        return Response(content, media_type=f"image/{picture.rpartition('.')[2]}")
 
 
 def filter_of(query: dict[str, str]) -> Filter:
