@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from config import (
     PAPER,
@@ -70,7 +70,14 @@ from envs.http import checked_url
 from reporting.leaderboard import Benchmark, format_markdown, to_json
 from reporting.plots import plot_evaluation
 from reporting.scoring import compare, format_table, summarize
-from rollout import RolloutLog, RolloutRequest, RolloutSettings, TooManyEnvFailures, collect
+from rollout import (
+    RolloutLog,
+    RolloutRequest,
+    RolloutSettings,
+    TooManyEnvFailures,
+    all_samples,
+    collect,
+)
 from run.errors import Misuse, complain, refusing
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
@@ -302,17 +309,6 @@ def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- playing
 
 
-def requests_for(
-    tasks: Sequence[Task], samples: int, step: int, seed: int, horizons: Mapping[str, int]
-) -> list[RolloutRequest]:
-    """Every task `samples` times; `seed` goes to the environment, the same for all samples."""
-    return [
-        RolloutRequest(task, group, sample, seed, step, horizons[task.env])
-        for group, task in enumerate(tasks)
-        for sample in range(samples)
-    ]
-
-
 def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task]:
     """
     At most `limit` tasks of each sub-task, in their order; None: all.
@@ -327,33 +323,6 @@ def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task
         if limit is None or seen[task.subtask] <= limit:
             chosen.append(task)
     return chosen
-
-
-TrajectoryType = TypeVar("TrajectoryType", bound=Trajectory)
-
-
-def evaluate_policy(
-    play: Callable[[Sequence[RolloutRequest], RolloutSettings], list[TrajectoryType]],
-    tasks: Sequence[Task],
-    samples: int,
-    settings: RolloutSettings,
-    horizons: Mapping[str, int],
-    step: int = 0,
-) -> tuple[dict[str, Any], list[TrajectoryType]]:
-    """
-    Play `tasks` with `samples` each; what a training run calls.
-
-    Args:
-        play: `rollout.collect` of some engine and environments; requests -> trajectories.
-        settings: its seed is that of the environments, the sampling and the bootstrap.
-        horizons: most turns, by environment.
-        step: the training step; names the trajectories and, with the seed, seeds the sampling.
-    Returns: the summary and all trajectories, lost ones included.
-    """
-    seed = settings.seed
-    trajectories = play(requests_for(tasks, samples, step, seed, horizons), settings)
-    longest = [max(horizons.values())]
-    return summarize(trajectories, samples, longest, step=step, seed=seed), trajectories
 
 
 # Pool, requests, settings and what to call with each trajectory that ends.
@@ -427,7 +396,7 @@ def measure(
     )
     tasks = first_of_each_subtask(tasks, config.limit)
     horizons = {env_name(pool.env): about["max_rounds"][-1]}
-    requests = requests_for(tasks, config.samples, 0, config.seed, horizons)
+    requests = all_samples(tasks, config.samples, config.seed, 0, horizons)
     what = f"{about['model']} on {about['env']}: {len(tasks)} tasks x {config.samples}"
     print(f"{what}, results in {out}", flush=True)
     if count := num_trained_on(config, tasks):

@@ -507,6 +507,17 @@ def draw(
     return requests
 
 
+def all_samples(
+    tasks: Sequence[Task], samples: int, seed: int, step: int, horizons: Mapping[str, int]
+) -> list[RolloutRequest]:
+    """The requests of an evaluation: every task `samples` times, all with one environment seed."""
+    return [
+        RolloutRequest(task, group, sample, seed, step, horizons[task.env])
+        for group, task in enumerate(tasks)
+        for sample in range(samples)
+    ]
+
+
 def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
     """The requests of one process: all samples of every `ranks`-th task of each environment, so
     that no process has a slow environment to itself.

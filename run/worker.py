@@ -39,7 +39,6 @@ from config import (
 from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, local_server
 from envs import env_name, tasks_by_world
-from evaluate import evaluate_policy
 from losses import FixedKLController
 from models import (
     describe,
@@ -49,10 +48,12 @@ from models import (
     num_trained,
     stop_ids_of,
 )
+from reporting.scoring import summarize
 from rollout import (
     RolloutLog,
     RolloutRequest,
     RolloutSettings,
+    all_samples,
     check_failures,
     collect,
     sampling_seed,
@@ -295,14 +296,11 @@ class Worker:
         """Held-out tasks played by the policy as it is now: summary and trajectories."""
         c = self.config
         settings = replace(self.settings(), weight_version=step)
-
-        def play(
-            requests: Sequence[RolloutRequest], settings: RolloutSettings
-        ) -> list[RolloutHandler]:
-            return self.play(requests, settings, "held-out evaluation", RolloutLog())
-
         horizons, samples = evaluation_horizons(c), c.samples_at(step)
-        return evaluate_policy(play, self.eval_tasks, samples, settings, horizons, step)
+        requests = all_samples(self.eval_tasks, samples, c.seed, step, horizons)
+        trajectories = self.play(requests, settings, "held-out evaluation", RolloutLog())
+        longest = [max(horizons.values())]
+        return summarize(trajectories, samples, longest, step, c.seed), trajectories
 
     # Learning
 

@@ -23,15 +23,13 @@ import envs
 import evaluate
 from chat import ChatTemplate
 from config import Config, complete
-from engines import Generation
-from envclient import EnvError, EnvPool
+from envclient import EnvError
 from envs import load_tasks
 from envs.server import create_app
 from envs.textcraft.env import TextCraft
-from evaluate import EvalConfig, evaluate_policy, main, num_trained_on, settings_of_run
+from evaluate import EvalConfig, main, num_trained_on, settings_of_run
 from models import load_tokenizer
 from reporting.leaderboard import PAPER
-from rollout import RolloutSettings, collect
 from sampling import vllm_engine
 from scale.default_models import resolve_model
 
@@ -81,80 +79,6 @@ def oracle_text(first_observation, said):
         env.step(env.oracle()[1])
     thought, action = env.oracle()
     return f"Thought: {thought}\nAction: {action}"
-
-
-class ScriptedEngine:
-    """Plays perfectly where `is_good(task_index, sample)`, else looks into its inventory."""
-
-    max_open = None
-
-    def __init__(self, chat, is_good):
-        self.chat, self.is_good, self.waiting = chat, is_good, []
-
-    @property
-    def num_running(self):
-        return len(self.waiting)
-
-    def submit(self, request_id, prompt_ids, sampling):
-        text = self.chat.tokenizer.decode(prompt_ids)
-        users = text.split("<|im_start|>user\n")[1:]
-        observation = users[0].split("<|im_end|>")[0]
-        sample = int(request_id.rpartition("-k")[2])
-        if self.is_good(task_index_of(observation), sample):
-            answer = oracle_text(observation, len(users) - 1)
-        else:
-            answer = "Action: inventory"
-        ids = self.chat.action(answer)
-        self.waiting.append(Generation(request_id, ids, [-0.5] * len(ids), "stop"))
-
-    def poll(self):
-        done, self.waiting = self.waiting, []
-        return done
-
-    def abort(self):
-        self.waiting = []
-
-
-TURNS = {"textcraft": 12}
-
-
-def settings_of(**options):
-    defaults = {"max_tokens_per_turn": 256, "max_trajectory_tokens": 8000}
-    return RolloutSettings(**{**defaults, **options})
-
-
-# --------------------------------------------------------------------- evaluate_policy
-
-
-def player(engine, pool, chat):
-    return lambda requests, settings: collect(engine, pool, chat, requests, settings)
-
-
-def test_a_policy_is_scored_per_task_and_subtask_over_a_real_server(env_url, chat):
-    """Solves depth 1 always, depth 2 with every second sample, nothing deeper."""
-
-    def is_good(task_index, sample):
-        depth = TextCraft.subtask(task_index)
-        return depth == "depth 1" or (depth == "depth 2" and sample % 2 == 0)
-
-    chosen = [t for t in TASKS if t.subtask != "depth 4"][::6]
-    with EnvPool("textcraft", [env_url]) as pool:
-        play = player(ScriptedEngine(chat, is_good), pool, chat)
-        summary, trajectories = evaluate_policy(play, chosen, 4, settings_of(seed=1), TURNS, 20)
-    count = {d: sum(t.subtask == d for t in chosen) for d in ("depth 1", "depth 2", "depth 3")}
-    rows = summary["subtasks"]
-    assert {name: row["items"] for name, row in rows.items()} == count
-    assert rows["depth 1"]["avg"]["value"] == 1.0
-    assert rows["depth 2"]["avg"]["value"] == 0.5
-    assert rows["depth 2"]["pass"]["value"] == 1.0
-    assert rows["depth 3"]["pass"]["value"] == 0.0
-    assert summary["step"] == 20 and summary["samples"] == 4
-    assert len(trajectories) == 4 * len(chosen)
-    assert {t.trajectory_id for t in trajectories} >= {"s000020-t0000-k00", "s000020-t0000-k03"}
-    assert {t.seed for t in trajectories} == {1}
-    # pass@2 with 2 solved of 4: 1 - C(2,2) / C(4,2) = 5/6
-    expected = (count["depth 1"] + count["depth 2"] * 5 / 6) / len(chosen)
-    assert summary["pass_curve"][1]["value"] == pytest.approx(expected)
 
 
 # -------------------------------------------------------------------- the command line
