@@ -61,10 +61,9 @@ from reporting.metrics import by_env, summarize_trajectories
 from rollout import RolloutRequest, draw, epochs
 from run import rundir
 from run.clock import Clock
-from run.interrupt import StopRequests
 from run.progress import phase
 from run.rundir import Run
-from run.session import at_work
+from run.session import StopRequests, at_work
 from run.session import command_line as run_command
 from run.worker import Worker
 from scale import distributed

@@ -143,7 +143,6 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
 
 
 def _finish(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
-    """Write the last file, which makes it a checkpoint, and give the folder its name."""
     trainer = tmp / "trainer_state"
     files = [p for p in trainer.rglob("*") if p.is_file()]
     sizes = {str(p.relative_to(trainer)): p.stat().st_size for p in files}
@@ -152,7 +151,7 @@ def _finish(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
 
 
 def mark_best(run_dir: Path, step: int) -> None:
-    """Point checkpoints/best at `step`, atomically."""
+    """Point checkpoints/best at `step`."""
     with aside(run_dir / "checkpoints" / "best") as new:
         new.symlink_to(folder_of(run_dir, step).name)
 
@@ -230,7 +229,8 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
     """
     folder = folder_of(run_dir, step) / "trainer_state"
     for name, (model, optimizer) in parts.items():
-        index = distributed.first("resuming", partial(_read_index, folder / name))
+        reader = _Reader(folder / name)
+        index = distributed.first("resuming", reader.read_metadata)
         stepped = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
         optimizers = (optimizer,) if stepped else ()
         model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
@@ -238,7 +238,7 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
             with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
                 dcp.load(
                     {"model": model_state, "optimizer": optimizer_state},
-                    storage_reader=_Reader(folder / name, index),
+                    storage_reader=reader,
                     planner=_Planner(),
                     no_dist=distributed.world_size() == 1,
                 )
@@ -275,27 +275,20 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
 
 
-def _read_index(folder: Path) -> Metadata:
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            return _IndexUnpickler(file).load()
-    except Exception as error:  # a broken pickle fails in a dozen ways
-        raise _unreadable(folder / ".metadata", error) from error
-
-
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with an index that has been read already."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self.index = index
+    """torch's reader, with a safe way to read the index: which file holds which piece of what."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.index
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                return _IndexUnpickler(file).load()
+        except Exception as error:  # a broken pickle fails in a dozen ways
+            raise _unreadable(path, error) from error
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, which reads the values beside the tensors as data alone."""
+    """torch's planner, with a safe way to read the values beside the tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

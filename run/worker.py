@@ -20,7 +20,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,7 +60,6 @@ from rollout import (
     share_of,
 )
 from run import checkpoint, clock, rundir
-from run.interrupt import StopRequests
 from run.progress import phase, playing
 from sampling.fleet import FleetEngine, Served, start_servers
 from sampling.vllm_engine import make_engine
@@ -70,6 +69,9 @@ from scale.memory import keep_for_backward, sampler_share, what_to_keep
 from trajectory import RolloutHandler
 from update import Learner
 from warmstart import start_model
+
+if TYPE_CHECKING:
+    from run.session import StopRequests
 
 
 class Worker:

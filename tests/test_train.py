@@ -35,7 +35,7 @@ from reporting import metrics
 from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from run import checkpoint, worker
-from run.interrupt import StopRequests
+from run.session import StopRequests
 from scale.default_models import resolve_model
 from scale.sync import SyncError
 from train import RLWorker, select
