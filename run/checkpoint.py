@@ -143,10 +143,7 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
 
 
 def _finish(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
-    trainer = tmp / "trainer_state"
-    files = [p for p in trainer.rglob("*") if p.is_file()]
-    sizes = {str(p.relative_to(trainer)): p.stat().st_size for p in files}
-    (trainer / "state.json").write_text(json.dumps(document | {"files": sizes}, indent=1))
+    (tmp / STATE).write_text(json.dumps(document, indent=1))
     finish_folder(tmp, folder)  # after a resume the same step may be saved again
 
 
@@ -187,18 +184,18 @@ def load_newest(
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state` of a checkpoint, once its files and the kind of run are checked.
+    """The `state` of a checkpoint, once the kind of run is checked.
 
     Args:
         expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
     Raises:
-        CheckpointError: missing or truncated files, another algorithm or model, another format.
+        CheckpointError: it cannot be read; another algorithm, model or format.
     """
     path = folder_of(run_dir, step) / STATE
     folder = path.parent
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        written_by, sizes = int(state["format"]), dict(state["files"])
+        written_by = int(state["format"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, error) from error
     if written_by != FORMAT:
@@ -206,12 +203,6 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
             f"{folder} has format {written_by} and this program reads {FORMAT}: resume with the "
             "version that wrote it, or start a new run"
         )
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.exists():
-            raise _unreadable(folder, f"{name} is missing")
-        if (length := file.stat().st_size) != size:
-            raise _unreadable(folder, f"{name} is {length} bytes long instead of {size}")
     for name, value in expected.items():
         if state[name] != value:
             flag = "--" + name.replace("_", "-")

@@ -188,7 +188,9 @@ BREAKS = {
     "a state of nothing": lambda f: at(f, "state.json").write_text("{}"),
     "half a state": lambda f: os.truncate(at(f, "state.json"), 100),
     "an index of garbage": lambda f: overwrite(at(f, "policy/.metadata")),
-    "a file cut short": lambda f: os.truncate(at(f, "policy/__0_0.distcp"), 100),
+    "a file cut short": lambda f: os.truncate(
+        at(f, "policy/__0_0.distcp"), at(f, "policy/__0_0.distcp").stat().st_size - 1
+    ),
     "a file lost": lambda f: at(f, "critic/__0_0.distcp").unlink(),
     "garbage": lambda f: overwrite(at(f, "critic/__0_0.distcp")),
 }

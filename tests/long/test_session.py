@@ -161,14 +161,13 @@ def content_of(folder):
     """A checkpoint's content; `read_state` refuses one that is not whole."""
     run_dir, step = folder.parents[1], int(folder.name.removeprefix("step_"))
     state = checkpoint.read_state(run_dir, step, {"algorithm": "ppo"})
-    del state["files"]  # torch's index holds paths, so that its size depends on theirs
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert weights.keys()
     files = [p for p in folder.rglob("*") if p.is_file()]
     return {"state": state} | {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in files
-        if p.name not in (".metadata", "state.json")
+        if p.name not in (".metadata", "state.json")  # torch's index holds paths
     }
 
 
