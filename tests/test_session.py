@@ -1,6 +1,7 @@
 """run/session.py: what a run knows of itself, and how it goes on after whatever happened to it."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from reporting.sentinels import RULES, Alarm
 from run import checkpoint, session
 from run.errors import TrainingError
 from run.rundir import Run
+from train import RLWorker
 
 
 @pytest.fixture
@@ -264,6 +266,23 @@ def test_a_run_ends_saved_once_held_out_success_is_reached(tmp_path, capsys, env
             assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
             assert resume(tmp_path / "run") == 0, "a resumed one has nothing left to do"
             assert len(read_metrics(tmp_path / "run")) == 1
+
+
+def test_weights_that_are_not_finite_end_the_run_and_the_last_checkpoint_stays(
+    tmp_path, url, capsys, monkeypatch
+):
+    update = RLWorker.update
+
+    def poison(self, step, *rest):
+        metrics = update(self, step, *rest)
+        if step == 2:
+            next(self.policy.model.parameters()).data.fill_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(RLWorker, "update", poison)
+    assert train_main(flags(**options(tmp_path, url, steps=3, save_every=1))) == 1
+    assert "step 2: weights of the policy are not finite" in capsys.readouterr().err
+    assert checkpoint.steps_saved(tmp_path / "run") == [1]
 
 
 def test_a_tracker_that_cannot_be_reached_leaves_no_run_behind(tmp_path, url, capsys, monkeypatch):
