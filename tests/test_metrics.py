@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,18 +42,8 @@ class Trajectory:
     total_return: float
     stop_reason: str = "failure"
     env: str = "textcraft"
-    loss_mask: tuple[int, ...] = (
-        0,
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-        1,
-        1,
-        1,
-    )  # prompt, action, observation, action
+    # Prompt, action, observation, action.
+    loss_mask: tuple[int, ...] = (0,) * 3 + (1,) * 2 + (0,) * 2 + (1,) * 3
     turns: tuple[Turn, ...] = (Turn(), Turn())
     used_in_loss: bool = True
     is_valid: bool = True
@@ -64,9 +55,7 @@ class Trajectory:
 
 
 LOST = Trajectory(
-    group_id=0,
-    total_return=0.0,
-    stop_reason="env_error",
+    *(0, 0.0, "env_error"),
     loss_mask=(0,) * 500,
     turns=(Turn("x"),) * 9,
     used_in_loss=False,
@@ -79,7 +68,7 @@ LOST = Trajectory(
 
 
 def test_every_step_has_the_numbers_of_every_environment_of_the_run():
-    """Also one in which only one of them was played, and one in which all of a world was lost."""
+    """Also a step in which all trajectories of one environment were lost."""
     played = [Trajectory(0, 1.0, "success", env="textcraft"), replace(LOST, env="babyai")]
     summary = summarize_trajectories(played, ["textcraft", "babyai"])
     assert summary["train/return_mean/textcraft"] == 1.0
@@ -96,6 +85,9 @@ def test_the_summary_of_a_hand_worked_step():
     ]
     summary = summarize_trajectories(trajectories)
     assert summary["train/return_mean"] == pytest.approx(1.5 / 4)
+    # Trap 15: sampled tokens, not those of prompt and observation.
+    assert summary["train/action_tokens_mean"] == (5 + 5 + 5 + 1) / 4
+    assert summary["train/trajectory_tokens_mean"] == 10
     assert summary["train/success_rate"] == 0.25  # a return of 0.5 is no success
     assert summary["train/turns_mean"] == 2.5
     assert summary["train/parse_error_rate"] == pytest.approx(1 / 10)  # of turns, not trajectories
@@ -119,20 +111,11 @@ def test_repeated_tokens_are_counted_within_each_turn():
     assert summarize_trajectories([Trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 
-def test_action_tokens_are_the_sampled_ones_and_not_prompt_or_observation():
-    """Trap 15: a length that counts observations as the policy's (or the prompt's) tokens."""
-    summary = summarize_trajectories([Trajectory(0, 1.0)])
-    assert summary["train/action_tokens_mean"] == 5
-    assert summary["train/trajectory_tokens_mean"] == 10
-
-
 def test_a_trajectory_lost_to_infrastructure_moves_no_mean_and_is_counted():
     """Trap 5: a dead server must not look like a weak policy."""
     healthy = [Trajectory(0, 1.0, "success"), Trajectory(0, 0.0)]
-    without, with_lost = (
-        summarize_trajectories(healthy),
-        summarize_trajectories([*healthy, LOST, LOST]),
-    )
+    without = summarize_trajectories(healthy)
+    with_lost = summarize_trajectories([*healthy, LOST, LOST])
     for name in without:
         if not name.startswith("train/stop/") and name != "train/env_failures":
             assert with_lost[name] == without[name], name
@@ -172,25 +155,6 @@ def test_repeated_tokens_is_its_definition_token_by_token(ids):
     assert repeated_tokens(ids) == (literal_repeated(ids), len(ids))
 
 
-@pytest.mark.parametrize(
-    ("text", "repeated"),
-    [
-        ("", 0),
-        ("aaaa", 0),  # one 4-gram: short actions give 0
-        ("aaaaa", 4),
-        ("a" * 100, 99),
-        ("ab" * 50, 98),
-        ("abcdefgh", 0),
-        ("abcdXabcd", 4),
-        ("abcdXabcdYabcd", 8),
-        ("abcXabc", 0),  # three in a row are no 4-gram
-        ("abcdeXabcde", 5),  # two 4-grams that overlap: their five tokens count once
-    ],
-)
-def test_hand_worked_repetitions(text, repeated):
-    assert repeated_tokens([ord(c) for c in text]) == (repeated, len(text))
-
-
 # ------------------------------------------------------------- the glossary
 
 
@@ -215,21 +179,13 @@ def test_an_undefined_name_and_one_of_the_other_file_are_refused(tmp_path, logge
 
 
 def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_path, logger):
-    torch = pytest.importorskip("torch")
-    logger.log(
-        3,
-        {
-            "policy/loss": torch.tensor(float("inf")),
-            "policy/kl": torch.tensor(0.5),
-            "policy/entropy": None,
-            "train/groups": 4,
-        },
-    )
-    line = (tmp_path / "metrics.jsonl").read_text()
-    assert line == (
-        '{"step": 3, "policy/loss": null, "policy/kl": 0.5, "policy/entropy": null, '
-        '"train/groups": 4}\n'
-    )
+    values = {"policy/loss": torch.tensor(float("inf")), "policy/kl": torch.tensor(0.5)}
+    logger.log(3, values | {"policy/entropy": None, "train/groups": 4})
+    (row,) = read_log(tmp_path / "metrics.jsonl")
+    assert row == {
+        **{"step": 3, "policy/loss": None, "policy/kl": 0.5},
+        **{"policy/entropy": None, "train/groups": 4},
+    }
 
 
 def write_steps(run_dir, steps, resume_step=None):
@@ -247,9 +203,8 @@ def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, half
         file.write(half_line)  # the crash
     write_steps(tmp_path / "resumed", range(4, 9), resume_step=3)
     for name in ("metrics.jsonl", "timings.jsonl"):
-        assert (tmp_path / "whole" / name).read_bytes() == (
-            tmp_path / "resumed" / name
-        ).read_bytes()
+        whole, resumed = (tmp_path / folder / name for folder in ("whole", "resumed"))
+        assert whole.read_bytes() == resumed.read_bytes()
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
