@@ -1,9 +1,8 @@
 """The client of an environment: `reset` and `step` over HTTP, and a pool of clients over servers.
 
-The environment that the agent acts in runs in a server of its own (envs/server.py, or one of
-AgentGym's), so that a crash, a leak or a slow browser there does not take the trainer along. A
-client is one session at one server, used like a Gymnasium environment whose action is all the model
-wrote:
+The environment runs in a server of its own (envs/server.py, or one of AgentGym's), so that a crash
+or a leak there does not take the trainer along. A client is one session at one server, used like a
+Gymnasium environment whose action is all the model wrote:
 
     >>> with local_server("textcraft") as url, connect("textcraft", url) as client:
     ...     first_observation = client.reset(task_index=31)
@@ -11,36 +10,16 @@ wrote:
     StepResult(observation='Could not execute fly', reward=0.0, terminated=False, truncated=False, \
 info={'success': False, 'score': 0.0})
 
-`reward` is the increment of this turn; an episode's increments sum to a return in 0..1.
-`terminated` (the task is over) is kept apart from `truncated` (the environment's own limit cut it);
-AgentGym's `done` is the first.
-
 When something goes wrong, one question decides: *could the policy have caused it?* A text without
 an action or one too long is the policy's doing: reward 0, an observation that says why, and the
-episode goes on. A dead server teaches nothing: the client raises, only reset() goes on, and the
-trajectory is left out and counted, never scored.
+episode goes on. A dead server teaches nothing: the client raises an EnvError, only reset() goes on,
+and the trajectory is left out and counted, never scored.
 
-    what happens                                what the caller of EnvClient sees
-    the text holds no action                    StepResult, reward 0, info["parse_error"]; none sent
-    our 413, or 422 about the action            StepResult, reward 0, info["rejected"]
-    refused, reset or cut connection            EnvConnectionError
-    no whole answer within timeout_s            EnvTimeout
-    5xx                                         EnvServerError
-    HTML, nothing, a field missing, {"error"}   EnvProtocolError
-    too large, too deep, compressed, no HTTP    EnvProtocolError
-    the server does not know the session        SessionLost
-    no such task / step outside an episode      UnknownTask / StepOutsideEpisode
-    429 for longer than busy_wait_s             TooManySessions
-    a server without /oracle and the like       NotSupported
-    no address of a pool works                  AllServersDown, with the last error of each
-    a server of another environment             WrongWorld, when a pool first uses it
+/create, /reset and every GET are harmless twice, so they are repeated `num_retries` times after a
+lost connection or a 5xx. /step never: an action whose answer was lost may have been carried out. A
+time-out is not repeated either; the caller goes to another server. 429 means "not done", so any
+request waits and repeats.
 
-/create, /reset and every GET can be done twice without harm, so they are repeated `num_retries`
-times after a lost connection or a 5xx. /step never: an action whose answer was lost may have been
-carried out. A time-out is not repeated either; the caller goes to another server. 429 means "not
-done", so anything waits and repeats.
-
-Threads: a client belongs to one thread at a time; an EnvPool is shared by all of them.
 Read next: rollout.py, which plays many clients at once.
 """
 
@@ -65,13 +44,12 @@ from run.errors import RunFailed
 from run.processes import NotReady, child
 from run.progress import phase
 
-ROOT = Path(__file__).parent
 MAX_CLOSING = 64  # threads that close sessions
 BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
-# NOTE: uvicorn closes a connection after 5 idle seconds, and a policy may think for longer. A /step
-# sent into a closing connection is lost and may not be repeated, so idle ones are dropped first.
+# NOTE: uvicorn closes a connection after 5 idle seconds. A /step sent into a closing connection is
+# lost and may not be repeated, so we drop idle ones first.
 IDLE_CONNECTION_S = 4.0
-# A session that is not closed is evicted by its server; to tell a hung one is not worth timeout_s.
+# Servers evict sessions that are not closed, so a hung one is not worth timeout_s.
 CLOSE_TIMEOUT_S = 2.0
 BODY_CHARS = 500  # of an answer, in error messages
 
@@ -113,7 +91,7 @@ class UnknownTask(EnvError):
 
 
 class StepOutsideEpisode(EnvError):
-    """step() before reset(), or after the episode was over."""
+    """step() before reset(), or after the episode ended."""
 
 
 class TooManySessions(EnvError):
@@ -122,10 +100,6 @@ class TooManySessions(EnvError):
 
 class ActionRejected(EnvError):
     """The server refused what the policy wrote; `EnvClient.step` turns it into a StepResult."""
-
-
-class WrongWorld(EnvError):
-    """The server serves another environment than the client plays."""
 
 
 class NotSupported(EnvError):
@@ -141,7 +115,7 @@ _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|ha
 
 
 def read_answer(url: str, status: int, content: bytes) -> Any:
-    """The JSON value of a good answer; otherwise raises the error that the answer is."""
+    """The JSON value of a good answer; raises the EnvError that any other means."""
     path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
     try:
         answer = parse(content)
@@ -160,16 +134,15 @@ def read_answer(url: str, status: int, content: bytes) -> Any:
         kind, what = NotSupported, f"this server has no {path}"
     elif status >= 500:
         kind, what = EnvServerError, f"the environment failed: {reason}"
-    elif status == 409 and path == "/oracle":
-        kind, what = StepOutsideEpisode, f"the oracle has no answer: {reason}"
     elif status == 409:
-        kind, what = StepOutsideEpisode, f"no episode is running: {reason}"
+        because = "the oracle has no answer" if path == "/oracle" else "no episode is running"
+        kind, what = StepOutsideEpisode, f"{because}: {reason}"
     elif _SESSION_LOST.search(reason) or (status == 404 and path != "/reset"):
         kind, what = SessionLost, "the server does not know this session; reset() opens another"
     elif status == 404:
         kind, what = UnknownTask, f"no such task: {reason}"
     elif path == "/step" and (
-        # A proxy's 413 is a page, and does not speak about what the policy wrote.
+        # A proxy's 413 is a page and is not about what the policy wrote.
         (status == 413 and reports_error) or (status == 422 and "body.action" in reason)
     ):
         kind, what = ActionRejected, f"The action was refused: {reason}"
@@ -208,7 +181,8 @@ def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
 
 
 class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
-    """One session of one server; nothing is sent before open() or the first reset().
+    """One session of one server, for one thread at a time; nothing is sent before open() or the
+    first reset().
 
     Args:
         env: as for envs.get_env; says how text is parsed and what is called what on the wire.
@@ -220,8 +194,6 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         prompt: other messages before the first observation than the environment's own.
         on_failure, on_close, tells_close: for EnvPool: called with each error raised, and once by
             close(); whether close() tells the server.
-
-    Raises ValueError for an unknown environment, or an address that is not a URL.
     """
 
     def __init__(
@@ -262,20 +234,17 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             answer = self._request("POST", "/create", dict(self._wire.create_body))
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
 
-    def check_world(self) -> None:
-        """Raise WrongWorld if the server says that it serves another environment. AgentGym's say
-        nothing, a proxy anything. Without this, one environment's policy would learn from
-        another."""
-        with contextlib.suppress(NotSupported, EnvProtocolError, EnvServerError, ActionRejected):
+    def served_env(self) -> str | None:
+        """The environment that the server says it serves. AgentGym's servers do not say, and a
+        proxy may say anything."""
+        with contextlib.suppress(NotSupported, EnvProtocolError, EnvServerError):
             answer = self._request("GET", "/health", {})
-            served = answer.get("env") if isinstance(answer, dict) else None
-            if served is not None and served != env_name(self.env):
-                what = f"this server is of {served}, not of {env_name(self.env)}: see --env-addr"
-                raise WrongWorld(what, self.base_url + "/health")
+            return answer.get("env") if isinstance(answer, dict) else None
+        return None
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Begin an episode and return its first observation. `seed` varies what the task leaves
-        open; AgentGym's servers ignore it. A session that the server has forgotten is replaced."""
+        """Begin an episode; returns its first observation. `seed` varies what the task leaves open;
+        AgentGym's servers ignore it. A session that the server has forgotten is replaced."""
         self._is_running = False
         self.open()
         body = {self._wire.index_field: task_index, "seed": seed}
@@ -291,7 +260,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return observation
 
     def step(self, model_text: str) -> StepResult:
-        """Play the action that `model_text` holds. After an EnvError only reset() goes on."""
+        """Play the action in `model_text`. Reward 0 if it holds none (then nothing is sent) or the
+        server refuses it. After an EnvError only reset() goes on."""
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
@@ -315,33 +285,28 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return StepResult(observation, *outcome)
 
     def observation(self) -> str:
-        """The latest observation, as the server keeps it."""
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
 
     def available_actions(self) -> list[str]:
-        """The actions that the current state accepts. NotSupported by AgentGym's servers."""
+        """What the current state accepts; like state() and oracle() NotSupported by AgentGym."""
         answer = self._call("GET", "/available_actions")
         return self._field(answer, "/available_actions", "actions", list)
 
     def state(self) -> dict[str, Any]:
-        """What a person wants to see of the current state. NotSupported by AgentGym's servers."""
+        """What a person wants to see of the current state."""
         answer = self._call("GET", "/state")
         if not isinstance(answer, dict):
             raise self._unexpected(answer, "/state", "an object")
         return answer
 
     def oracle(self) -> tuple[str, str]:
-        """(thought, action): a good move now. NotSupported by AgentGym's servers."""
+        """(thought, action): a good move now."""
         answer, path = self._call("GET", "/oracle"), "/oracle"
         return tuple(self._field(answer, path, name, str) for name in ("thought", "action"))
 
     def close(self) -> bool:
-        """Free the session; True if the server says it did.
-
-        Never raises EnvError, and takes CLOSE_TIMEOUT_S at most: a server that cannot be told
-        evicts idle sessions by itself. What another thread is asking ends there at once, as an
-        EnvConnectionError that no pool counts.
-        """
+        """Free the session; True if the server says it did. Never raises EnvError. A request under
+        way in another thread ends at once, as an EnvConnectionError that no pool counts."""
         if self._is_closed:
             return False
         self._is_closed, self._is_running, was_open = True, False, False
@@ -355,7 +320,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
                 timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
                 was_open = self._request("POST", "/close", fields, timeout_s) is True
         except EnvError:
-            pass  # on_failure knows; nothing is left to be done with this session
+            pass  # _request has called on_failure
         finally:
             self._session_id = None
             self._line.close()
@@ -366,18 +331,17 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.close()
 
     def _refusal(self, message: str, kind: str) -> StepResult:
-        """The policy's own fault: the environment has not moved, and the policy reads why."""
+        """The policy's fault: the environment has not moved, and the policy reads why."""
         info = {"success": False, "score": self._score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
     def _call(self, method: str, path: str, **fields: Any) -> Any:
-        """A request about this session."""
         if self._session_id is None:
             raise StepOutsideEpisode("there is no session yet; call reset()", self.base_url)
         return self._request(method, path, {self._wire.session_field: self._session_id, **fields})
 
     def _field(self, answer: Any, path: str, name: str, kind: Any) -> Any:
-        """answer[name]; a bare value is taken as it is (AgentGym's /observation is a string)."""
+        """answer[name], or the answer itself: AgentGym's /observation is a bare string."""
         value = answer[name] if isinstance(answer, dict) and name in answer else answer
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self._unexpected(answer, path, f"a field {name!r}")
@@ -395,10 +359,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def _request(
         self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """The JSON of a good answer. Repeats what may be repeated, raises the last EnvError.
-
-        `timeout_s` is in place of the client's own time-out and of its busy_wait_s.
-        """
+        """The JSON of a good answer; repeats what may be repeated, then raises the last EnvError.
+        `timeout_s` replaces both the client's time-out and its busy_wait_s."""
         line, total_s, pause = self._line, timeout_s or self.timeout_s, BACK_OFF_S
         busy_until = time.monotonic() + (timeout_s or self.busy_wait_s)
         give_up_at = time.monotonic() + total_s
@@ -409,9 +371,9 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
                 try:
                     remaining_s = max(give_up_at - time.monotonic(), 0.01)  # a sleep may be long
                     return self._request_once(line, method, path, fields, remaining_s)
-                except TooManySessions:  # refused, so not done: any request may be repeated
+                except TooManySessions:  # not done: any request may be repeated
                     again_at = time.monotonic() + pause
-                    give_up_at = again_at + total_s  # it has answered, the clock begins again
+                    give_up_at = again_at + total_s  # it has answered, so the clock restarts
                     if again_at > busy_until:
                         raise
                 except (EnvConnectionError, EnvServerError):
@@ -467,38 +429,33 @@ UNREACHABLE = (EnvConnectionError, EnvTimeout)
 
 @dataclass(eq=False)
 class Address:
-    """One server, as its clients have found it."""
+    """One server as the pool knows it."""
 
     url: str
-    load: int = 0  # clients, those that are still opening their session too
+    load: int = 0  # clients, including those that are opening their session
     num_failures: int = 0  # since it last worked
-    retry_at: float = 0.0  # time.monotonic() from when on it may be used
+    retry_at: float = 0.0  # time.monotonic() from which it may be used
     is_probed: bool = False  # after failures one client at a time tries it
     last_error: EnvError | None = None
     has_worked: bool = False
-    is_checked: bool = False  # it serves this environment
 
     def may_answer(self) -> bool:
-        """False while it hangs."""
         return time.monotonic() >= self.retry_at or not isinstance(self.last_error, EnvTimeout)
 
 
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
-    A new client goes to the address with the fewest. An address that cannot be reached is left
-    alone for back_off_s, twice as long after each further failure, up to max_back_off_s; then one
-    client tries it while the others go elsewhere. A full one (429) is left alone for a moment. A
-    server that has worked may be on its way back, so it is waited for; an address at which nobody
-    has ever listened is a mistake, and raises at once.
+    A new client goes to the address with the fewest. An address that cannot be reached rests for
+    back_off_s, doubled with each further failure up to max_back_off_s; then one client tries it
+    while the others go elsewhere. A full one (429) rests for a moment. A server that has worked may
+    be restarting, so the pool waits for it; an address that never worked is a mistake and raises at
+    once.
 
     Args:
         dead_wait_s: how long client() waits, in seconds, for servers that have worked before.
-        back_off_s, max_back_off_s: first and longest rest of an address that failed, in seconds.
         busy_wait_s: how long 429 is waited for, in seconds.
         options: of every EnvClient: timeout_s, num_retries, parse, prompt.
-
-    Raises ValueError for no address, one that is not a URL, or the same twice.
     """
 
     def __init__(
@@ -525,8 +482,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         self._changed = threading.Condition()  # guards all of it, addresses included
 
     def client(self, avoid: Collection[str] = ()) -> EnvClient:
-        """An open session on the least loaded address that works; close() it after use. Those in
-        `avoid` come last.
+        """An open session on the least loaded address that works, preferably not in `avoid`;
+        close() it after use.
 
         Raises:
             TooManySessions: every server answered 429 for busy_wait_s.
@@ -549,14 +506,17 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 self._clients[client] = False
             try:
                 client.open()
-                if not address.is_checked:
-                    client.check_world()
-                    address.is_checked = True
-            except BaseException as error:
+                served = env_name(self.env) if address.has_worked else client.served_env()
+            except EnvError:
                 client.close()
-                if isinstance(error, EnvError) and not isinstance(error, WrongWorld):
-                    continue  # on_failure has noted it: another address is next
+                continue  # on_failure has noted it: another address is next
+            except BaseException:
+                client.close()
                 raise
+            if served not in (None, env_name(self.env)):
+                client.close()
+                what = f"this server is of {served}, not of {env_name(self.env)}: see --env-addr"
+                raise EnvError(what, address.url)
             client.busy_wait_s = self.busy_wait_s
             with self._changed:
                 self._clients[client] = True
@@ -565,22 +525,22 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 self._changed.notify_all()
             return client
 
-    def of(self, world: str) -> "EnvPool":
-        """The pool of an environment: this one, as all tasks are of one."""
+    def of(self, env: str) -> "EnvPool":
+        """This pool; EnvPools has several."""
         return self
 
     def is_in_use(self) -> bool:
-        """Whether there are sessions of ours, which may end and leave room for another."""
+        """Whether sessions of ours are open, whose end would make room for another."""
         with self._changed:
             return any(self._clients.values())
 
     def close(self) -> None:
-        """Close every client that is still open; whoever waits for one gets AllServersDown."""
+        """Close every open client; threads that wait for one get AllServersDown."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             clients = [*self._clients]
-        # At once, so that servers that hang cost one time-out, not one each.
+        # In parallel, so that hung servers cost one time-out, not one each.
         with ThreadPoolExecutor(min(len(clients), MAX_CLOSING) or 1) as threads:
             list(threads.map(EnvClient.close, clients))
 
@@ -607,7 +567,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 self._changed.wait(min([give_up_at, *wake_at]) - now)
 
     def _note_failure(self, address: Address, error: EnvError) -> None:
-        """Leave the address alone for a while if the error is the server's, not one session's."""
+        """Let the address rest if the error is the server's, not one session's."""
         is_down = isinstance(error, UNREACHABLE)
         is_down |= error.url.endswith(("/create", "/health")) and error.status != 429
         with self._changed:
@@ -641,10 +601,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             return AllServersDown("the pool is closed", where)
         errors = [address.last_error for address in self.addresses]
         full = [str(error) for error in errors if isinstance(error, TooManySessions)]
-        if full:  # whoever waits for it gets a place, whatever has become of the others
+        if full:
             what = f"full for {self.busy_wait_s:g} s; raise --max-sessions or add servers"
-            down = [a.url for a in self.addresses if isinstance(a.last_error, UNREACHABLE)]
-            what += f" (down: {', '.join(down)})" if down else ""
             return TooManySessions(what, where, 429, full[0])
         lines = "".join(
             f"\n  {address.url} ({address.num_failures} failures): {address.last_error}"
@@ -654,13 +612,13 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
 
 
 class EnvPools:
-    """A pool for each of several environments, by the name that tasks have of it."""
+    """A pool for each of several environments, by the name in Task.env."""
 
     def __init__(self, pools: Mapping[str, EnvPool]) -> None:
         self._pools = pools
 
-    def of(self, world: str) -> "EnvPool":
-        return self._pools[world]
+    def of(self, env: str) -> "EnvPool":
+        return self._pools[env]
 
 
 # ---------------------------------------------------------------------------------- a local server
@@ -670,9 +628,8 @@ class EnvPools:
 def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -> Iterator[str]:
     """`python -m envs.server --env ENV` on a free port of this machine; yields its base_url.
 
-    The server is a process of its own: the trainer's Python lock, its memory and its Ctrl-C stay
-    apart from the environment's. It is stopped when the block ends and dies with this process
-    however that ends.
+    A process of its own, so that its Python lock, memory and Ctrl-C are not the trainer's. It ends
+    with the block, and with this process however that ends.
 
     Args:
         start_timeout_s: seconds until the server must say that it listens; None: the environment's.
@@ -688,7 +645,7 @@ def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -
         start_timeout_s = Settings.start_timeout_s
         with contextlib.suppress(ValueError):  # an unknown environment: the server says so
             start_timeout_s = settings_of(env).start_timeout_s
-    with child("envs.server", *words, cwd=ROOT) as server:
+    with child("envs.server", *words, cwd=Path(__file__).parent) as server:
         try:
             with phase(f"starting a server of {env}"):
                 url = server.wait_until(

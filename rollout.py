@@ -38,7 +38,7 @@ from typing import Any
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
 from envclient import EnvClient, EnvError, EnvPool, EnvPools, StepResult, TooManySessions
-from envs import Task, tasks_by_world
+from envs import Task, tasks_by_env
 from run.errors import TooManyEnvFailures
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
@@ -493,7 +493,7 @@ def draw(
         horizons: most turns in each environment.
         weights: of the environments, in the order in which `tasks` names them.
     """
-    by_env = list(tasks_by_world(tasks).values())
+    by_env = list(tasks_by_env(tasks).values())
     requests, first, num_before = [], (turn - 1) * num_tasks, Counter[str]()
     pairs = drawn(turn, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
     for n, (env, index) in enumerate(pairs):

@@ -48,7 +48,7 @@ from typing import Any
 from advantages import ESTIMATORS, whiten_each
 from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, in_each
-from envs import Task, env_name, tasks_by_world
+from envs import Task, env_name, tasks_by_env
 from losses import (
     AdaptiveKLController,
     FixedKLController,
@@ -271,7 +271,7 @@ class RLWorker(Worker):
 
     def epoch_of(self, step: int) -> float:
         """Passes over the tasks after a step; with several environments, the smallest of theirs."""
-        c, counts = self.config, [len(tasks) for tasks in tasks_by_world(self.tasks).values()]
+        c, counts = self.config, [len(tasks) for tasks in tasks_by_env(self.tasks).values()]
         return min(epochs(step, counts, c.tasks_per_step, c.env_weights))
 
     def rates(self) -> dict[str, float]:

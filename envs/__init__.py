@@ -1,15 +1,13 @@
 """Environments: what the agent acts in, a folder each, and the lists of tasks.
 
-An environment is one class with no base class. `envs/textcraft/env.py` is the example to copy, and
-`envs/common.py` holds what several share. `envs/server.py` gives any such class HTTP and sessions.
-Adding an environment is adding a folder:
+An environment is one class without a base class; `envs/textcraft/env.py` is the example to copy,
+`envs/common.py` holds what several share, `envs/server.py` puts any of them behind HTTP. A folder:
 
     envs/NAME/__init__.py         exports the class as `World`
-    envs/NAME/ids/NAME_*.json     its id lists; NAME_train and NAME_test are the splits
+    envs/NAME/ids/NAME_*.json     id lists; NAME_train and NAME_test are the splits
     envs/NAME/requirements.txt    optional: packages that it alone needs, `make setup ENV=NAME`
 
-or the same three anywhere on PYTHONPATH, named `package.module:Class` wherever an environment is
-named (tutorials/05_add_your_own_environment.md). The class:
+or the same anywhere on PYTHONPATH, named `package.module:Class`. The class has:
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
     WIRE              a `Wire`: the names that AgentGym's client of it puts on the wire
@@ -25,27 +23,17 @@ named (tutorials/05_add_your_own_environment.md). The class:
     state_for_people() -> dict, what a person wants to see while looking at an episode
     close()
 
-and, if it likes:
-
-    HORIZON, PAPER, LAPTOP, PACKAGE, START_TIMEOUT_S, ID_PREFIXES
-                                     its own numbers; `Settings` has the defaults
-    NAME                             of a class outside envs/, instead of the class's own name
-    open_shared(), close_shared()    of the class: what all sessions of a server use
-    variant() -> str                 of the class: options and simulator version, which decide its
-                                     texts beside its source
-
-`reward` is the increment of this turn, the increments of an episode sum to 0..1, and
-`info["success"]` says whether the task is solved. Trainers import the class too, on machines that
-lack the simulator: a module imports it where it is used.
-
-Id lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`: the task
-index follows the last underscore, before it stands the environment's name or one of ID_PREFIXES.
+`reward` is this turn's increment, an episode's increments sum to 0..1, and `info["success"]` says
+whether the task is solved. Optional: the numbers of `Settings` in capitals; NAME; class methods
+open_shared() and close_shared() for what all sessions share, and variant() -> options and simulator
+version that change its texts. Trainers import the class too, on machines without the simulator:
+import that where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
     (31, Task(task_id='textcraft_30', task_index=30, subtask='depth 1', env='textcraft'))
 
-Read next: envs/textcraft/env.py, then envs/server.py.
+Read next: envs/textcraft/env.py, then envs/server.py; tutorials/05_add_your_own_environment.md.
 """
 
 import inspect
@@ -62,17 +50,17 @@ from typing import Any
 from envs.wire import Wire as Wire
 
 VERSION = "0.1.0"
-FIRST = ("textcraft", "babyai", "sciworld")  # the order of tables; other worlds follow by name
+FIRST = ("textcraft", "babyai", "sciworld")  # the order of tables; the others follow by name
 
 
-def worlds_in(folder: Path) -> dict[str, str]:
-    """Name of each world that has a folder in there -> "envs.NAME:World"."""
+def envs_in(folder: Path) -> dict[str, str]:
+    """Name of each environment with a folder in there -> "envs.NAME:World"."""
     names = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
     names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     return {name: f"envs.{name}:World" for name in names}
 
 
-ENVS = worlds_in(Path(__file__).parent)
+ENVS = envs_in(Path(__file__).parent)
 REQUIRED = (
     *("PROMPT", "WIRE", "IS_FAST", "num_tasks", "reset", "step", "available_actions", "parse"),
     *("say", "oracle", "subtask", "state_for_people", "close"),
@@ -106,30 +94,26 @@ class Task:
     task_id: str  # "textcraft_31"
     task_index: int  # 31
     subtask: str  # "depth 1"
-    env: str = ""  # "textcraft", the name of its world
+    env: str = ""  # "textcraft"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers that a world's class may hold, each under its name in capitals."""
+    """The numbers that an environment's class may hold, each under its name in capitals."""
 
     horizon: int = 30  # turns of an episode in the paper's evaluation
-    # Options of train.py that this world sets otherwise: in the paper's scripts; without a GPU,
-    # where "tasks" and "eval_tasks" name id lists of this world.
+    # Options of train.py with other defaults here: in the paper's scripts; without a GPU, where
+    # "tasks" and "eval_tasks" name id lists of this environment.
     paper: Mapping[str, Any] = field(default_factory=dict)
     laptop: Mapping[str, Any] = field(default_factory=dict)
-    package: str | None = None  # what must be importable where the world is played
+    package: str | None = None  # what must be importable where the environment runs
     start_timeout_s: float = 60.0  # until its server must say that it listens
-    id_prefixes: tuple[str, ...] = ()  # what its task ids begin with; its name, unless it says
+    id_prefixes: tuple[str, ...] = ()  # what its task ids begin with; by default its name
 
 
 def get_env(name: str) -> Any:
     """The environment class called `name`, imported only now: a key of ENVS, or
-    "package.module:Class".
-
-    Raises:
-        ValueError: there is no such environment, module or class, or the class is no world.
-    """
+    "package.module:Class". ValueError if there is none, or the class lacks something."""
     where = ENVS.get(name, name)
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", where):
         known = ", ".join(sorted(ENVS))
@@ -141,7 +125,7 @@ def get_env(name: str) -> Any:
         return getattr(import_module(module_name), class_name)
     try:
         module = import_module(module_name)
-    except Exception as error:  # a file of somebody's, which does what it likes
+    except Exception as error:  # a user's file may raise anything
         if isinstance(error, ImportError) and f"{module_name}.".startswith(f"{error.name}."):
             what = f"there is no module {error.name}; put its folder on PYTHONPATH"
         else:
@@ -157,20 +141,13 @@ def get_env(name: str) -> Any:
 
 @cache
 def _problem_of(env_class: Any) -> str | None:
-    """What a class lacks of the list above, as far as one can see without playing."""
+    """What a user's class lacks, as far as one can see without playing."""
     if missing := [name for name in REQUIRED if not hasattr(env_class, name)]:
         return f"lacks {', '.join(missing)}"
     if not isinstance(env_class.WIRE, Wire):
         return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
-        return f"has a PROMPT that will not do: {problem}"
-    horizon = getattr(env_class, "HORIZON", 1)
-    if not isinstance(horizon, int) or horizon < 1:
-        return f"has HORIZON {horizon!r}, which must be a number of turns"
-    for preset in ("LAPTOP", "PAPER"):
-        rounds = getattr(env_class, preset, {}).get("rounds", ())
-        if not isinstance(rounds, tuple):
-            return f"has a {preset} whose `rounds` is {rounds!r}, which must be a tuple"
+        return f"has an unusable PROMPT: {problem}"
     try:
         count, subtask = env_class.num_tasks(), env_class.subtask(0)
     except ImportError:
@@ -204,17 +181,13 @@ def problem_of_messages(messages: Any) -> str | None:
 
 
 def names_of(env: str) -> list[str]:
-    """The environments of a run, of which one or several are named.
-
-    >>> names_of("textcraft"), names_of("textcraft+babyai")
-    (['textcraft'], ['textcraft', 'babyai'])
-    """
+    """The environments of a run: "textcraft+babyai" names two."""
     return env.split("+")
 
 
 def env_name(env: str) -> str:
-    """What task ids, file names and tables call `env`: its key in ENVS; of a world outside, its
-    class's NAME, or the class's own name in lower case."""
+    """What task ids, file names and tables call `env`: its key in ENVS; for a class outside, its
+    NAME, or the class's own name in lower case."""
     if env in ENVS:
         return env
     if "+" in env:
@@ -224,12 +197,12 @@ def env_name(env: str) -> str:
 
 
 def variant_of(env: str) -> str:
-    """What else decides the texts: options and simulator, if the class says so."""
+    """The options and simulator version that its texts depend on, if the class says so."""
     return str(getattr(get_env(env), "variant", str)())
 
 
 def settings_of(env: str) -> Settings:
-    """What the class of `env` says of itself, defaults where it says nothing."""
+    """What the class of `env` sets, with defaults for the rest."""
     env_class = get_env(env)
     numbers = {
         name: getattr(env_class, name.upper())
@@ -259,6 +232,8 @@ def load_tasks(
 ) -> list[Task]:
     """The tasks of an id list, in its order; all tasks of `env` if no list is named.
 
+    Lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`.
+
     Args:
         split: an id list of the environment ("train", "test", ...).
         file: any id list, or the name of one of the environment's; excludes `split`.
@@ -277,7 +252,7 @@ def load_tasks(
         if not match or match[1] not in prefixes or int(match[2]) >= num_tasks:
             expected = " or ".join(f"'{prefix}_N'" for prefix in prefixes)
             raise ValueError(
-                f"{path}: {task_id!r} is no task of {name}; expected {expected} "
+                f"{path}: {task_id!r} is not a task of {name}; expected {expected} "
                 f"with N below {num_tasks}"
             )
         index = int(match[2])
@@ -297,12 +272,19 @@ def load_tasks(
     return chosen
 
 
-def tasks_by_world(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+def tasks_by_env(tasks: Sequence[Task]) -> dict[str, list[Task]]:
     """Environment -> its tasks, in the order of their first ones."""
     by_env: dict[str, list[Task]] = {}
     for task in tasks:
         by_env.setdefault(task.env, []).append(task)
     return by_env
+
+
+def name_of_list(env: str, file: str) -> str:
+    """A name of the list that holds in every folder: its own if it is one of the environment's,
+    otherwise the whole path. ValueError if there is no such file."""
+    path = Path(os.path.abspath(_id_list(env, None, file) or file))
+    return next((name for name, own in id_lists(env).items() if own == path), str(path))
 
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:
@@ -315,9 +297,8 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
     known = ", ".join(lists) or "none"
     if file is None:
         if split not in lists:
-            where = f"; its file would be {ids_dir(env) / f'{name}_{split}.json'}"
-            said = f"{name} has no split {split!r}; choose one of: {known}"
-            raise ValueError(said + ("" if lists else where))
+            where = "" if lists else f"; its file would be {ids_dir(env) / f'{name}_{split}.json'}"
+            raise ValueError(f"{name} has no split {split!r}; choose one of: {known}{where}")
         return lists[split]
     path = Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
@@ -329,26 +310,17 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
     return path
 
 
-def name_of_list(env: str, file: str) -> str:
-    """What means the same id list in every folder: its name if it is one of the world's, else the
-    whole path. Raises ValueError if there is no such file."""
-    path = Path(os.path.abspath(_id_list(env, None, file) or file))
-    return next((name for name, own in id_lists(env).items() if own == path), str(path))
-
-
 def _read_ids(path: Path) -> list[str]:
     """The item_id strings of an id list; further keys of an entry are ignored."""
+    expected = 'expected [{"item_id": "textcraft_0"}, ...]'
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the id list {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); expected {_ID_FORMAT}") from error
+        raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("item_id"), str) for entry in entries
     ):
-        raise ValueError(f"{path} is not an id list; expected {_ID_FORMAT}")
+        raise ValueError(f"{path} is not an id list; {expected}")
     return [entry["item_id"] for entry in entries]
-
-
-_ID_FORMAT = '[{"item_id": "textcraft_0"}, ...]'

@@ -1,11 +1,10 @@
-"""One HTTP exchange that ends, however the other side behaves; and JSON that can be trusted.
+"""One HTTP exchange that ends, whatever the other side does; and JSON that can be trusted.
 
-Environment servers, samplers and chat models are other people's programs, perhaps on other
-machines. `Line.ask` bounds what they send before anything uses it: a time-out for the whole answer
-(a socket's own starts again with every byte) and a limit on its bytes. Redirects and compressed
-bodies are not followed or unpacked. `parse` bounds the JSON: its depth, numbers that are not
-finite, half surrogate pairs that no tokenizer can encode. `checked_url` refuses addresses that
-hold a password, because addresses end up in logs and in config.json.
+Environment servers, samplers and chat models are other people's programs. `Line.ask` bounds the
+time of the whole answer (a socket's own time-out starts again with every byte) and its bytes, and
+follows no redirect. `parse` bounds the JSON: its depth, numbers that are not finite, half surrogate
+pairs that no tokenizer can encode. `checked_url` refuses addresses that hold a password, because
+addresses end up in logs and in config.json.
 
 Read next: `envclient.py`, `sampling/fleet.py` and `sampling/chatapi.py`, which ask.
 """
@@ -48,17 +47,11 @@ class Lost(ExchangeError):
 
 
 class Unbelievable(ExchangeError):
-    """The answer is not HTTP, too large, or compressed although nobody asked for that."""
-
-
-class NotFinite(ValueError):
-    """JSON that holds NaN or infinity."""
+    """The answer is not HTTP, too large, or compressed although we did not ask for that."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -72,11 +65,10 @@ class Line:
     """HTTP with one address, any number of exchanges at a time.
 
     Args:
-        url: as `checked_url` returns it.
         timeout_s: the longest that one exchange may take, from connecting to the last byte.
         max_bytes: of the body of one answer.
         maxsize: idle connections that are kept.
-        proxy_url: of a proxy, as `proxy_of` returns it.
+        proxy_url: as `proxy_of` returns it.
     """
 
     def __init__(
@@ -91,9 +83,8 @@ class Line:
         self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
         self.hung_up = False
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        # urllib3, not requests on top of it: every step pays for that layer, in CPU time that the
-        # sampler needs. urllib3 reads neither HTTP_PROXY, which would apply even to 127.0.0.1, nor
-        # .netrc, which adds credentials.
+        # urllib3, not requests on top of it, which costs CPU time at every step, reads HTTP_PROXY
+        # even for 127.0.0.1, and adds credentials from .netrc.
         if proxy_url:
             headers = urllib3.make_headers(proxy_basic_auth=urllib3.util.parse_url(proxy_url).auth)
             self._http: urllib3.PoolManager = urllib3.ProxyManager(
@@ -114,11 +105,8 @@ class Line:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """The answer to one request, whatever its status; nothing is repeated.
-
-        Raises:
-            TimedOut, Lost, Unbelievable: see there.
-        """
+        """The answer to one request, whatever its status; nothing is repeated. ExchangeError
+        otherwise."""
         if self.hung_up:
             raise Lost("hung up")
         total_s = timeout_s or self.timeout_s
@@ -147,16 +135,14 @@ class Line:
             raise TimedOut(f"not reached within {connect_s:.3g} s") from error
         except ReadTimeoutError as error:
             raise TimedOut(f"no answer within {total_s:.3g} s") from error
-        except HTTPError as error:
-            # A server that hangs up early is an OSError; the others sent something else than HTTP.
+        except (HTTPError, ValueError, OverflowError) as error:  # ValueError: a chunk of -5 bytes
+            # A server that hangs up early is an OSError; otherwise it did not send HTTP.
             if isinstance(_root(error), OSError) or "IncompleteRead" in _cause(error):
                 raise Lost(_cause(error)) from error
             raise Unbelievable(f"the answer is not HTTP ({_cause(error)})") from error
-        except (ValueError, OverflowError) as error:  # a chunk of -5 bytes
-            raise Unbelievable(f"the answer is not HTTP ({_cause(error)})") from error
 
     def hang_up(self) -> None:
-        """End what is under way in any thread: it is Lost there. Nothing can be asked any more."""
+        """End all exchanges, which are Lost in their threads; nothing can be asked any more."""
         self.hung_up = True
         for connection in list(self._sockets):
             _shut(connection)
@@ -168,7 +154,9 @@ class Line:
     def _read_body(self, response: urllib3.BaseHTTPResponse, end: float, total_s: float) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise Unbelievable(f"the answer is encoded ({encoding[:20]}), which nobody asked for")
+            raise Unbelievable(
+                f"the answer is encoded ({encoding[:20]}), and we did not ask for it"
+            )
         body = bytearray()
         while piece := response.read1(PIECE_BYTES, decode_content=False):
             body += piece
@@ -216,12 +204,8 @@ def _cause(error: BaseException) -> str:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value of an answer, its text made encodable.
-
-    Raises:
-        ValueError: it is not JSON, or deeper than MAX_DEPTH.
-        NotFinite: a number is not finite.
-    """
+    """The JSON value of an answer, its text made encodable. ValueError: it is not JSON, deeper than
+    MAX_DEPTH, or holds NaN or infinity."""
     try:
         return _checked(json.loads(body.decode(errors="replace")), MAX_DEPTH)
     except RecursionError:
@@ -232,7 +216,7 @@ def _checked(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):  # NaN, 1e999
-        raise NotFinite(f"{value} is not a finite number")
+        raise ValueError(f"{value} is not a finite number")
     if isinstance(value, list | dict) and depth == 0:
         raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
     if isinstance(value, list):
@@ -257,12 +241,8 @@ def encodable(text: str) -> str:
 
 
 def checked_url(url: str, flag: str = "") -> str:
-    """`url` without a final slash.
-
-    Args:
-        flag: named in the message, as "--env-addr".
-    Raises:
-        ValueError: it is not an http address, or may hold a secret, which is not repeated.
+    """`url` without a final slash. ValueError, which names `flag`: it is not an http address, or
+    may hold a secret, which is not repeated.
 
     >>> checked_url("http://127.0.0.1:36005/")
     'http://127.0.0.1:36005'

@@ -3,12 +3,9 @@
     EnvClient ── Line ── HTTP ── envs.server ── Episodes ── the environment
     EnvClient ── LocalLine ──────────────────── Episodes ── the environment
 
-Everything above and below the wire is the same code, so rewards, errors and limits are a server's.
-The wire's cost is saved and its wall is lost: an environment that leaks, crashes or computes for
-long does so in the trainer. Every client has an instance for itself. Calls of a fast environment
-(`IS_FAST`) come one at a time, as on a server's event loop.
-
-Read first: `envclient.py`, `envs/sessions.py`.
+All the rest is the same code, so rewards, errors and limits are a server's. This saves the wire's
+cost and loses its protection: an environment that leaks, crashes or computes for long does so in
+the trainer. Read first: `envclient.py`, `envs/sessions.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ LOCAL = "local"  # the address of an environment in this process
 
 
 def check_local(env: str) -> None:
-    """Raise ValueError for an environment that plays outside the process that asks it."""
+    """Raise ValueError for an environment that runs in another process than the one that asks."""
     if hasattr(get_env(env), "close_shared"):
         raise ValueError(
             f"--env-addr {LOCAL}: {env} needs what its server starts and ends (a Java process, an "
@@ -44,10 +41,8 @@ def check_local(env: str) -> None:
 
 
 class LocalLine:
-    """A session of an environment in this process, asked as a `Line` asks a server.
-
-    One thread at a time. Nothing can be cut short: a step that never ends never ends.
-    """
+    """An environment in this process, asked as a `Line` asks a server, by one thread at a time.
+    Nothing can be cut short: a step that never ends never ends."""
 
     url = LOCAL
     hung_up = False
@@ -56,8 +51,8 @@ class LocalLine:
         env_class = get_env(env)
         sessions = Sessions(_called_here(env_class), max_sessions=1, idle_timeout_s=math.inf)
         self._episodes = Episodes(sessions)
-        # Fast environments take turns with all others, as on a server. The rest only with whoever
-        # closes the session after Ctrl-C, who must wait for the call under way.
+        # Fast environments take turns with all others, as on a server's event loop. The rest wait
+        # only for whoever closes the session after Ctrl-C.
         self._lock = _shared_lock(env_class) if env_class.IS_FAST else threading.Lock()
 
     def ask(
@@ -104,4 +99,4 @@ def _result(coroutine: Any) -> Any:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
-    raise RuntimeError("an environment in this process had to be waited for")
+    raise AssertionError("an environment in this process had to be waited for")

@@ -1,9 +1,8 @@
 """An environment over HTTP: one environment, many sessions.
 
-Training needs hundreds of episodes side by side, on other machines, in environments that are slow
-or crash; a server per environment keeps that out of the trainer. A *session* is one instance of the
-environment with a number; a client creates it, plays episodes in it, and closes it. Paths, fields
-and types are AgentGym's, so its clients work here unchanged:
+Training needs hundreds of episodes side by side, in environments that are slow or crash; a server
+keeps that out of the trainer. A client creates a session (one instance of the environment), plays
+episodes in it and closes it. Paths, fields and types are AgentGym's, so its clients work unchanged:
 
     POST /create                            -> {"id"}, TextCraft also observation, done, reward
     POST /reset  {"id", "data_idx", "seed"} -> {"id", "observation", "reward", "done", ...}
@@ -11,14 +10,14 @@ and types are AgentGym's, so its clients work here unchanged:
     GET  /observation?id=   /detail?id=     -> the latest observation; with reward and done
     POST /close  {"id"}                     -> true, then false
 
-("seed" is optional and ours; "..." stands for terminated, truncated, info, subtask.) Beyond
-AgentGym: GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id=
-({"thought", "action"}). An environment's `WIRE` says where its AgentGym server uses other names.
+("seed" is optional and ours; "..." stands for terminated, truncated, info, subtask.) Also ours:
+GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id= ({"thought",
+"action"}). An environment's `WIRE` says where its AgentGym server uses other names.
 
-Errors are status codes with {"error": what was got, "hint": what to do}, so that a failure of the
-environment is never scored as a failure of the policy: 404 unknown session or task, 409 step before
-reset or after the end, 413 body too large, 422 malformed request, 429 too many sessions, 500 the
-environment failed, 403 a web page asks, 408 a body that does not arrive.
+Errors are status codes with {"error": what happened, "hint": what to do}, so that a failure of the
+environment is never scored as one of the policy: 404 unknown session or task, 409 step before reset
+or after the end, 413 body too large, 422 malformed, 429 too many sessions, 500 the environment
+failed, 403 a web page asks, 408 the body does not arrive.
 
 Run it:  python -m envs.server --env textcraft --port 36005
 Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
@@ -75,15 +74,13 @@ def create_app(
     first_id: int | None = None,
     hosts: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The app that serves `env` (or `env_class` under that name, for tests).
+    """The app that serves `env` (or `env_class` under that name).
 
     Args:
         max_sessions: sessions that may be open at once; one more /create is answered 429.
         idle_timeout_s: seconds without a request after which a session is closed.
         first_id: number of the first session; None: at random (envs/sessions.py).
-        hosts: names that it answers to, as a request's Host; none: any.
-
-    Raises ValueError for an unknown environment.
+        hosts: the Host names that it answers to; none: any.
     """
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
@@ -129,7 +126,7 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
-    """What all sessions share is there first and goes last; idle sessions are swept out."""
+    """Open what all sessions share, sweep out idle sessions, close everything at the end."""
 
     async def sweep() -> None:
         while True:
@@ -153,11 +150,10 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
 
 
 class Guard:
-    """ASGI middleware: a page in somebody's browser must neither play here nor read along, and a
-    body ends.
+    """ASGI middleware: refuses web pages in a browser and bounds the body.
 
-    Requests of a page carry an Origin; a page whose own name was made to mean this machine (DNS
-    rebinding) carries that name as Host. `hosts`: the names to answer to; none: to any.
+    A page's requests carry an Origin, or, after DNS rebinding, the page's name as Host. `hosts`:
+    the Host names to answer to; none: any.
     """
 
     def __init__(
@@ -170,7 +166,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        host = name_in(headers.get(b"host", b"").decode("latin-1"))
+        host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1")).lower()
         answer, body = None, b""
         hint = "ask from a program, at the address that the server printed"
         if b"origin" in headers:
@@ -208,17 +204,8 @@ class Guard:
         return bytes(body), num_bytes
 
 
-def name_in(host: str) -> str:
-    """The name in a Host header, without the port.
-
-    >>> name_in("LocalHost:8610"), name_in("[::1]:80")
-    ('localhost', '[::1]')
-    """
-    return re.sub(r":\d*$", "", host).lower()
-
-
 def hosts_of(host: str) -> frozenset[str]:
-    """The names, as a request's Host, that a server bound to this address answers to; none: any."""
+    """The Host names that a server bound to this address answers to; none: any."""
     return LOCAL_NAMES if host in ("127.0.0.1", "localhost", "::1") else frozenset()
 
 
@@ -226,7 +213,7 @@ def hosts_of(host: str) -> frozenset[str]:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """Prints a line once it listens."""
 
     line = ""
 
@@ -237,25 +224,26 @@ class _Server(uvicorn.Server):
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. OSError: the port is taken, and the like."""
+    """A listening socket; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def serve(app: Any, host: str, listener: socket.socket, program: str, about: str) -> int:
-    """Serve `app` until SIGTERM or Ctrl-C; the exit code.
-
-    Args:
-        program: named in the warning that an address can be reached from other machines.
-        about: what the line says that is printed once clients can connect.
-    """
+    """Serve `app` until SIGTERM or Ctrl-C; returns the exit code. `about` ends the line that is
+    printed once clients can connect."""
     if not hosts_of(host):
         print(
             f"{program}: warning: {host} can be reached from other machines, and there is no "
             "password; anyone there can use it",
             file=sys.stderr,
         )
-    num_files = _raise_file_limit()
+    # Every connection is an open file, and the usual limit of 1,024 is soon reached.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        soft = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    num_files = MAX_FILES if soft == resource.RLIM_INFINITY else soft
     config = uvicorn.Config(
         app,
         ws="none",
@@ -267,7 +255,7 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
     server = _Server(config)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     server.line = f"listening on {url} ({about})"
-    # uvicorn stops on SIGTERM and then raises it again; taken here, the exit code is 0.
+    # uvicorn stops on SIGTERM and then raises it again; handled here, the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[listener])
@@ -276,20 +264,8 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
     return 0 if server.started else 1
 
 
-def _raise_file_limit() -> int:
-    """How many files this process may open from now on: every connection is one, and the usual
-    limit of 1,024 is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        soft = allowed
-    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
-
-
 def leave(code: int) -> NoReturn:
-    """End this process now. Python would wait for its threads first, and an environment that hangs
-    in one of them never lets go."""
+    """Exit without waiting for threads: an environment that hangs in one would keep us."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -305,7 +281,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Serve one environment over HTTP.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # argparse prints its usage and an error; misuse is one line here.
+    # argparse would print its usage first.
     parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
     known = f"which environment to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
     parser.add_argument("--env", required=True, default=argparse.SUPPRESS, help=known)
@@ -319,12 +295,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="seconds without a request after which a session is closed: its client has died",
     )
     options = parser.parse_args(arguments)
-    for flag, value in (
-        ("--max-sessions", options.max_sessions),
-        ("--idle-timeout-s", options.idle_timeout_s),
-    ):
-        if not 0 < value < float("inf"):
-            parser.error(f"{flag} {value} must be above 0")
+    for name in ("max_sessions", "idle_timeout_s"):
+        if not 0 < (value := getattr(options, name)) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} {value} must be above 0")
     if not 0 <= options.port <= 65535:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
     try:
@@ -332,17 +305,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--env: {error}")
     except ImportError:
-        pass  # the environment is there and lacks a package: main() says so
+        pass  # it lacks a package: main() reports that
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     options = parse(arguments)
     env, host = options.env, options.host
     try:
         app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
-        if hasattr(get_env(env), "open_shared"):  # a missing package is said in one line
+        if hasattr(get_env(env), "open_shared"):  # here a missing package is one line
             get_env(env).open_shared()
         listener = listen_on(host, options.port)
     except (OSError, ImportError, RuntimeError, ValueError) as error:

@@ -4,15 +4,13 @@ A session is one instance of an environment with a number. `Sessions` is their t
 be open, how long one may be idle. `Episodes` plays in them and answers requests, over HTTP
 (envs/server.py) or in this process (envs/local.py).
 
-Who waits for whom. Everything here runs on one event loop, so the table needs no lock. A session
-serves one request at a time: each has an asyncio lock, and waiting for it costs no thread. A call
-into a fast environment (TextCraft: 2 microseconds) runs on the loop, because a hop to a thread
-costs fifty times the step. Other environments' calls run in a pool of threads, so a slow step
-delays its own session only, as long as fewer than NUM_THREADS steps are slow at once.
+Everything here runs on one event loop, so the table needs no lock. A session serves one request at
+a time, behind an asyncio lock, so waiting costs no thread. Calls into a fast environment
+(TextCraft: 2 microseconds) run on the loop, because a hop to a thread costs fifty times the step.
+Other environments run in a pool of threads, so a slow step delays only its own session.
 
 Numbers start at random in every server process. If they started at 0, a client that comes back
-after a restart would name a session that now belongs to somebody else, and its episode would go on
-there without an error.
+after a restart would continue somebody else's session, without an error.
 
 Measured: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
 """
@@ -27,7 +25,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -40,29 +37,26 @@ from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
 MAX_BODY_BYTES = 1_000_000  # of a request
 NUM_THREADS = 128  # for environments that are not fast
 RULES = "tutorials/05_add_your_own_environment.md has what an environment's methods return"
-HINTS: dict[type[Exception], str] = {
-    TaskIndexError: "give the index of a task that exists",
-    NotResetError: "POST /reset starts an episode",
-    EpisodeEndedError: "POST /reset starts the next episode",
-    OracleLost: "the episode goes on; POST /step plays it",
+# What an environment may raise -> the status and hint of the answer.
+REFUSALS: dict[type[Exception], tuple[int, str]] = {
+    TaskIndexError: (404, "give the index of a task that exists"),
+    NotResetError: (409, "POST /reset starts an episode"),
+    EpisodeEndedError: (409, "POST /reset starts the next episode"),
+    OracleLost: (409, "the episode goes on; POST /step plays it"),
 }
 log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
     """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry. numpy's
-    numbers and booleans are written as Python's.
-
-    Raises ApiError for what JSON cannot carry: a set, an array, a NaN.
-    """
+    numbers are written as Python's; what JSON cannot carry (a set, a NaN) is an ApiError."""
 
     def render(self, content: Any) -> bytes:
-        dumps = partial(json.dumps, allow_nan=False, separators=(",", ":"), default=_plain)
         try:
-            return dumps(content).encode("ascii")
+            text = json.dumps(content, allow_nan=False, separators=(",", ":"), default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
-            what = f"the environment failed: its answer is not JSON ({error})"
-            raise ApiError(500, what, RULES) from error
+            raise failure(f"its answer is not JSON ({error})") from error
+        return text.encode("ascii")
 
 
 def _plain(value: Any) -> Any:
@@ -79,11 +73,20 @@ class ApiError(Exception):
         self.status, self.error, self.hint = status, error, hint
 
 
+def failure(what: str, hint: str = RULES) -> ApiError:
+    return ApiError(500, f"the environment failed: {what}", hint)
+
+
 def error_answer(
     status: int, error: str, hint: str, headers: Mapping[str, str] | None = None
 ) -> Answer:
     more = {"Retry-After": "1"} if status == 429 else {}
     return Answer({"error": error, "hint": hint}, status, more | dict(headers or {}))
+
+
+def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
+    error = f"the body is larger than {max_bytes} bytes"
+    return error_answer(413, error, "send a shorter action")
 
 
 @dataclass
@@ -119,24 +122,20 @@ class Sessions:
         self._threads: anyio.CapacityLimiter | None = None
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
-        """Runs a method of the environment, here or in a thread; its failures become ApiErrors."""
+        """Call a method of the environment, here or in a thread; its failures become ApiErrors."""
         try:
             if self.env_class.IS_FAST:
                 return function(*arguments)
-            if self._threads is None:
+            if self._threads is None:  # needs a running event loop
                 self._threads = anyio.CapacityLimiter(NUM_THREADS)
             return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
-        except (TaskIndexError, NotResetError, EpisodeEndedError, OracleLost) as error:
-            status = 404 if isinstance(error, TaskIndexError) else 409
-            hint = next(text for kind, text in HINTS.items() if isinstance(error, kind))
-            raise ApiError(status, str(error), hint) from error
         except Exception as error:
+            for kind, (status, hint) in REFUSALS.items():
+                if isinstance(error, kind):
+                    raise ApiError(status, str(error), hint) from error
             log.exception("%s failed in the environment", getattr(function, "__name__", function))
-            raise ApiError(
-                500,
-                f"the environment failed: {type(error).__name__}: {error}",
-                "the traceback is in the server's output; the session may be reset or closed",
-            ) from error
+            hint = "the traceback is in the server's output; the session may be reset or closed"
+            raise failure(f"{type(error).__name__}: {error}", hint) from error
 
     async def create(self) -> Session:
         if len(self.table) + self._num_starting >= self.max_sessions:
@@ -158,10 +157,8 @@ class Sessions:
 
     @asynccontextmanager
     async def use(self, session_id: int) -> AsyncIterator[Session]:
-        """The session, for this request alone, after those that came before it.
-
-        Raises ApiError 404 if there is no such session: never created, closed, or evicted.
-        """
+        """The session, for this request alone, after those that came before it. ApiError 404 if it
+        was never created, or is closed or evicted."""
         session = self.table.get(session_id)
         if session is None:
             raise ApiError(
@@ -170,23 +167,22 @@ class Sessions:
                 f"POST /create opens one; sessions unused for {self.idle_timeout_s:g} s are closed",
             )
         async with session.lock:
+            session.last_used = time.monotonic()
             try:
-                session.last_used = time.monotonic()
                 yield session
             finally:
                 session.last_used = time.monotonic()
 
     async def close(self, session_id: int) -> bool:
-        """Ends the session after the requests that already wait for it; False if there is none."""
+        """End the session after the requests that already wait for it; False if there is none."""
         session = self.table.pop(session_id, None)
-        if session is None:
-            return False
-        await self._end(session)
-        return True
+        if session is not None:
+            await self._end(session)
+        return session is not None
 
     def evict_idle(self) -> None:
-        """Idle sessions leave the table at once and are closed in the background, because an
-        environment may hang when it is closed."""
+        """Take idle sessions out of the table at once and close them in the background, because
+        an environment may hang when it is closed."""
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
@@ -200,27 +196,26 @@ class Sessions:
             await self.call(session.env.close)
 
 
-TURN: tuple[tuple[str, Any], ...] = (
-    ("observation", str),
-    ("reward", (int, float)),
-    ("terminated", bool),
-    ("truncated", bool),
-    ("info", dict),
-)
+TURN: dict[str, Any] = {
+    "observation": str,
+    "reward": (int, float),
+    "terminated": bool,
+    "truncated": bool,
+    "info": dict,
+}
 
 
 def problem_of(outcome: Any) -> str | None:
-    """What is wrong with what an environment's step returned.
+    """What is wrong with what a user's environment returned from step.
 
     >>> problem_of((42, 0.0, False, False, {}))
     'gives observation as int'
     >>> problem_of(("You see a door.", 0.0, False, {}))
     'does not return observation, reward, terminated, truncated, info from step'
     """
-    names = [name for name, _ in TURN]
-    if not isinstance(outcome, tuple) or len(outcome) != len(names):
-        return f"does not return {', '.join(names)} from step"
-    for value, (name, expected) in zip(outcome, TURN, strict=True):
+    if not isinstance(outcome, tuple) or len(outcome) != len(TURN):
+        return f"does not return {', '.join(TURN)} from step"
+    for value, (name, expected) in zip(outcome, TURN.items(), strict=True):
         is_numpy = expected not in (str, dict) and hasattr(value, "item")
         if not isinstance(value, expected) and not is_numpy:
             return f"gives {name} as {type(value).__name__}"
@@ -234,13 +229,13 @@ def problem_of(outcome: Any) -> str | None:
 
 
 class Episodes:
-    """Answers requests by playing in sessions: each has an episode only from /reset to its end."""
+    """Answers requests by playing in sessions; an episode lasts from /reset to its end."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions, self.env_class = sessions, sessions.env_class
         self.wire = sessions.env_class.WIRE
         self.num_tasks = sessions.env_class.num_tasks()  # loads what all sessions share, now
-        # What changes nothing: path -> (HTTP method, the environment's method that answers).
+        # Requests that only ask: path -> (HTTP method, the environment's method that answers).
         self._questions: dict[str, tuple[str, str]] = {
             "/available_actions": ("GET", "available_actions"),
             "/state": ("GET", "state_for_people"),
@@ -253,7 +248,7 @@ class Episodes:
             self._methods[path] = "GET" if kind == "GET" else "POST"
 
     async def answer(self, method: str, path: str, fields: Any) -> Answer:
-        """What the request is answered; `fields` are those of its body or of its query."""
+        """The answer to a request; `fields` are those of its body or of its query."""
         try:
             if self._methods.get(path) != method:
                 is_known = path in self._methods
@@ -277,21 +272,20 @@ class Episodes:
                 turn = await self._reset(session, task_index, seed)
                 session.has_episode = True
                 return wire.reset(session_id, turn, task_index)
-        is_step = path == "/step" or self._questions.get(path, ("",))[0] == "STEP"
-        action = _field(fields, "action", str) if is_step else ""
+        kind, method = self._questions.get(path, ("STEP" if path == "/step" else "", ""))
+        action = _field(fields, "action", str) if kind == "STEP" else ""
         async with self.sessions.use(session_id) as session:
-            if path in ("/observation", "/detail"):
-                if session.turn is None:
-                    self._require_episode(session)
-                turn = session.turn or {}
-                if path == "/observation":
-                    return wire.observation(turn)
-                return {k: turn[k] for k in ("observation", "done", "reward")} | {"deleted": False}
-            answer = wire.step(await self._step(session, action)) if is_step else {}
-            if path == "/step":
-                return answer
-            said = await self._ask(session, self._questions[path][1])
-            return answer | said if is_step else said
+            if session.turn is None or path not in ("/observation", "/detail"):
+                self._require_episode(session)
+            if kind == "STEP":
+                answer = wire.step(await self._step(session, action))
+                return answer | await self._ask(session, method) if method else answer
+            if method:
+                return await self._ask(session, method)
+            turn = session.turn or {}
+            if path == "/observation":
+                return wire.observation(turn)
+            return {k: turn[k] for k in ("observation", "done", "reward")} | {"deleted": False}
 
     async def _create(self) -> Any:
         session = await self.sessions.create()
@@ -314,21 +308,19 @@ class Episodes:
         return self._set_turn(session, (observation, 0, False, False, info))
 
     async def _step(self, session: Session, action: str) -> dict:
-        self._require_episode(session)
         if session.turn is not None and session.turn["done"]:
             hint = "POST /reset starts the next episode"
             raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
         return self._set_turn(session, await self._play(session, session.env.step, action))
 
     async def _ask(self, session: Session, method: str) -> Any:
-        self._require_episode(session)
-        said = await self.sessions.call(getattr(session.env, method))
+        answer = await self.sessions.call(getattr(session.env, method))
         if method != "oracle":
-            return said
-        if not isinstance(said, tuple | list) or [type(part) for part in said] != [str, str]:
-            what = f"the environment failed: {self.env_class.__name__}.oracle() gives {said!r:.80}"
-            raise ApiError(500, f"{what}, not a thought and an action", RULES)
-        return {"thought": said[0], "action": said[1]}
+            return answer
+        if not isinstance(answer, tuple | list) or [type(part) for part in answer] != [str, str]:
+            name = self.env_class.__name__
+            raise failure(f"{name}.oracle() gives {answer!r:.80}, not a thought and an action")
+        return {"thought": answer[0], "action": answer[1]}
 
     async def _play(self, session: Session, function: Callable, *arguments: Any) -> Any:
         try:
@@ -347,8 +339,7 @@ class Episodes:
     def _set_turn(self, session: Session, outcome: tuple) -> dict:
         if problem := problem_of(outcome):
             session.has_episode = False
-            what = f"the environment failed: {self.env_class.__name__} {problem}"
-            raise ApiError(500, what, RULES)
+            raise failure(f"{self.env_class.__name__} {problem}")
         observation, reward, terminated, truncated, info = outcome
         session.turn = {
             "observation": observation,
@@ -381,8 +372,3 @@ def query_fields(query: str) -> dict[str, Any]:
     """
     pairs = parse_qsl(query)
     return {k: int(v) if v.removeprefix("-").isdecimal() and len(v) < 20 else v for k, v in pairs}
-
-
-def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
-    error = f"the body is larger than {max_bytes} bytes"
-    return error_answer(413, error, "send a shorter action")

@@ -1,8 +1,8 @@
-"""What a world's answers are called on the wire: the field names of AgentGym's servers.
+"""What an environment's answers are called on the wire: the field names of AgentGym's servers.
 
-AgentGym's server of each world chose names of its own, and clients depend on them. A `Wire` is the
-one place that knows them: our server answers with it, our client reads with it, so each of the two
-also works with AgentGym's other half. A world overrides what differs:
+AgentGym's servers each chose names of their own, and clients depend on them. A `Wire` is the one
+place that knows them: our server answers with it and our client reads with it, so each also works
+with AgentGym's other half. An environment overrides what differs:
 
 >>> class SearchWire(Wire):
 ...     session_field, index_field = "env_idx", "id"
@@ -12,7 +12,6 @@ also works with AgentGym's other half. A world overrides what differs:
 Read next: envs/server.py.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ class Outcome(NamedTuple):
 
 
 class Wire:
-    """The field names and answers of one world, by default TextCraft's names; each method returns
-    the JSON answer.
+    """Field names and answers of one environment, by default TextCraft's.
 
     `turn` is the dict {"observation", "reward", "done", "terminated", "truncated", "info",
     "subtask"} of the latest reset or step.
@@ -41,8 +39,8 @@ class Wire:
     index_field = "data_idx"
     index_default: int | None = 0  # None: /reset must name a task
     create_body: Mapping[str, Any] = {}  # what our client sends to /create
-    shows_task_at_create = False  # /create already answers with an observation: a reset more
-    has_score = False  # /reset and /step also answer the world's own score, info["score"]
+    shows_task_at_create = False  # /create already answers with an observation
+    has_score = False  # /reset and /step also answer the environment's own score, info["score"]
     points = 1  # what the wire calls a full return; SciWorld counts to 100
     solved_from = 1.0  # AgentGym's servers do not say "solved": an end with this return or more
     # More paths: /name -> (GET or POST, the env's method that answers), or (STEP, a method whose
@@ -54,10 +52,8 @@ class Wire:
         return f"This is environment {self.title}." if self.title else "This is an environment."
 
     def create(self, session_id: int, turn: dict | None) -> Any:
-        answer: dict[str, Any] = {self.session_field: session_id}
-        if turn is not None:
-            answer |= {key: turn[key] for key in ("observation", "done", "reward")}
-        return answer
+        shown = {key: turn[key] for key in ("observation", "done", "reward")} if turn else {}
+        return {self.session_field: session_id, **shown}
 
     def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
         return {self.session_field: session_id, **self.step(turn)}
@@ -72,7 +68,7 @@ class Wire:
         return closed
 
     def to_points(self, reward: float) -> float:
-        """An increment (an episode's sum to 0..1) as the wire shows it; whole numbers as int."""
+        """An increment of 0..1 as the wire shows it; whole numbers as int."""
         points = round(reward * self.points, 9)
         return int(points) if points == int(points) else points
 
@@ -81,18 +77,18 @@ class Wire:
         return answer.get("observation") if isinstance(answer, dict) else answer
 
     def outcome(self, answer: Mapping[str, Any], earned: float) -> Outcome:
-        """What the answer of /step says, of our server or AgentGym's, once it can be believed.
+        """What the answer of /step says, of our server or AgentGym's.
 
         Args:
             earned: sum of the episode's rewards before this step.
-        Raises:
-            ValueError: a field is missing, of another type, or a number that cannot be: what comes
-                from a server is trained on.
+
+        Raises ValueError where a field is missing, has another type, or is out of range: these
+        numbers are trained on.
         """
         reward = _number(answer, "reward") / self.points
         if "terminated" not in answer and self.has_score:
-            # AgentGym's: what counts is how far its score is above what was earned so far; it may
-            # fall to -100, or be reset and be earned once more.
+            # AgentGym's score may fall to -100, or be reset and earned again: count what is above
+            # the sum so far.
             reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - earned)
         score = earned + reward
         if not -TOLERANCE <= score <= 1 + TOLERANCE:
@@ -113,15 +109,9 @@ class Wire:
 
 def _number(answer: Mapping[str, Any], name: str) -> float:
     value = answer.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:  # JSON's integers have no end
-            number = math.inf
-        if math.isfinite(number):
-            return number
-        raise ValueError(f"a finite {name}")
-    raise ValueError(f"a number {name!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9:
+        return float(value)
+    raise ValueError(f"a finite number {name!r}")
 
 
 def _flag(answer: Mapping[str, Any], name: str) -> bool:

@@ -3,9 +3,8 @@
     us ── the only open end of a pipe ──> its standard input, which a thread of its own waits on
 
 The kernel closes our end when we die, SIGKILL included; the thread then ends the child and all that
-the child has started. PR_SET_PDEATHSIG would do less: it exists only on Linux, fires when the
-*thread* that started the child ends, and needs preexec_fn, which can deadlock beside torch's
-threads.
+it has started. PR_SET_PDEATHSIG exists only on Linux, fires when the *thread* that started the
+child ends, and needs preexec_fn, which can deadlock beside torch's threads.
 
 Read next: `envclient.py` and `sampling/fleet.py`, which start one.
 """
@@ -43,7 +42,7 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
         self.process, self._out, self._err = process, out, err
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     def stdout(self) -> str:
         return _tail(self._out)
@@ -52,16 +51,13 @@ class Child:
         return _tail(self._err)
 
     def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
-        """The first true answer of `ready`.
-
-        Raises:
-            NotReady: `timeout_s` after the start, or when the child ends.
-        """
+        """The first true answer of `ready`; NotReady when the child ends, or `timeout_s` after its
+        start."""
         while not (answer := ready()):
             how = f"is not up after {timeout_s:g} s"
             if self.process.poll() is not None:
                 how = f"exited with {self.process.returncode} at its start"
-            elif time.monotonic() < self._began + timeout_s:
+            elif time.monotonic() < self._started + timeout_s:
                 time.sleep(0.05)
                 continue
             raise NotReady(f"{how}:\n{self.stdout()}{self.stderr()}")
@@ -79,21 +75,24 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
     """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
 
     It is terminated, after 10 s killed, and what it has started is killed with it. Ctrl-C in the
-    terminal does not reach it, so that a run can finish its step. `options` go to Popen.
+    terminal does not reach it, so a run can finish its step. `options` go to Popen.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
     if path := python_path():
         options["env"] = (options.get("env") or os.environ) | {"PYTHONPATH": path}
     # Files, not pipes: a child that writes into a full pipe would wait for a reader.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+        subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=err,
             start_new_session=True,
             **options,
-        )
+        ) as process,
+    ):
         try:
             yield Child(process, out, err)
         finally:
@@ -102,9 +101,6 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
                 process.wait(timeout=10)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdin:
-                process.stdin.close()
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -38,7 +38,7 @@ from config import (
 )
 from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, local_server
-from envs import env_name, tasks_by_world
+from envs import env_name, tasks_by_env
 from losses import FixedKLController
 from models import (
     describe,
@@ -157,7 +157,7 @@ class Worker:
             pools[env_name(config.env)] = pool
         self.pool = EnvPools(pools)
         c, self.openings = self.config, []
-        for env, (task, *_) in tasks_by_world(self.tasks).items():
+        for env, (task, *_) in tasks_by_env(self.tasks).items():
             with self.pool.of(env).client() as client:
                 observation = client.reset(task.task_index)
                 self.openings.append(self.chat.opening(client.prompt, observation))

@@ -100,7 +100,7 @@ def test_a_folder_is_a_world_and_the_first_three_keep_their_order(tmp_path):
         (tmp_path / name / "__init__.py").touch()
     (tmp_path / "ids").mkdir()
     (tmp_path / "server.py").touch()
-    assert envs.worlds_in(tmp_path) == {
+    assert envs.envs_in(tmp_path) == {
         name: f"envs.{name}:World" for name in ("textcraft", "sciworld", "maze", "zoo")
     }
 
@@ -129,7 +129,7 @@ def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):
 def test_a_world_outside_may_name_itself(far):
     far.write_text(COIN.replace("    IS_FAST", "    NAME = 'penny'\n    IS_FAST"))
     assert env_name("far.coin:World") == "penny"
-    with pytest.raises(ValueError, match="'coin_3' is no task of penny; expected 'penny_N'"):
+    with pytest.raises(ValueError, match="'coin_3' is not a task of penny; expected 'penny_N'"):
         load_tasks("far.coin:World", file=far.parent / "ids" / "coin_test.json")
 
 
@@ -164,10 +164,8 @@ def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
     ("old", "new", "message"),
     [
         ("WIRE = Wire()", "WIRE = Wire", "WIRE that is not a Wire"),
-        ('[{"role": "system", "content": "Say heads or tails."}]', '"Play."', "PROMPT that will"),
+        ('[{"role": "system", "content": "Say heads or tails."}]', '"Play."', "unusable PROMPT"),
         ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
-        ("IS_FAST = True", "IS_FAST, HORIZON = True, '12'", "HORIZON '12', which must be a number"),
-        ("IS_FAST = True", "IS_FAST, LAPTOP = True, {'rounds': 5}", "must be a tuple"),
         ("staticmethod(lambda: 4)", "lambda self: 4", "fails at num_tasks() or subtask(0)"),
         ("lambda: 4", "lambda: 0", "has 0 tasks"),
         ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),
@@ -305,11 +303,11 @@ def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
         ("[", "is not JSON"),
         ("{}", "is not an id list"),
         ('[{"item_id": 3}]', "is not an id list"),
-        ('[{"item_id": "textcraft_544"}]', "'textcraft_544' is no task of textcraft"),
-        ('[{"item_id": "textcraft_-1"}]', "is no task of textcraft"),
+        ('[{"item_id": "textcraft_544"}]', "'textcraft_544' is not a task of textcraft"),
+        ('[{"item_id": "textcraft_-1"}]', "is not a task of textcraft"),
         ('[{"item_id": "textcraft_1"}, {"item_id": "textcraft_1"}]', "is listed twice"),
         ("[]", "no task left"),
-        ('[{"item_id": "babyai_3"}]', "'babyai_3' is no task of textcraft; expected"),
+        ('[{"item_id": "babyai_3"}]', "'babyai_3' is not a task of textcraft; expected"),
     ],
 )
 def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, content, message):
