@@ -1,54 +1,42 @@
-"""How fast the environments' servers are against a plain one, and whether they stay small.
+"""How fast an environment's server is against a plain one: steps/s of 16 sessions over HTTP.
 
-    steps/s    sessions at once over HTTP, the same tasks and the same actions (an oracle's) on our
-               server and on a plain one, in turns; the median of the ratios. Resets count on both
-               sides: a training run waits for them as it waits for steps
-    sessions   memory of many sessions that have each played an episode, Java processes below the
-               server included, against the plain server's with 4
-    leak       the same over 2,000 create/reset/close cycles; the second half must add nothing
+Both servers play the same tasks with the same actions (an oracle's), in turns; the figure is the
+median of the ratios. Resets take their time on both sides, as a training run waits for them too.
 
 The plain server is what one writes first: FastAPI with ordinary functions, which run in its pool of
-40 threads, a dict of environments, no limits, no eviction, no locks. In it SciWorld is the
-package's own class, with a JVM for each session and a step that also computes every valid action;
-the others are our own classes, so that the difference is the server's.
+40 threads, and a dict of environments; no limits, no eviction, no locks. Its SciWorld is the
+package's own class, with a JVM for each session and a step that also computes every valid action.
+The others are our own classes, so that only the servers differ.
 
 Run it:  python benchmarks/environments.py --env babyai      some minutes
+Read next: envs/server.py.
 """
 
 import asyncio
 import os
-import statistics
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil  # type: ignore[import-untyped]
 from fastapi import FastAPI
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Results, arguments, serving, show  # noqa: E402
+from benchmarks.common import Results, arguments, median  # noqa: E402
 from envclient import connect, local_server  # noqa: E402
-from envs import Wire, get_env, load_tasks  # noqa: E402
+from envs import ENVS, get_env, load_tasks  # noqa: E402
+from run.processes import child  # noqa: E402
 
-SESSIONS = 16
-LIVE = {"textcraft": 1000, "babyai": 64, "sciworld": 64, "searchqa": 1000}
-GOALS = {"textcraft": 0.75, "babyai": 1.0, "sciworld": 10.0, "searchqa": 1.0}
+SESSIONS, TASKS, MAX_PLAN = 16, 16, 40
 # boil, thermometer, conductivity, living thing, animal, paint, lifespan: 7 tasks of 23
 SCIWORLD = (0, 120, 1436, 2936, 3836, 4168, 4240, 121, 1437, 2937, 3837, 4169, 4241, 1, 122, 2)
-MAX_PLAN = 40
-
-Plans = Mapping[int, Sequence[str]]  # task -> the oracle's actions
-Memory = dict[str, float]  # MB of the server's processes, {"python": ..., "java": ...}
-
-
-# -------------------------------------------------------------------------------- the plain server
 
 
 class PlainSciWorld:
@@ -72,9 +60,6 @@ class PlainSciWorld:
         observation, reward, done, _ = self.env.step(action)
         return observation, reward, done, False
 
-    def close(self) -> None:
-        self.env.close()
-
 
 def plain_server() -> FastAPI:
     """An app for the environment that BENCHMARK_ENV names, with the fields of our wire format."""
@@ -97,118 +82,68 @@ def plain_server() -> FastAPI:
         observation, reward, ended, cut, *_ = envs[body[wire.session_field]].step(body["action"])
         return {"observation": observation, "reward": reward, "done": ended or cut}
 
-    @app.post("/close")
-    def close(body: dict) -> bool:
-        envs[body[wire.session_field]].close()
-        return True
-
     return app
 
 
-def serve(name: str, env: str) -> AbstractContextManager[tuple[int, int]]:
-    """`ours` or the `plain` server of `env`: its port and process id."""
-    if name == "ours":
-        sessions = str(LIVE[env] + SESSIONS)
-        words = ("--env", env, "--port", "0", "--max-sessions", sessions)
-        return serving("envs.server", *words)
-    os.environ["BENCHMARK_ENV"] = env
-    app = "benchmarks.environments:plain_server"
-    return serving("uvicorn", "--factory", app, "--port", "0", "--no-access-log")
+@contextmanager
+def serve(name: str, env: str) -> Iterator[int]:
+    """`ours` or the `plain` server of `env`, in a process of its own: its port."""
+    words = ["envs.server", "--env", env, "--port", "0", "--max-sessions", str(2 * SESSIONS)]
+    if name == "plain":
+        os.environ["BENCHMARK_ENV"] = env
+        app = "benchmarks.environments:plain_server"
+        words = ["uvicorn", "--factory", app, "--port", "0", "--no-access-log"]
+    with child(*words, cwd=ROOT) as server:
+
+        def listening() -> re.Match[str] | None:
+            text = server.stdout() + server.stderr()
+            return re.search(r"(?:listening|running) on http://\S+:(\d+)", text)
+
+        yield int(server.wait_until(listening, timeout_s=60.0)[1])
 
 
-# ------------------------------------------------------------------------------------- the sessions
+async def steps_per_s(
+    env: str, port: int, plans: Mapping[int, Sequence[str]], seconds: float
+) -> float:
+    """All sessions at once, each playing one task after another, over connections that stay open.
+
+    Args:
+        plans: task -> the actions to play.
+    """
+    wire, tasks, steps = get_env(env).WIRE, list(plans), 0
+    connections = aiohttp.TCPConnector(limit=SESSIONS)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connections) as http:
+
+        async def post(path: str, body: Mapping[str, Any]) -> Any:
+            async with http.post(path, json=body, raise_for_status=True) as answer:
+                return await answer.json()
+
+        async def play(turn: int, session: dict[str, Any]) -> None:
+            nonlocal steps
+            while time.perf_counter() < began + seconds:
+                task = tasks[turn % len(tasks)]
+                turn += 1
+                await post("/reset", session | {wire.index_field: task})
+                for action in plans[task]:
+                    answer = await post("/step", session | {"action": action})
+                    steps += 1
+                    if answer["done"]:
+                        break
+
+        created = [await post("/create", wire.create_body) for _ in range(SESSIONS)]
+        ids = [made[wire.session_field] if isinstance(made, dict) else made for made in created]
+        began = time.perf_counter()
+        await asyncio.gather(*(play(n, {wire.session_field: i}) for n, i in enumerate(ids)))
+        return steps / (time.perf_counter() - began)
 
 
-class Client:
-    """What a session may be asked, over connections that stay open."""
-
-    def __init__(self, http: aiohttp.ClientSession, port: int, wire: Wire) -> None:
-        self.http, self.base, self.wire = http, f"http://127.0.0.1:{port}", wire
-
-    async def post(self, path: str, **body: Any) -> Any:
-        async with self.http.post(self.base + path, json=body) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"POST {path} {body}: {answer.status} {await answer.text()}")
-            return await answer.json()
-
-    async def create(self) -> int:
-        answer = await self.post("/create", **self.wire.create_body)
-        return answer[self.wire.session_field] if isinstance(answer, dict) else answer
-
-    async def reset(self, session_id: int, task: int) -> None:
-        fields = {self.wire.session_field: session_id, self.wire.index_field: task}
-        await self.post("/reset", **fields)
-
-    async def play(self, session_id: int, task: int, plan: Sequence[str]) -> int:
-        """The number of steps until the plan or the episode ended."""
-        await self.reset(session_id, task)
-        for number, action in enumerate(plan, start=1):
-            body = {self.wire.session_field: session_id, "action": action}
-            if (await self.post("/step", **body))["done"]:
-                return number
-        return len(plan)
-
-    async def close(self, session_id: int) -> None:
-        await self.post("/close", **{self.wire.session_field: session_id})
-
-
-async def steps_per_s(client: Client, plans: Plans, seconds: float) -> float:
-    ids = [await client.create() for _ in range(SESSIONS)]
-    tasks, began, steps = list(plans), time.perf_counter(), 0
-
-    async def play_one(turn: int, session_id: int) -> None:
-        nonlocal steps
-        while time.perf_counter() < began + seconds:
-            task = tasks[turn % len(tasks)]
-            turn += 1
-            played = await client.play(session_id, task, plans[task])
-            steps += played  # not `steps += await ...`, which forgets what others added meanwhile
-
-    await asyncio.gather(*(play_one(n, each) for n, each in enumerate(ids)))
-    return steps / (time.perf_counter() - began)
-
-
-async def hold(client: Client, process_id: int, plans: Plans, count: int) -> list[Memory]:
-    """Memory before, and with `count` sessions open that have each played a plan."""
-    before, tasks = resident_mb(process_id), list(plans)
-    for number in range(count):
-        task = tasks[number % len(tasks)]
-        await client.play(await client.create(), task, plans[task])
-    return [before, resident_mb(process_id)]
-
-
-async def cycle(client: Client, process_id: int, plans: Plans, cycles: int) -> list[Memory]:
-    """Create, reset and close sessions; memory at each tenth."""
-    tasks, resident = list(plans), []
-    for number in range(1, cycles + 1):
-        session_id = await client.create()
-        await client.reset(session_id, tasks[number % len(tasks)])
-        await client.close(session_id)
-        if number % (cycles // 10) == 0:
-            resident.append(resident_mb(process_id))
-    return resident
-
-
-def resident_mb(process_id: int) -> Memory:
-    """Resident memory of the process and all below it."""
-    server = psutil.Process(process_id)
-    sizes = {"python": 0.0, "java": 0.0}
-    for process in [server, *server.children(recursive=True)]:
-        kind = "java" if process.name() == "java" else "python"
-        sizes[kind] += process.memory_info().rss / 2**20
-    return {kind: round(size, 1) for kind, size in sizes.items()}
-
-
-# --------------------------------------------------------------------------------------- measuring
-
-
-def oracle_plans(env: str, count: int) -> dict[int, list[str]]:
-    """Tasks of the benchmark -> the oracle's actions, at most MAX_PLAN of them."""
+def oracle_plans(env: str) -> dict[int, list[str]]:
+    """Task -> the oracle's actions, at most MAX_PLAN of them."""
     tasks = [task.task_index for task in load_tasks(env, "test")]
-    chosen = SCIWORLD if env == "sciworld" else tasks[:: max(1, len(tasks) // count)]
+    chosen = SCIWORLD if env == "sciworld" else tasks[:: max(1, len(tasks) // TASKS)]
     plans = {}
     with local_server(env) as url, connect(env, url) as client:
-        for index in chosen[:count]:
+        for index in chosen[:TASKS]:
             client.reset(index)
             plan: list[str] = []
             ended = False
@@ -221,65 +156,23 @@ def oracle_plans(env: str, count: int) -> dict[int, list[str]]:
     return plans
 
 
-def asked(name: str, env: str, work: Any, *arguments: Any, with_process: bool = True) -> Any:
-    """Start a server, and let a client do the work."""
-
-    async def do(port: int, process_id: int) -> Any:
-        connections = aiohttp.TCPConnector(limit=SESSIONS)
-        async with aiohttp.ClientSession(connector=connections) as http:
-            client = Client(http, port, get_env(env).WIRE)
-            return await work(client, *((process_id,) if with_process else ()), *arguments)
-
-    with serve(name, env) as (port, process_id):
-        return asyncio.run(do(port, process_id))
-
-
-def memory(name: str, env: str, plans: Plans, count: int) -> dict[str, Any]:
-    before, live = asked(name, env, hold, plans, count)
-    per_session = round(sum(live.values()) / count, 1)
-    return {"sessions": count, "rss_mb_before": before, "rss_mb_live": live} | {
-        "rss_mb_per_session": per_session
-    }
-
-
 def main() -> int:
     parser = arguments(__doc__, 3)
-    parser.add_argument("--env", choices=GOALS, default="textcraft")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each throughput run")
-    parser.add_argument("--tasks", type=int, default=16, help="how many are played")
-    parser.add_argument("--live", type=int, help="sessions open at once")
-    parser.add_argument("--cycles", type=int, default=2000)
+    parser.add_argument("--env", choices=ENVS, default="textcraft")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     options = parser.parse_args()
     env, results = options.env, Results(options, f"environments-{options.env}.json")
-    plans = oracle_plans(env, options.tasks)
-    repeats = []
+    plans, repeats = oracle_plans(env), []
     for _ in range(options.repeats):
-        row = {
-            name: asked(name, env, steps_per_s, plans, options.seconds, with_process=False)
-            for name in ("plain", "ours")
-        }
+        row = {}
+        for name in ("plain", "ours"):
+            with serve(name, env) as port:
+                row[name] = asyncio.run(steps_per_s(env, port, plans, options.seconds))
         repeats.append(row | {"ratio": round(row["ours"] / row["plain"], 2)})
         print(f"{env}: {row['ours']:.0f} steps/s, {repeats[-1]['ratio']} times the plain server's")
-    cycles = asked("ours", env, cycle, plans, options.cycles)
-    growth = {kind: round(cycles[-1][kind] - cycles[4][kind], 1) for kind in cycles[0]}
-    found = {
-        "sessions": SESSIONS,
-        "throughput": repeats,
-        "ratio": statistics.median(row["ratio"] for row in repeats),
-        "goal": GOALS[env],
-        "memory": memory("ours", env, plans, options.live or LIVE[env]),
-        "memory_other": memory("plain", env, plans, 4),
-        "leak": {"cycles": options.cycles, "rss_mb": cycles, "rss_mb_growth_second_half": growth},
-    }
-    results.write(found)
-    ours, plain = found["memory"], found["memory_other"]
-    rows = [
-        ("steps/s over the plain server's", f"{found['ratio']:g} (goal {found['goal']:g})"),
-        (f"MB a session, {ours['sessions']} open", ours["rss_mb_per_session"]),
-        ("MB a session, the plain server, 4 open", plain["rss_mb_per_session"]),
-        (f"MB gained, second half of {options.cycles} cycles", growth),
-    ]
-    show(rows, width=46)
+    ratio = median((row["ratio"] for row in repeats), 2)
+    results.write({"sessions": SESSIONS, "throughput": repeats, "ratio": ratio})
+    print(f"median: {ratio:g} times the plain server's")
     return 0
 
 

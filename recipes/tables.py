@@ -413,9 +413,8 @@ def speed() -> list[str]:
         return read_json(BENCHMARKS / f"{name}.json")
 
     rows = []
-    for name, words in (("rollout", ""), ("rollout-32", " --max-num-seqs 32")):
-        summary, slots = read(name)["summary"], read(name)["settings"]["max_num_seqs"]
-        none, waiting, tail = (summary[each] for each in ("none", "100 ms", "tail"))
+    for name, slots, words in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
+        none, waiting, tail = (read(name)["summary"][each] for each in ("none", "100 ms", "tail"))
         what = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s over"
         command = f"`python benchmarks/rollout.py{words}`"
         ratios = f"{none['ratio_to_engine']:.2f}; {waiting['ratio_to_engine']:.2f}"
@@ -423,26 +422,23 @@ def speed() -> list[str]:
         text = f"{what} a lockstep loop, 5 % of steps take 2 s"
         rows.append((text, f"{tail['ratio_to_lockstep']:.1f}", "1.5", command))
     for model, words in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
-        summary = read(f"update_{model}")["summary"]
         what = f"update, {model}: tokens/s over a bare forward and backward"
         command = f"`python benchmarks/update.py --model {model}{words}`"
-        rows.append((what, summary["ratio"], summary["goal"], command))
+        rows.append((what, read(f"update_{model}")["summary"]["ratio"], "0.9", command))
     for name, what, words in (
         ("trl_step", "the default step", " --repeats 3"),
         ("trl_step-equal", "equal work", " --tasks 2 --repeats 5 --train-on-all"),
     ):
         times = read(name)["summary"]["trl_over_ours"]
-        figures = "; ".join(f"{times[f'{part}_s']:.1f}" for part in ("rollout", "update", "step"))
+        ratios = "; ".join(f"{times[f'{part}_s']:.1f}" for part in ("rollout", "update", "step"))
         text = f"TRL 1.16's GRPOTrainer with transformers, {what}: its time over ours, rollout; "
         text += "update; step"
-        rows.append((text, figures, "-", f"`python benchmarks/trl_step.py{words}`"))
+        rows.append((text, ratios, "-", f"`python benchmarks/trl_step.py{words}`"))
     for env in ("babyai", "sciworld", "searchqa"):
         found = read(f"environments-{env}")
-        text = f"{env}'s server, {found['sessions']} sessions: steps/s over a simpler one; MB a "
-        text += f"session, {found['memory']['sessions']} open"
-        figures = f"{found['ratio']:g}; {found['memory']['rss_mb_per_session']:g}"
+        text = f"{env}'s server, {found['sessions']} sessions: steps/s over a simpler one's"
         command = f"`python benchmarks/environments.py --env {env}`"
-        rows.append((text, figures, f"{found['goal']:g}; -", command))
+        rows.append((text, f"{found['ratio']:g}", "-", command))
     return markdown("what | measured | goal | command", rows)
 
 

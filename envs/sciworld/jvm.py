@@ -2,7 +2,7 @@
 
 ScienceWorld is a Java program. Its Python package starts one Java process for each environment:
 261 MB a session after an episode. But a world is only an object in that process, so a few processes
-can hold all worlds of a server, 20 MB a session (benchmarks/environments.py):
+can hold all worlds of a server, 20 MB a session (RESULTS.md):
 
     session 0 ── seat ─┐
     session 2 ── seat ─┼── lock ── wire ── Java process A: world 0, world 2, world 4
