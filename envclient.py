@@ -38,7 +38,16 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from envs import ParseError, Settings, env_name, get_env, settings_of
-from envs.http import JSON_HEADERS, Line, Lost, TimedOut, Unbelievable, checked_url, parse
+from envs.http import (
+    JSON_HEADERS,
+    ExchangeError,
+    Line,
+    Lost,
+    TimedOut,
+    Unbelievable,
+    checked_url,
+    parse,
+)
 from envs.local import LOCAL, LocalLine
 from run.errors import RunFailed
 from run.processes import NotReady, child
@@ -110,6 +119,12 @@ class AllServersDown(EnvError):
     """No address of a pool can be used."""
 
 
+UNREACHABLE = (EnvConnectionError, EnvTimeout)
+UNANSWERED: dict[type[ExchangeError], tuple[type[EnvError], str]] = {
+    TimedOut: (EnvTimeout, "the server is overloaded or hangs"),
+    Lost: (EnvConnectionError, "is the server running?"),
+    Unbelievable: (EnvProtocolError, "is this the address of an environment server?"),
+}
 # Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
 _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
 
@@ -176,7 +191,7 @@ class StepResult(NamedTuple):
 
 
 def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
-    """A client of the server at `base_url`, ours or AgentGym's; options are EnvClient's."""
+    """A client of the server at `base_url`, ours or AgentGym's."""
     return EnvClient(env, base_url, **options)
 
 
@@ -301,8 +316,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def oracle(self) -> tuple[str, str]:
         """(thought, action): a good move now."""
-        answer, path = self._call("GET", "/oracle"), "/oracle"
-        return tuple(self._field(answer, path, name, str) for name in ("thought", "action"))
+        answer = self._call("GET", "/oracle")
+        return tuple(self._field(answer, "/oracle", name, str) for name in ("thought", "action"))
 
     def close(self) -> bool:
         """Free the session; True if the server says it did. Never raises EnvError. A request under
@@ -392,12 +407,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._is_asking = False
 
     def _request_once(
-        self,
-        line: Line | LocalLine,
-        method: str,
-        path: str,
-        fields: dict[str, Any],
-        timeout_s: float,
+        self, line: Line | LocalLine, method: str, path: str, fields: dict, timeout_s: float
     ) -> Any:
         url, query, body, headers = self.base_url + path, "", None, None
         if method != "GET":
@@ -408,23 +418,15 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             line.close()  # drops the connection; the next request opens another
         try:
             answer = line.ask(method, path + query, body, headers, timeout_s)
-        except TimedOut as error:
-            what = f"{method}: {error}; the server is overloaded or hangs"
-            raise EnvTimeout(what, url) from error
-        except Lost as error:
-            what = f"{method} lost its connection ({error}); is the server running?"
-            raise EnvConnectionError(what, url) from error
-        except Unbelievable as error:
-            what = f"{method}: {error}; is this the address of an environment server?"
-            raise EnvProtocolError(what, url) from error
+        except ExchangeError as error:
+            kind, hint = UNANSWERED[type(error)]
+            raise kind(f"{method}: {error}; {hint}", url) from error
         finally:
             self._last_asked = time.monotonic()
         return read_answer(url, answer.status, answer.body)
 
 
 # -------------------------------------------------------------------------------------------- pool
-
-UNREACHABLE = (EnvConnectionError, EnvTimeout)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,6 @@
 """What the text environments share: where an episode stands, the line that holds an action, ids.
 
-An environment is one class without a base class (envs/__init__.py lists what it has). These are
-small things to use, not a frame to fit into. Read next: envs/textcraft/env.py, which uses them.
+These are small things to use, not a frame to fit into. Read next: envs/textcraft/env.py.
 """
 
 import argparse
@@ -29,33 +28,28 @@ class Stage:
         self.ended = True
 
     def require_episode(self) -> None:
-        """Raises NotResetError before the first reset."""
         if not self.has_episode:
             raise NotResetError("no episode has been started; call reset(task_index) first")
 
     def require_running(self) -> None:
-        """Raises NotResetError before the first reset, EpisodeEndedError after the end."""
         self.require_episode()
         if self.ended:
             raise EpisodeEndedError("this episode is over; call reset(task_index) to play again")
 
 
 def require_task(env_class: Any, task_index: int) -> None:
-    """Raises TaskIndexError unless `env_class` has the task."""
-    if not 0 <= task_index < env_class.num_tasks():
-        raise TaskIndexError(
-            f"task index {task_index} does not exist; {env_class.__name__} has 0 to "
-            f"{env_class.num_tasks() - 1}"
-        )
+    last = env_class.num_tasks() - 1
+    if not 0 <= task_index <= last:
+        name = env_class.__name__
+        raise TaskIndexError(f"task index {task_index} does not exist; {name} has 0 to {last}")
 
 
 ANSWER = "Answer in exactly two lines:\nThought: why\nAction: one action"  # read by action_line
 
 
 def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:
-    """The action of the one 'Action:' line; ParseError if there is none, more than one, or nothing
-    after it. Characters that match `drop` are removed, blanks squeezed, and the characters of
-    `trim` stripped from its beginning and its end.
+    """The action of the one 'Action:' line; ParseError if there is not exactly one, or it is empty.
+    Removes what matches `drop`, squeezes blanks, strips the characters of `trim` from both ends.
 
     >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
     'get 2 oak log'
@@ -83,7 +77,7 @@ def say(thought: str, action: str) -> str:
 
 
 def version_of(package: str) -> str:
-    """Of an installed package; "" where it is not, as on a trainer without the simulator."""
+    """The version of a package; "" where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -91,7 +85,7 @@ def version_of(package: str) -> str:
 
 
 def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
-    """Actions that the oracle needs to solve the task; at_most + 1: it needs more, or fails."""
+    """Actions that the oracle needs to solve the task; at_most + 1 if it fails or needs more."""
     env.reset(task_index)
     for turn in range(1, at_most + 1):
         _, _, terminated, truncated, info = env.step(env.oracle()[1])
@@ -103,11 +97,8 @@ def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
 def write_id_lists(
     env: str, lists: Mapping[str, Iterable[int | str]], folder: Path | None = None
 ) -> dict[Path, int]:
-    """Write one list for each split, in AgentGym's format; returns how many ids each file holds.
-
-    A task is given by its index, or by its id where that does not begin with the world's name.
-    `env` is as for `get_env`.
-    """
+    """Write an id list for each split; returns how many ids each file holds. A task is an index, or
+    an id where that does not begin with the environment's name."""
     written, name = {}, env_name(env)
     for split, tasks in lists.items():
         path = (folder or ids_dir(env)) / f"{name}_{split}.json"
@@ -122,8 +113,7 @@ def write_id_lists(
 def play(env: Any, task_index: int, seed: int) -> None:
     """An episode in the terminal; an empty line asks the oracle, ? what can be done."""
     print("\n\n".join(message["content"] for message in env.PROMPT))
-    print("\n(An empty line lets the oracle play, ? lists what can be done now, Ctrl-D ends. The")
-    print("word Action: is not needed.)\n")
+    print("\n(An empty line lets the oracle play, ? lists what can be done, Ctrl-D ends.)\n")
     print(env.reset(task_index, seed))
     ended, total = False, 0.0
     while not ended:
@@ -143,7 +133,7 @@ def play(env: Any, task_index: int, seed: int) -> None:
 def command_line(
     env_class: Any, name: str, task_index: int, **writers: Callable[[], Mapping[Any, int]]
 ) -> None:
-    """`python -m envs.NAME`: play `task_index`, or what a writer is called, as --write-ids."""
+    """`python -m envs.NAME`: play `task_index`, or call a writer, as --write-ids."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
         prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."

@@ -74,14 +74,8 @@ def create_app(
     first_id: int | None = None,
     hosts: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The app that serves `env` (or `env_class` under that name).
-
-    Args:
-        max_sessions: sessions that may be open at once; one more /create is answered 429.
-        idle_timeout_s: seconds without a request after which a session is closed.
-        first_id: number of the first session; None: at random (envs/sessions.py).
-        hosts: the Host names that it answers to; none: any.
-    """
+    """The app that serves `env` (or `env_class` under that name) to requests for `hosts`, or for
+    any host if there are none."""
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
     episodes = Episodes(sessions)
@@ -111,7 +105,7 @@ def create_app(
             return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
         return await episodes.answer(request.method, request.url.path, fields)
 
-    app = Starlette(
+    return Starlette(
         routes=[
             Route("/", root),
             Route("/health", health),
@@ -120,8 +114,6 @@ def create_app(
         middleware=[Middleware(Guard, hosts=hosts)],
         lifespan=lambda _: _lifespan(sessions),
     )
-    app.state.sessions = sessions
-    return app
 
 
 @asynccontextmanager
@@ -193,7 +185,7 @@ class Guard:
         await self.app(scope, receive_body, send)
 
     async def _read(self, receive: Receive) -> tuple[bytes, int]:
-        """(the body, or as much of it as the limit allows; its length)"""
+        """The body, or as much of it as the limit allows; its length."""
         body, num_bytes, more = bytearray(), 0, True
         while more and num_bytes <= DRAIN_BYTES:
             message = await receive()
@@ -275,7 +267,6 @@ def leave(code: int) -> NoReturn:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options; misuse ends the process with one line and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m envs.server",
         description="Serve one environment over HTTP.",

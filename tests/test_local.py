@@ -12,6 +12,7 @@ from envclient import (
     EnvPool,
     EnvServerError,
     NotSupported,
+    SessionLost,
     StepOutsideEpisode,
     UnknownTask,
     connect,
@@ -57,6 +58,7 @@ def refused(client, what, kind):
         ),
         (lambda c: (c.reset(0), c.step("m")), EnvServerError),
         (lambda c: (c.reset(0), c.step("over")), StepOutsideEpisode),
+        (lambda c: (c.reset(0), c._call("POST", "/close"), c.step("a")), SessionLost),
         (lambda c: [c.reset(0), *(c.step("a") for _ in range(3))], StepOutsideEpisode),
     ],
 )
@@ -88,61 +90,54 @@ def test_what_a_client_may_ask_is_what_a_server_answers():
     assert asked[0] == asked[1]
 
 
-def test_a_fast_world_is_called_by_one_thread_at_a_time_and_each_client_has_its_own():
-    inside, most, lock = [0], [0], threading.Lock()
+class Counting(Letters):
+    """It counts the threads inside it."""
 
-    class Counting(Letters):
-        def step(self, action):
-            with lock:
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-            os.sched_yield()
-            with lock:
-                inside[0] -= 1
-            return super().step(action)
+    inside, most, lock = 0, 0, threading.Lock()
 
-    import toy_env
+    def step(self, action):
+        with self.lock:
+            Counting.inside += 1
+            Counting.most = max(Counting.most, Counting.inside)
+        os.sched_yield()
+        with self.lock:
+            Counting.inside -= 1
+        return super().step(action)
 
-    toy_env.Counting = Counting
-    Counting.__module__ = toy_env.__name__
-    with registered(Counting), EnvPool(NAME, [LOCAL]) as pool:
 
-        def episode(task):
-            with pool.client() as client:
-                first = client.reset(task)
-                return first, client.step("abc").reward, client.step("xyz").terminated
+def test_a_fast_environment_is_called_by_one_thread_at_a_time_and_each_client_has_its_own():
+    def episode(task):
+        with pool.client() as client:
+            first = client.reset(task)
+            return first, client.step("abc").reward, client.step("xyz").terminated
 
-        with ThreadPoolExecutor(16) as threads:
-            ended = list(threads.map(episode, [n % 8 for n in range(200)]))
+    with registered(Counting), EnvPool(NAME, [LOCAL]) as pool, ThreadPoolExecutor(16) as threads:
+        ended = list(threads.map(episode, [n % 8 for n in range(200)]))
     assert ended == [(f"craft {n % 8}", 0.5, True) for n in range(200)]
-    assert most == [1]
+    assert Counting.most == 1
+
+
+class Slow(Letters):
+    IS_FAST = False
+    inside, go_on = threading.Event(), threading.Event()
+
+    def step(self, action):
+        self.inside.set()
+        assert self.go_on.wait(10)
+        return super().step(action)
 
 
 def test_who_closes_a_session_waits_for_its_call_under_way():
     """After Ctrl-C the pool closes what a thread still plays."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    class Slow(Letters):
-        IS_FAST = False
-
-        def step(self, action):
-            inside.set()
-            assert go_on.wait(10)
-            return super().step(action)
-
-    import toy_env
-
-    toy_env.Slow = Slow
-    Slow.__module__ = toy_env.__name__
     with registered(Slow), EnvPool(NAME, [LOCAL]) as pool, ThreadPoolExecutor(2) as threads:
         client = pool.client()
         client.reset(0)
         step = threads.submit(client.step, "abc")
-        assert inside.wait(10)
+        assert Slow.inside.wait(10)
         closing = threads.submit(pool.close)
         time.sleep(0.1)
         assert not closing.done()
-        go_on.set()
+        Slow.go_on.set()
         closing.result(10)
         assert step.result(10).reward == 0.5
 
