@@ -1,18 +1,14 @@
 """The options of a training run: their meaning, defaults and checks, and the command line.
 
-One field of a dataclass is one option; the docstring below it is its help text, with the unit and
-the paper's value. `RunConfig` holds what every method needs and `Config` adds what train.py needs;
-the other methods' options are in sft.py, dpo.py and agentevol.py.
-
-What the command line does not say comes from a preset:
+One field of a dataclass is one option; the docstring below it is its help text. `RunConfig` holds
+what every method needs, `Config` adds what train.py needs; sft.py, dpo.py and agentevol.py declare
+their own. A command line is read once (`read_command_line`) and checked once (`checked`).
+Options that it does not name come from a preset:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
              a GPU, and for the small models anywhere
     paper    AgentGym-RL's settings for Qwen2.5-3B: the default with a GPU
     none     the defaults below, and all of the environment's training tasks
-
-A command line is parsed once (`read_command_line`) and checked once (`checked`): misuse is one
-line and exit code 2. Environments bring their own numbers (envs/__init__.py).
 
 Read next: `train.py`.
 """
@@ -27,12 +23,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import docstring_parser
 import pydantic
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -55,10 +53,11 @@ from run.errors import refusing as refusing
 from scale.default_models import SMALL_MODELS, check_length, check_model, is_at_hub
 from schedulers import make_scheduler
 
+T = TypeVar("T", bound=Any)
 Options = TypeVar("Options", bound="RunConfig")
 LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # options of the other methods
 
-# Which algorithms an option belongs to; a test compares these with advantages.ESTIMATORS.
+# The algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus"),
@@ -81,7 +80,7 @@ EnvNames = Annotated[
 
 
 def flag(name: str) -> str:
-    """The option of a field: --run-dir for "run_dir"."""
+    """--run-dir for "run_dir"."""
     return "--" + name.replace("_", "-")
 
 
@@ -133,7 +132,6 @@ class RunConfig(Portions):
 
     method: ClassVar[str] = ""  # names the run, and what it may be resumed as
     program: ClassVar[str] = ""
-    widens: ClassVar[bool] = False  # takes several --rounds
     unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that the sentinels ignore
     may_be_zero: ClassVar[frozenset[str]] = frozenset()  # exceptions from POSITIVE
     keeps: ClassVar[frozenset[str]] = frozenset()  # options that no preset sets
@@ -147,14 +145,11 @@ class RunConfig(Portions):
     """config.json of another run, whose options become the defaults"""
     # The environment and its tasks
     env: EnvNames = "textcraft"
-    """environment to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class; or
-    several of them"""
+    """environments to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class"""
     env_weights: tuple[int, ...] = ()
-    """with several environments: tasks of each that follow one another, e.g. 2 1 (none: one of
-    each)"""
+    """with several environments: tasks of each that follow one another, e.g. 2 1 (none: 1 each)"""
     tasks: str | None = None
-    """id list of the training tasks: a JSON file, or the name of one of the environment's lists;
-    overrides --split"""
+    """training tasks: a JSON id list, or the name of one of the environment's; overrides --split"""
     split: Literal["train", "test"] | None = None
     """id list that comes with the environment [paper: train]"""
     subtasks: tuple[str, ...] = ()
@@ -183,13 +178,11 @@ class RunConfig(Portions):
     rounds: tuple[int, ...] = (6,)
     """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
     lora_rank: int = 0
-    """train low-rank adapters of this rank instead of all weights; they need about ten times the
-    learning rate (0: all weights) [paper: 0]"""
+    """train adapters of this rank, with ten times the learning rate; 0: all weights [paper: 0]"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format that the networks compute in; auto: the faster one on this machine, measured"""
     gradient_checkpointing: bool = False
-    """keep only each layer's input for the backward pass: less memory, a third more time [paper:
-    on]"""
+    """keep only layer inputs for the backward pass: less memory, a third more time [paper: on]"""
     max_tokens_per_turn: int = 80
     """sampled tokens per turn (tokens) [paper: 512]"""
     max_trajectory_tokens: int = 1536
@@ -197,8 +190,7 @@ class RunConfig(Portions):
     learning_rate: float = 4e-5
     """of the policy, AdamW [paper: 1e-6]"""
     learning_rate_decay_steps: int = 60
-    """linear decay from the learning rate to 1/N of it in N steps, then constant; 0: no decay
-    (steps) [paper: 0]"""
+    """linear decay to 1/N of the rate in N steps, then constant; 0: no decay (steps) [paper: 0]"""
     # Limits
     max_sync_error: float = 0.1
     """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
@@ -208,11 +200,9 @@ class RunConfig(Portions):
     """what the sentinels of a collapsing run do (reporting/sentinels.py)"""
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks every N steps, before the first and after the last (steps; 0: never)
-    """
+    """evaluate held-out tasks every N steps, before the first and after the last; 0: never"""
     eval_tasks: str | None = None
-    """id list of held-out tasks (none: the test split, or the environment's short held-out tasks)
-    """
+    """id list of held-out tasks (none: the test split, or the environment's short list)"""
     eval_subtasks: tuple[str, ...] | None = None
     """evaluate these sub-tasks only (none: those of --subtasks)"""
     eval_samples: int = 4
@@ -247,7 +237,7 @@ class RunConfig(Portions):
 
     @property
     def plays(self) -> bool:
-        """Whether the run needs a sampler and an environment."""
+        """Whether the policy plays, to learn or to be measured."""
         return bool(self.eval_every)
 
     @property
@@ -264,13 +254,8 @@ class RunConfig(Portions):
         return self.subtasks if self.eval_subtasks is None else self.eval_subtasks
 
     @property
-    def episodes_per_step(self) -> int:
-        """Episodes that a step plays."""
-        return 0
-
-    @property
     def trajectories_per_step(self) -> int:
-        """Trajectories that a step learns from, at most."""
+        """That a step learns from, at most."""
         return self.mini_batch_size
 
     @property
@@ -288,22 +273,38 @@ class RunConfig(Portions):
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
 
     def check(self) -> None:
-        """Refuse values that cannot work, alone or together; nothing outside is looked at.
-
-        Raises:
-            Misuse: one line naming the option, its value and what to do.
-        """
+        """Raise Misuse for values that cannot work, alone or together."""
         with refusing():
             _check_environments(self)
-            _check_ranges(self)
-            _check_together(self)
+        for names, is_fine, words in RANGES:
+            for name in names:
+                value = getattr(self, name, None)
+                if value is None or (value == 0 and name in self.may_be_zero):
+                    continue
+                if not (is_fine(value) and math.isfinite(value)):
+                    raise Misuse(f"{flag(name)} {value} must {words}")
+        if self.stop_at is not None and not self.eval_every:
+            raise Misuse("--stop-at waits for held-out success; set --eval-every above 0")
+        if self.max_tokens_per_turn >= self.max_trajectory_tokens:
+            raise Misuse(
+                f"--max-tokens-per-turn {self.max_tokens_per_turn} does not fit into "
+                f"--max-trajectory-tokens {self.max_trajectory_tokens}"
+            )
+        if self.engine_url and self.engine_devices:
+            raise Misuse("--engine-url and --engine-devices exclude each other")
+        if (self.engine_url or self.engine_devices) and self.engine != "vllm":
+            why = "--deterministic" if self.deterministic else f"--engine {self.engine}"
+            raise Misuse(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
+        for name in self.log_to:
+            if importlib.util.find_spec(name) is None:
+                raise Misuse(f"--log-to {name} needs the package: pip install {name}")
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """(option, why it changes nothing in this run): a note where the option was given."""
         return iter(())
 
     def notes(self) -> Iterator[str]:
-        """Lines about what will run and may not be what was meant."""
+        """Lines about a run that may not be what the user meant."""
         return iter(())
 
 
@@ -313,7 +314,6 @@ class Config(RunConfig, Objective):
 
     method: ClassVar[str] = "rl"
     program: ClassVar[str] = "train.py"
-    widens: ClassVar[bool] = True
 
     # The algorithm
     algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
@@ -342,8 +342,7 @@ class Config(RunConfig, Objective):
     normalize_per_env: bool = False
     """whiten advantages within each environment, so that none sets the scale of the others"""
     shuffle_rewards: bool = False
-    """control: swap rewards at random between the trajectories of a step; nothing should be
-    learned"""
+    """control that must learn nothing: swap rewards at random between a step's trajectories"""
 
     @property
     def name(self) -> str:
@@ -352,20 +351,15 @@ class Config(RunConfig, Objective):
     @property
     def unwatched(self) -> frozenset[str]:  # type: ignore[override]
         # Equal returns in a group are a warning only where rewards are compared within it.
-        watched = self.algorithm in GROUPED
-        return frozenset() if watched else frozenset({"train/groups_zero_variance"})
+        return frozenset(() if self.algorithm in GROUPED else ("train/groups_zero_variance",))
 
     @property
     def plays(self) -> bool:
         return True
 
     @property
-    def episodes_per_step(self) -> int:
-        return self.tasks_per_step * self.group_size
-
-    @property
     def trajectories_per_step(self) -> int:
-        return self.episodes_per_step
+        return self.tasks_per_step * self.group_size
 
     @property
     def needs_critic(self) -> bool:
@@ -377,7 +371,7 @@ class Config(RunConfig, Objective):
             for c in in_each(self):
                 make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
                 if c.rounds_scheduler != "fixed" and len(c.rounds) < 2:
-                    raise ValueError(
+                    raise Misuse(
                         f"--rounds {c.rounds[0]} never changes with --rounds-scheduler "
                         f"{c.rounds_scheduler}; give several numbers, or choose fixed"
                     )
@@ -401,9 +395,8 @@ class Config(RunConfig, Objective):
             yield "steps_scaling_inter", "--rounds-scheduler is fixed"
         if not self.kl_loss_coef:
             yield "kl_estimator", "--kl-loss-coef is 0"
-        if self.mini_batch_size > self.episodes_per_step:
-            size = self.episodes_per_step
-            yield "mini_batch_size", f"a step has {size} trajectories, one optimizer step takes all"
+        if self.mini_batch_size > (n := self.trajectories_per_step):
+            yield "mini_batch_size", f"a step has {n} trajectories, one optimizer step takes all"
 
     def notes(self) -> Iterator[str]:
         last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
@@ -462,36 +455,31 @@ def with_preset(
     """The defaults of a preset for `env`, for the options that `kind` has and does not keep.
 
     With several environments a number is the largest that one of them sets; each keeps its own
-    horizon.
-
-    Raises:
-        ValueError: there is no such preset, or no such environment.
+    horizon. Raises ValueError for an unknown preset or environment.
     """
     names = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
-    large = kind.large if preset == "paper" else {}
     settings = []
     for name in names_of(env):
-        world = settings_of(name)
-        presets = {"laptop": world.laptop, "paper": {**PAPER, **world.paper}, "none": {}}
+        own = settings_of(name)
+        presets = {"laptop": own.laptop, "paper": PAPER | dict(own.paper), "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
+        large = kind.large if preset == "paper" else {}
         settings.append({n: v for n, v in presets[preset].items() if n in names} | large)
     numbers = settings[0]
     if len(settings) > 1:
-        all_names = {name for setting in settings for name in setting}
-        numbers = {n: _largest([s.get(n, getattr(kind, n)) for s in settings]) for n in all_names}
+        for name in {name for setting in settings for name in setting}:
+            values_of_each = (setting.get(name, getattr(kind, name)) for setting in settings)
+            numbers[name] = max((v for v in values_of_each if v is not None), default=None)
         numbers["rounds"] = ()  # each environment's own
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
 
 
-def _largest(numbers: Sequence[Any]) -> Any:
-    return max((number for number in numbers if number is not None), default=None)
-
-
 def with_one_horizon(options: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
-    """The longest of several --rounds, for methods that play with one horizon."""
-    rounds = options.get("rounds")
-    return options | {"rounds": (max(rounds),)} if rounds and not kind.widens else options
+    """The longest of several --rounds, for methods that do not widen the horizon."""
+    if options.get("rounds") and "rounds_scheduler" not in kind.__dataclass_fields__:
+        return options | {"rounds": (max(options["rounds"]),)}
+    return options
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:
@@ -526,8 +514,8 @@ def complete(config: Options) -> Options:
 # ----------------------------------------------------------------------------- several environments
 
 # `--env textcraft babyai --env-weights 2 1`: one policy plays each of them. Task lists, horizon,
-# prompt and server addresses are each environment's own; numbers that presets set differently are
-# the largest for all. `best` is the checkpoint with the highest mean over environments.
+# prompt and server addresses are each environment's own. `best` is the checkpoint with the highest
+# mean over environments.
 OF_ONE_ENV = ("tasks", "eval_tasks", "subtasks", "eval_subtasks", "prompt")
 
 
@@ -557,11 +545,7 @@ def in_each(config: Options) -> list[Options]:
 
 
 def tasks_of(config: RunConfig) -> list[Task]:
-    """Training tasks, one environment after the other.
-
-    Raises:
-        ValueError: two environments call a task the same.
-    """
+    """Training tasks, one environment after the other; ValueError where two share a task id."""
     tasks = [
         task for c in in_each(config) for task in load_tasks(c.env, c.split, c.tasks, c.subtasks)
     ]
@@ -577,19 +561,15 @@ def tasks_of(config: RunConfig) -> list[Task]:
 
 def held_out_tasks(config: RunConfig) -> list[Task]:
     """The tasks of --eval-tasks, or of the test split, restricted to the chosen sub-tasks."""
-    if not config.eval_every:
-        return []
-    return [
-        task
-        for c in in_each(config)
-        for task in load_tasks(
-            c.env, None if c.eval_tasks else "test", c.eval_tasks, c.evaluation_subtasks
-        )
-    ]
+    tasks: list[Task] = []
+    for c in in_each(config) if config.eval_every else ():
+        split = None if c.eval_tasks else "test"
+        tasks += load_tasks(c.env, split, c.eval_tasks, c.evaluation_subtasks)
+    return tasks
 
 
 def horizons_of(config: RunConfig) -> dict[str, int]:
-    """Environment -> most turns of a training episode: its longest horizon."""
+    """Environment -> most turns of a training episode, at its longest."""
     return {env_name(c.env): max(c.rounds) for c in in_each(config)}
 
 
@@ -612,64 +592,34 @@ NOT_NEGATIVE = (
     *("kl_coef", "kl_loss_coef", "entropy_coef"),
 )
 SHARES = ("gamma", "lam", "max_env_failures", "stop_at")
-
-
-def _check_ranges(config: RunConfig) -> None:
-    """Each number by itself."""
-    rules = {name: (lambda x: x > 0, "be above 0, and finite") for name in POSITIVE}
-    rules |= {name: (lambda x: x >= 0, "not be negative") for name in NOT_NEGATIVE}
-    rules |= {name: (lambda x: 0 <= x <= 1, "lie between 0 and 1") for name in SHARES}
-    for name, (holds, words) in rules.items():
-        value = getattr(config, name, None)
-        if value is None or (value == 0 and name in config.may_be_zero):
-            continue
-        if not (holds(value) and math.isfinite(value)):
-            raise ValueError(f"{flag(name)} {value} must {words}")
-
-
-def _check_together(config: RunConfig) -> None:
-    """Options that contradict each other."""
-    c = config
-    if c.stop_at is not None and not c.eval_every:
-        raise ValueError("--stop-at waits for held-out success; set --eval-every above 0")
-    if c.max_tokens_per_turn >= c.max_trajectory_tokens:
-        raise ValueError(
-            f"--max-tokens-per-turn {c.max_tokens_per_turn} does not fit into "
-            f"--max-trajectory-tokens {c.max_trajectory_tokens}"
-        )
-    if c.engine_url and c.engine_devices:
-        raise ValueError("--engine-url and --engine-devices exclude each other")
-    if (c.engine_url or c.engine_devices) and c.engine != "vllm":
-        why = "--deterministic" if c.deterministic else f"--engine {c.engine}"
-        raise ValueError(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
-    if c.resume and not c.run_dir:
-        raise ValueError("--resume needs --run-dir, the run to continue")
-    for name in c.log_to:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log-to {name} needs the package: pip install {name}")
+RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (POSITIVE, lambda x: x > 0, "be above 0, and finite"),
+    (NOT_NEGATIVE, lambda x: x >= 0, "not be negative"),
+    (SHARES, lambda x: 0 <= x <= 1, "lie between 0 and 1"),
+)
 
 
 def _check_environments(config: RunConfig) -> None:
-    """What --env names, how many of them, and where they and the samplers are."""
-    names = names_of(config.env)
+    names, weights = names_of(config.env), config.env_weights
     called = [env_name(name) for name in names]
-    weights = config.env_weights
     if len(set(called)) < len(called):
-        raise ValueError(f"--env {_spaced(names)} names an environment twice")
+        raise Misuse(f"--env {_spaced(names)} names an environment twice")
     if weights and (len(names) == 1 or len(weights) != len(names) or min(weights) < 1):
-        raise ValueError(
+        raise Misuse(
             f"--env-weights {_spaced(weights)}: give each of several --env a whole number of at "
             "least 1"
         )
-    for name in OF_ONE_ENV if len(names) > 1 else ():
-        if getattr(config, name):
-            raise ValueError(
-                f"{flag(name)} belongs to one environment, and --env names {len(names)}; leave it "
-                "out, of --config too"
-            )
-    for address in config.env_addr if len(names) > 1 else ():
-        if address.partition("=")[0] not in called:
-            raise ValueError(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
+    if len(names) > 1:
+        for name in OF_ONE_ENV:
+            if getattr(config, name):
+                raise Misuse(
+                    f"{flag(name)} belongs to one environment, and --env names {len(names)}; "
+                    "leave it out, of --config too"
+                )
+        for address in config.env_addr:
+            if address.partition("=")[0] not in called:
+                example = f"{called[0]}=http://host:port"
+                raise Misuse(f"--env-addr {address}: say whose it is, {example}")
     for c in in_each(config):
         check_addresses("env_addr", c.env_addr, c.env)
     for name in ("engine_url", "engine_devices"):
@@ -711,12 +661,10 @@ def checked(config: Options) -> Options:
         held_out_tasks(config)
     check_run_dir(config)
     check_model(config.model)
-    if config.warm_start not in ("auto", "never"):
-        if not Path(config.warm_start).is_dir():
-            raise Misuse(
-                f"--warm-start {config.warm_start} is neither auto, never, nor a checkpoint folder"
-            )
-        check_model(config.warm_start, "--warm-start")
+    if (start := config.warm_start) not in ("auto", "never"):
+        if not Path(start).is_dir():
+            raise Misuse(f"--warm-start {start} is neither auto, never, nor a checkpoint folder")
+        check_model(start, "--warm-start")
     check_length(config.model, config.max_trajectory_tokens + 1)
     config = as_kept(config)
     if config.resume:
@@ -737,7 +685,7 @@ def check_package(env: str) -> None:
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Refuse a directory that holds a run, or that cannot be made."""
+    """Raise Misuse for a directory that holds a run, or that cannot be made."""
     path = Path(config.run_dir or "runs")
     if config.run_dir and not config.resume and (path / "config.json").exists():
         raise Misuse(f"--run-dir {path} holds a run; add --resume to continue, or choose another")
@@ -753,11 +701,7 @@ def files_teach(method: str, options: Mapping[str, Any]) -> bool:
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """Lines about what will run and may not be what was meant.
-
-    Args:
-        config: checked.
-    """
+    """Lines about a run, checked, that may not be what the user meant."""
     if (config.tasks or config.split) and not files_teach(config.method, vars(config)):
         held_out = {task.task_id for task in held_out_tasks(config)}
         if both := held_out & {task.task_id for task in tasks_of(config)}:
@@ -771,8 +715,6 @@ def notes(config: RunConfig) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------- the command line
-
-T = TypeVar("T")
 
 
 def parse_command_line(
@@ -791,6 +733,14 @@ def parse_command_line(
         Misuse: the arguments cannot be read.
         SystemExit: code 0, after --help.
     """
+    help_of = {
+        parameter.arg_name: parameter.description or ""
+        for cls in reversed(kind.__mro__[:-1])  # the last is object
+        for parameter in docstring_parser.parse_from_object(cls).params
+    }
+    for field in fields(kind):
+        # tyro would break the help where the docstring's lines end.
+        field.metadata = MappingProxyType({"help": " ".join(help_of.get(field.name, "").split())})
     box = io.StringIO()
     rest: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -830,23 +780,17 @@ def named(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def read_command_line(
-    argv: Sequence[str] | None,
-    kind: type[Options] = Config,  # type: ignore[assignment]
-    summary: str = "",
+    argv: Sequence[str] | None, kind: type[Options], summary: str = ""
 ) -> tuple[Options, list[str]]:
     """The options that a command line asks for, not checked yet, and notes about those given that
-    have no effect.
-
-    Raises:
-        Misuse: the arguments, --config or the run to resume cannot be read.
-        SystemExit: code 0, after --help.
-    """
+    have no effect. Raises as `parse_command_line`, and Misuse for a file of options that cannot
+    be read."""
     words = sys.argv[1:] if argv is None else list(argv)
     given = {name: " ".join(values) for name, values in named(words).items()}
     if "--resume" in words:  # what is not given again is what the run was started with
         default = saved_config(given.get("run_dir"), kind)
     else:
-        default = starting_from(given, kind)
+        default = _defaults_for(given, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
     remarks = []
     for name, why in _without_effect(config):
@@ -867,23 +811,13 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from config.without_effect()
 
 
-# The options that decide how many steps an epoch of sft.py takes.
-COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
-COUNTED |= {"env", "tasks", "split", "subtasks"}
-
-
-def starting_from(
-    given: Mapping[str, str],
-    kind: type[Options] = Config,  # type: ignore[assignment]
-) -> Options:
-    """The values of what a command line does not name: those of --config, then of a preset."""
+def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
+    """The values of the options that are not given: those of --config, then of a preset."""
     saved = dict[str, Any]()
     if file := given.get("config"):
         if "preset" in given:
             raise Misuse("--config and --preset both set the defaults; give one")
         saved = options_from(file, kind) | {"config": file}
-        if "steps" in kind.may_be_zero and COUNTED & given.keys():
-            saved.pop("steps", None)  # as many as the other run's epochs took
     asked = saved | {name: value for name, value in given.items() if value}
     env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
     with refusing():
@@ -903,12 +837,8 @@ OF_ONE_RUN = {"config", "run_dir", "resume"}  # not taken over by another run
 
 
 def as_kept(config: Options) -> Options:
-    """The options with everything they name independent of the working folder, since a run may be
-    resumed from another one: files by their whole path, a prompt as its text. Idempotent.
-
-    Raises:
-        Misuse: there is no such id list or prompt.
-    """
+    """The options with paths and prompts that hold in any working folder, since a run may be
+    resumed from another one. Idempotent. Raises Misuse where there is no such id list or prompt."""
     changes: dict[str, Any] = {}
     with refusing():
         for name in ("tasks", "eval_tasks"):
@@ -925,38 +855,28 @@ def as_kept(config: Options) -> Options:
     return with_prompt(replace(config, **changes))
 
 
-def saved_config(
-    run_dir: str | None,
-    kind: type[Options] = Config,  # type: ignore[assignment]
-) -> Options:
+def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
     """The options that the run in `run_dir` was started with.
 
     Args:
-        kind: the method's options; RunConfig: those that all methods share, of a run of any.
+        kind: the method's options; RunConfig: those that all methods share, of any run.
     Raises:
         Misuse: no --run-dir was given, it holds no run, or another method's.
     """
     if not run_dir:
         raise Misuse("--resume needs --run-dir, the run to continue")
-    path = Path(run_dir) / "config.json"
-    if not path.exists():
-        raise Misuse(f"--run-dir {run_dir} holds no run to resume")
-    method, saved = _options_in(path, str(path))
+    where = f"--run-dir {run_dir}"
+    method, saved = _options_in(Path(run_dir) / "config.json", where)
     if kind is RunConfig:
         saved = {n: v for n, v in saved.items() if n in RunConfig.__dataclass_fields__}
     elif method != kind.method:
-        raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
-    config = kind(**_validated(saved, str(path), kind))
-    return replace(config, run_dir=run_dir, resume=True)
+        raise Misuse(f"{where} holds a run of {method}, not of {kind.program}")
+    return replace(kind(**_validated(saved, where, kind)), run_dir=run_dir, resume=True)
 
 
-def options_from(file: str, kind: type[RunConfig] = Config) -> dict[str, Any]:
+def options_from(file: str, kind: type[RunConfig]) -> dict[str, Any]:
     """The options in a run's config.json, or in a JSON object of options, for a new run. Of another
-    method's run those that both have and `kind` does not keep.
-
-    Raises:
-        Misuse: it cannot be read, or holds an option that this version does not have.
-    """
+    method's run those that both have and `kind` does not keep. Raises Misuse."""
     method, saved = _options_in(Path(file), f"--config {file}")
     if method != kind.method:
         shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
@@ -995,7 +915,8 @@ def _validated(options: dict[str, Any], where: str, kind: type[RunConfig]) -> di
 def check_resumed(config: RunConfig) -> None:
     """Raise Misuse for options that a resumed run must not change, and for too few --steps."""
     saved = complete(saved_config(config.run_dir, type(config)))
-    if other := " ".join(map(flag, changed(config, saved))):
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
+    if other := " ".join(flag(n) for n in changed if n not in CHANGEABLE or n in config.fixed):
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
     names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
     done = max((int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name)), default=0)
@@ -1003,25 +924,12 @@ def check_resumed(config: RunConfig) -> None:
         raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
 
 
-def changed(config: RunConfig, saved: RunConfig) -> list[str]:
-    """The options that differ and that a run must not change."""
-    return [
-        f.name
-        for f in fields(config)
-        if (f.name not in CHANGEABLE or f.name in config.fixed)
-        and getattr(config, f.name) != getattr(saved, f.name)
-    ]
-
-
 # --------------------------------------------------------------------------------- another --prompt
 
-WithPrompt = TypeVar("WithPrompt", bound=Any)
 
-
-def with_prompt(config: WithPrompt) -> WithPrompt:
-    """The options with the messages of --prompt, as JSON, in place of the file's name.
-
-    config.json then has the text that was trained with. Idempotent.
+def with_prompt(config: T) -> T:
+    """The options with the messages of --prompt, as JSON, in place of the file's name: config.json
+    then has the text that was trained with. Idempotent.
 
     Raises:
         Misuse: no such file, or nothing that can stand before a first observation.
