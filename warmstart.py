@@ -10,9 +10,7 @@ no valid TextCraft action in 240 tries. A few minutes of imitation change that.
 A run begins with `start_model`, which has an oracle demonstrate (data.py), warms up the small
 models and caches the result under a key of model, data and settings. The project comes with some
 (recipes/starts/): LoRA adapters, used where training would see the same model, texts and settings.
-By hand, for a folder that `--warm-start` takes:
-
-    python warmstart.py --env textcraft --out runs/warm
+`--warm-start` also takes a folder, for example a checkpoint of sft.py.
 
 It stands apart from sft.py, which is a whole run with evaluation and resume, because every run
 begins here. Read next: train.py, sft.py.
@@ -23,44 +21,37 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Misuse, Objective, RunConfig, flag, parse_command_line, refusing
+from config import SMALL_MODELS, Objective, RunConfig, refusing
 from data import (
     PLAIN,
     Manner,
     Record,
-    demonstrations,
     demonstrations_for,
     encode,
-    read_records,
     was_encoded_again,
 )
-from envclient import EnvError
-from envs import env_name, load_tasks
+from envs import env_name
 from models import load_policy, load_tokenizer, stop_ids_of
-from run.errors import complain
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
-from scale import distributed, precision
-from scale.default_models import check_model, resolve_model
+from scale import distributed
+from scale.default_models import resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
 from scale.memory import keep_for_backward, what_to_keep
 from scale.sync import export_policy
 from update import Learner, suited
 from update import imitate as imitate_batch
 
-PROG, SUMMARY = "warmstart.py", (__doc__ or "").split("\n\n")[0]
 STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters, and ABOUT
 ABOUT = "sft.json"  # how a start was trained, and a hash of what on
 
@@ -70,24 +61,15 @@ class SftSettings:
     """How a warm start is trained; part of its cache key."""
 
     num_demonstrations: int = 128
-    slips: float = 0.0
-    """chance that the oracle makes a wrong move before a right one: it is not imitated, and what
-    follows shows how to recover from it (0..1)"""
-    thoughts: bool = True
-    """whether the oracle says why it acts; --no-thoughts: turns are actions alone"""
+    slips: float = 0.0  # chance of a wrong move, not imitated, so that recovering is shown (0..1)
+    thoughts: bool = True  # whether the oracle says why it acts
     epochs: int = 2
     learning_rate: float = 1e-4
-    batch_size: int = 8
-    """demonstrations per optimizer step"""
-    max_tokens: int = 2048
-    """of a micro-batch"""
-    max_trajectory_tokens: int = 2048
-    """longer demonstrations are left out and counted"""
-    lora_rank: int = 0
-    """train adapters of this rank, merged into the checkpoint (0: all weights)"""
-    share_prefix: bool = True
-    """compute what all demonstrations begin with once a step; --no-share-prefix for models whose
-    attention is not plain and causal"""
+    batch_size: int = 8  # demonstrations per optimizer step
+    max_tokens: int = 2048  # of a micro-batch
+    max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
+    lora_rank: int = 0  # train adapters, merged into the checkpoint (0: all weights)
+    share_prefix: bool = True  # compute what all demonstrations begin with once a step
     seed: int = 0
 
     def num_steps(self, num_records: int) -> int:
@@ -311,87 +293,3 @@ def shipped(model: str, env: str, records: Sequence[Record], settings: SftSettin
 def _about(model: str, env: str) -> dict[str, Any] | None:
     file = STARTS / f"{model}-{env_name(env)}" / ABOUT
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-# --------------------------------------------------------------------------------- the command line
-
-
-@dataclass(frozen=True)
-class StartConfig(SftSettings):
-    """A warm start by hand: supervised fine-tuning, without evaluation."""
-
-    env: str = "textcraft"
-    """environment whose oracle demonstrates"""
-    model: str = "smollm2-135m"
-    """what to start from: smollm2-135m, tiny, a path or a hub id"""
-    out: str = "runs/sft"
-    """folder of the checkpoint; must not exist"""
-    data: tuple[str, ...] = ()
-    """conversations to imitate instead: files and runs, as in sft.py"""
-    tasks: str | None = None
-    """id list for the oracle; default: the environment's training split"""
-    subtasks: tuple[str, ...] = ()
-    """only these sub-tasks, e.g. "depth 1" "depth 2" """
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """number format to compute in; auto: the faster one on this machine"""
-
-    def check(self) -> None:
-        """Raise Misuse for what cannot work here."""
-        positive = ("num_demonstrations", "epochs", "batch_size", "max_tokens", "learning_rate")
-        for name in (*positive, "max_trajectory_tokens"):
-            if not getattr(self, name) > 0:
-                raise Misuse(f"{flag(name)} {getattr(self, name)} must be above 0")
-        if not 0 <= self.slips < 1:
-            raise Misuse(f"--slips {self.slips} must be a chance, 0 to 1")
-        if Path(self.out).exists():
-            raise Misuse(f"--out {self.out} exists; choose another folder")
-        check_model(self.model)
-
-    def records(self) -> list[Record]:
-        if self.data:
-            try:
-                records = list(read_records([Path(name) for name in self.data]))
-            except (OSError, ValueError) as error:
-                raise Misuse(f"--data {error}") from error
-            if not records:
-                raise Misuse(f"--data {' '.join(self.data)} holds no conversation")
-            return records
-        with refusing():
-            split = None if self.tasks else "train"
-            tasks = load_tasks(self.env, split, self.tasks, self.subtasks)
-            count = self.num_demonstrations
-            return demonstrations(self.env, tasks, count, self.seed, manner=self.manner)
-
-
-def main(config: StartConfig) -> None:
-    settings = SftSettings(**{f.name: getattr(config, f.name) for f in fields(SftSettings)})
-    distributed.join()
-    accelerator = distributed.make_accelerator(precision.choose(config.precision).autocast)
-    records = distributed.first("demonstrations", config.records)
-    train = partial(train_to, model=config.model, records=records, settings=settings)
-    build(Path(config.out), partial(train, accelerator=accelerator))
-    distributed.say(f"saved {config.out}")
-
-
-def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, run; misuse is one line and exit code 2, a failure at run time one line and code 1."""
-    try:
-        config = parse_command_line(StartConfig, argv, PROG, description=SUMMARY)
-        config.check()
-        main(config)
-        distributed.leave()
-        return 0
-    except Misuse as error:
-        complain(PROG, error)
-        return 2
-    except KeyboardInterrupt:
-        complain(PROG, "stopped; nothing was saved")
-        return 130
-    # The last two: the disk is full or gone.
-    except (EnvError, distributed.RankError, OSError, SafetensorError) as error:
-        complain(PROG, error)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(command_line())

@@ -17,7 +17,6 @@ from evaluate import EvalConfig
 from run.progress import table_header
 from sft import SftConfig
 from tools.setup_env import SETS
-from warmstart import StartConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +27,6 @@ PAGES = {
 OPTIONS = {
     "train.py": Config,
     "evaluate.py": EvalConfig,
-    "warmstart.py": StartConfig,
     "sft.py": SftConfig,
     "dpo.py": DpoConfig,
     "agentevol.py": EvolConfig,

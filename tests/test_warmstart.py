@@ -1,7 +1,6 @@
 """Warm start: only actions are learned, once for each model, data and settings, and what comes with
 the project is found."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -191,47 +190,3 @@ def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(own_ca
     assert made[0].func is warmstart.unpack, "make recipes/starts anew, see its README"
     assert warmstart.manner_for(config, "textcraft") == Manner(slips=0.3, thoughts=False)
     assert warmstart.manner_for(replace(config, warm_start="never"), "textcraft") == Manner()
-
-
-# --- The command line -----------------------------------------------------------------------------
-
-
-def run(*words):
-    with fresh_process_state():
-        try:
-            return warmstart.command_line(["--model", "tiny", *map(str, words)])
-        except SystemExit as stop:
-            return stop.code
-
-
-def test_the_command_writes_a_checkpoint_with_its_data_and_losses(tmp_path, capsys, records):
-    data, out = tmp_path / "data.json", tmp_path / "warm"
-    data.write_text(json.dumps(records[:4]))
-    words = ["--data", data, "--out", out, "--epochs", 1, "--batch-size", 2]
-    assert run(*words) == 0
-    assert f"saved {out}" in capsys.readouterr().out
-    assert json.loads((out / "sft_data.json").read_text()) == records[:4]
-    about = json.loads((out / "sft.json").read_text())
-    assert len(about["losses"]) == 2 and about["settings"]["batch_size"] == 2
-    load_policy(str(out))
-    assert run(*words) == 2
-    assert "exists; choose another folder" in capsys.readouterr().err
-    other = ["--out", tmp_path / "other", "--max-trajectory-tokens", 3]
-    assert run("--data", data, *other) == 2
-    assert "leaves no demonstration; raise it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--subtasks", "depth 9"], "unknown sub-task 'depth 9'"),
-        (["--data", "nosuch.json"], "--data [Errno 2]"),
-        (["--epochs", "0"], "--epochs 0 must be above 0"),
-        (["--slips", "1"], "--slips 1.0 must be a chance"),
-    ],
-)
-def test_misuse_is_one_line_and_leaves_nothing(tmp_path, capsys, words, problem):
-    assert run("--out", tmp_path / "out", *words) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and error.startswith("warmstart.py: ") and problem in error
-    assert not (tmp_path / "out").exists()
