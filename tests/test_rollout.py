@@ -1,6 +1,7 @@
 """rollout.py: exact tokens and masks, budgets, what becomes of a trajectory when things fail."""
 
 import contextlib
+import doctest
 import json
 import re
 import subprocess
@@ -12,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fakes import (
     FakePool,
     ScriptedEngine,
@@ -27,11 +27,11 @@ from fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rollout
 from chat import ChatTemplate
 from engines import EngineError
 from envclient import EnvConnectionError, EnvPool, EnvServerError, EnvTimeout
 from envs import Task
-from envs.server import create_app
 from envs.textcraft.env import TextCraft
 from models import load_tokenizer
 from rollout import (
@@ -197,17 +197,6 @@ def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, b
     assert len(handler.input_ids) == (budget if len(asked) > 1 else 18)
 
 
-@pytest.mark.parametrize("truncated", [True, False])
-def test_a_trajectory_that_is_cut_keeps_that_the_task_was_solved(chat, truncated):
-    """By the world's limit, or by an observation that does not fit."""
-    last = observe("no" if truncated else "no " * 50, 1.0, truncated=truncated, success=True)
-    engine = ScriptedEngine(saying("light lamp<e>"))
-    settings = settings_of(max_trajectory_tokens=60)
-    (handler,) = collect(engine, FakePool(playing(last)), chat, requests_of(1), settings)
-    assert handler.stop_reason == ("env_limit" if truncated else "length")
-    assert handler.success and handler.truncated and not handler.terminated
-
-
 @pytest.mark.parametrize(
     ("last", "stop_reason", "terminated", "success"),
     [
@@ -215,12 +204,15 @@ def test_a_trajectory_that_is_cut_keeps_that_the_task_was_solved(chat, truncated
         (observe("no", 0.0, terminated=True), "failure", True, False),
         (observe("no", 0.5, truncated=True), "env_limit", False, False),
         (observe("no", 0.5), "max_rounds", False, False),
+        (observe("no", 1.0, truncated=True, success=True), "env_limit", False, True),
+        (observe("no " * 500, 1.0, success=True), "length", False, True),  # does not fit
     ],
 )
 def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, success):
     pool = FakePool(playing(observe("dark"), last))
     engine = ScriptedEngine(saying("wait<e>", "wait<e>"))
-    (handler,) = collect(engine, pool, chat, requests_of(1, max_rounds=2), settings_of())
+    requests = requests_of(1, max_rounds=3 if stop_reason == "length" else 2)
+    (handler,) = collect(engine, pool, chat, requests, settings_of())
     assert handler.stop_reason == stop_reason and len(handler.turns) == 2
     assert (handler.terminated, handler.truncated) == (terminated, not terminated)
     assert handler.success is success and handler.is_valid
@@ -442,21 +434,7 @@ def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, ca
     assert not pool.open and pool.num_opened <= 2
 
 
-# --------------------------------------------------------------------------- real servers
-
-
-@contextlib.contextmanager
-def server_in_a_thread(**options):
-    server = uvicorn.Server(
-        uvicorn.Config(create_app("textcraft", **options), port=0, log_level="error")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+# ------------------------------------------------------------------------- a server that restarts
 
 
 @contextlib.contextmanager
@@ -465,89 +443,50 @@ def server_process(port=0):
     command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        yield re.search(r"http://\S+", process.stdout.readline())[0], process
+        yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
 
 
-def textcraft_request(task_index, group_id=0, max_rounds=8):
-    task = Task(f"textcraft_{task_index}", task_index, "depth 1")
-    return RolloutRequest(task, group_id, sample=0, seed=0, step=1, max_rounds=max_rounds)
-
-
-def byte_policy(chat, *texts):
-    """Says texts[n] in turn n, over a tokenizer of bytes."""
-
-    def answer(request_id, prompt_ids):
-        return chat.action(texts[prompt_ids.count(chat.end_of_turn) // 2 - 1])
-
-    return answer
-
-
-ROOMY = {"max_tokens_per_turn": 4000, "max_trajectory_tokens": 20_000}
-SOLVE_31 = (
-    "Thought: fetch\nAction: get 4 crimson stem",
-    "Thought: craft\nAction: craft 3 crimson hyphae using 4 crimson stem",
-)
-
-
-def test_what_the_policy_did_wrong_costs_its_turn_and_the_episode_goes_on():
-    """A text without an action: reward 0, the observation says why, then the task is solved."""
-    chat = ChatTemplate(byte_tokenizer())
-    engine = ScriptedEngine(byte_policy(chat, "I would rather fly.", *SOLVE_31))
-    with server_in_a_thread() as url, EnvPool("textcraft", [url]) as pool:
-        settings = settings_of(**ROOMY)
-        (handler,) = collect(engine, pool, chat, [textcraft_request(31, max_rounds=3)], settings)
-    assert handler.stop_reason == "success" and handler.total_return == 1.0
-    assert [turn.reward for turn in handler.turns] == [0.0, 0.0, 1.0]
-    assert handler.turns[0].parse_error == handler.turns[0].observation_text != ""
-    assert handler.messages[3]["content"] == handler.turns[0].observation_text
-
-
 def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
-    """Each trajectory that is kept, played again in a world of its own, sees the same. An episode
-    whose policy still writes while the server restarts comes back with an old number."""
+    """Trap 23: each trajectory, played again in an environment of its own, sees the same."""
     chat = ChatTemplate(byte_tokenizer())
     indices = list(range(140, 164))  # plans of several turns, each its own recipe
-    plans = {index: TextCraft() for index in indices}
-    for index, world in plans.items():
-        world.reset(index)
-        plans[index] = [f"Action: {action}" for action in world.state_for_people()["plan"]]
-    with contextlib.ExitStack() as stack:
-        first = contextlib.ExitStack()
-        url, process = first.enter_context(server_process())
-        asked = []
+    plans = {}
+    for index in indices:
+        env = TextCraft()
+        env.reset(index)
+        plans[index] = [f"Action: {action}" for action in env.state_for_people()["plan"]]
+    asked = []
 
-        def answer(request_id, prompt_ids):
-            asked.append(request_id)
-            if len(asked) == 36:  # everybody is somewhere in an episode
-                first.close()  # kills it
-                first.enter_context(server_process(url.rpartition(":")[2]))
-            turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
-            plan = plans[indices[int(request_id[9:13])]]
-            return chat.action(plan[min(turn, len(plan) - 1)])
+    def answer(request_id, prompt_ids):
+        asked.append(request_id)
+        if len(asked) == 36:  # every episode has begun
+            server.close()  # kills it
+            server.enter_context(server_process(url.rpartition(":")[2]))
+        turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
+        plan = plans[indices[int(request_id[9:13])]]
+        return chat.action(plan[min(turn, len(plan) - 1)])
 
-        stack.callback(first.close)
-        pool = stack.enter_context(EnvPool("textcraft", [url], timeout_s=20))
-        requests = [textcraft_request(index, group_id=n) for n, index in enumerate(indices)]
-        settings = settings_of(env_workers=16, **ROOMY)
-        handlers = collect(ScriptedEngine(answer), pool, chat, requests, settings)
-    kept = [h for h in handlers if h.is_valid]
-    assert len(kept) == len(handlers)  # an episode starts over once
-    for handler in kept:
-        world = TextCraft()
-        seen = [world.reset(int(handler.task_id.rpartition("_")[2]), handler.seed)]
-        rewards = []
+    requests = [
+        RolloutRequest(Task(f"textcraft_{i}", i, "depth 1"), n, 0, seed=0, step=1, max_rounds=8)
+        for n, i in enumerate(indices)
+    ]
+    settings = settings_of(env_workers=16, max_tokens_per_turn=4000, max_trajectory_tokens=20_000)
+    with contextlib.ExitStack() as server:
+        url = server.enter_context(server_process())
+        with EnvPool("textcraft", [url], timeout_s=20) as pool:
+            handlers = collect(ScriptedEngine(answer), pool, chat, requests, settings)
+    assert all(h.is_valid for h in handlers)  # an episode starts over once
+    for handler in handlers:
+        env = TextCraft()
+        first = env.reset(int(handler.task_id.rpartition("_")[2]), handler.seed)
+        assert handler.messages[-2 * len(handler.turns)]["content"] == first
         for turn in handler.turns:
-            observation, reward, *_ = world.step(world.parse(turn.action_text))
-            seen.append(observation)
-            rewards.append(reward)
-        said = [m["content"] for m in handler.messages if m["role"] == "user"]
-        assert said == seen[: len(said)]
-        assert [t.observation_text for t in handler.turns] == seen[1:]
-        assert [t.reward for t in handler.turns] == rewards
+            observation, reward, *_ = env.step(env.parse(turn.action_text))
+            assert (turn.observation_text, turn.reward) == (observation, reward)
 
 
 # ------------------------------------------------------------------------------ the record
@@ -578,6 +517,7 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
     assert first["state"] == {"turn": 1} and second["state"] == {"turn": 2}
     assert first["generate_s"] > 0 and first["env_s"] > 0
     assert [m["role"] for m in line["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert line["messages"][3]["content"] == "no"  # the policy reads what was wrong
     assert not any(name.startswith("_") for name in line)
 
 
@@ -604,6 +544,10 @@ def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat
 
 
 # ---------------------------------------------------------------- which tasks a step plays
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(rollout).failed == 0
 
 
 def test_a_task_that_comes_twice_in_a_turn_has_samples_of_its_own():
