@@ -79,7 +79,6 @@ FAMILIES = {
     ),
 }
 SYSTEM = [{"role": "system", "content": "You craft."}]
-DIALOGUE = [{"role": "user", "content": "You craft."}, {"role": "assistant", "content": "Yes."}]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -87,6 +86,11 @@ def family(request):
     """(tokenizer, name of the token that ends a turn) of each family of chat templates."""
     build, end_of_turn = FAMILIES[request.param]
     return build(), end_of_turn
+
+
+def turns(*texts):
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def rendered(tokenizer, messages):
@@ -97,26 +101,21 @@ def rendered(tokenizer, messages):
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("prompt", [SYSTEM, DIALOGUE], ids=["system", "dialogue"])
+@pytest.mark.parametrize("prompt", [SYSTEM, turns("You craft.", "Yes.")], ids=["system", "user"])
 def test_pieces_laid_end_to_end_are_the_templates_own_rendering(family, prompt):
     """Trap 8. THINKING differs by design: what opened a turn stays where the policy went on."""
-    tokenizer, _ = family
+    tokenizer, end_of_turn = family
     chat = ChatTemplate(tokenizer)
     ids = chat.opening(prompt, "a stick?") + chat.action("get 1 stick")
     ids += chat.observation("Got 1 stick") + chat.action("inventory") + chat.observation("[stick]")
-    messages = [
-        *prompt,
-        {"role": "user", "content": "a stick?"},
-        {"role": "assistant", "content": "get 1 stick"},
-        {"role": "user", "content": "Got 1 stick"},
-        {"role": "assistant", "content": "inventory"},
-        {"role": "user", "content": "[stick]"},
-    ]
-    expected = rendered(tokenizer, messages)
+    said = ("a stick?", "get 1 stick", "Got 1 stick", "inventory", "[stick]")
+    expected = rendered(tokenizer, [*prompt, *turns(*said)])
     if tokenizer.chat_template == THINKING:
         for action in ("get 1 stick", "inventory"):
             opened = f"<|im_start|>assistant\n<think>\n{action}"
             expected = expected.replace(f"<|im_start|>assistant\n{action}", opened)
+    assert tokenizer.convert_ids_to_tokens(chat.end_of_turn) == end_of_turn
+    assert set(chat.stop_token_ids) == {chat.end_of_turn, tokenizer.eos_token_id}
     assert tokenizer.decode(ids) == expected
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
 
@@ -132,24 +131,10 @@ def test_a_tokenizer_that_begins_every_text_by_itself_begins_a_sequence_once():
     assert tokenizer.encode("a stick?")[0] == begin
     chat = ChatTemplate(tokenizer)
     ids = chat.opening(SYSTEM, "a stick?") + chat.action("get 1 stick") + chat.observation("Got it")
-    messages = [
-        *SYSTEM,
-        {"role": "user", "content": "a stick?"},
-        {"role": "assistant", "content": "get 1 stick"},
-        {"role": "user", "content": "Got it"},
-    ]
+    messages = [*SYSTEM, *turns("a stick?", "get 1 stick", "Got it")]
     assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
     assert ids.count(begin) == 1 == ids.index(begin) + 1
     assert chat.end_of_turn == tokenizer.convert_tokens_to_ids("<|eot_id|>")
-
-
-def test_the_end_of_turn_is_found_in_the_template_and_stops_sampling(family):
-    tokenizer, end_of_turn = family
-    chat = ChatTemplate(tokenizer)
-    assert tokenizer.convert_ids_to_tokens(chat.end_of_turn) == end_of_turn
-    assert chat.end_of_turn in chat.stop_token_ids
-    assert tokenizer.eos_token_id in chat.stop_token_ids
-    assert chat.action("get 1 stick")[-1] == chat.end_of_turn
 
 
 def test_thinking_that_a_template_strips_from_history_stays_as_it_was_sampled():
@@ -158,12 +143,7 @@ def test_thinking_that_a_template_strips_from_history_stays_as_it_was_sampled():
     chat = ChatTemplate(tokenizer)
     said = "<think>\nsticks need planks\n</think>\n\nget 1 stick"
     ids = chat.opening(SYSTEM, "a stick?") + chat.action(said) + chat.observation("Got 1 stick")
-    messages = [
-        *SYSTEM,
-        {"role": "user", "content": "a stick?"},
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": "Got 1 stick"},
-    ]
+    messages = [*SYSTEM, *turns("a stick?", said, "Got 1 stick")]
     assert "sticks need planks" not in rendered(tokenizer, messages)
     assert "<think>\nsticks need planks\n</think>\n\nget 1 stick<|im_end|>" in tokenizer.decode(ids)
 
@@ -177,22 +157,19 @@ def test_a_control_token_written_in_an_observation_is_ordinary_text(token):
     control = set(chat.tokenizer.all_special_ids)
     assert [i for i in attacked if i in control] == [i for i in plain if i in control]
     assert chat.tokenizer.decode(chat.plain(attack)) == attack
-    opening = chat.opening(SYSTEM, attack)
-    assert [i for i in opening if i in control] == [
-        i for i in chat.opening(SYSTEM, "nice") if i in control
-    ]
+    opening, attacked = (chat.opening(SYSTEM, text) for text in ("nice", attack))
+    assert [i for i in attacked if i in control] == [i for i in opening if i in control]
     assert chat.action(attack).count(chat.end_of_turn) == 1
+
+
+CHAT = ChatTemplate(byte_tokenizer())
 
 
 @given(st.text())
 def test_any_text_survives_as_plain_ids_without_a_control_token(text):
-    chat = test_any_text_survives_as_plain_ids_without_a_control_token.chat
-    ids = chat.plain(text)
-    assert not set(ids) & set(chat.tokenizer.all_special_ids)
-    assert chat.text_of(ids) == text
-
-
-test_any_text_survives_as_plain_ids_without_a_control_token.chat = ChatTemplate(byte_tokenizer())
+    ids = CHAT.plain(text)
+    assert not set(ids) & set(CHAT.tokenizer.all_special_ids)
+    assert CHAT.text_of(ids) == text
 
 
 class SlowTokenizer:

@@ -1,5 +1,8 @@
 """engines.py: a sampler reports the log-probs that the trainer computes."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -53,11 +56,6 @@ def run(engine, **requests):
     for name, (prompt_ids, sampling) in requests.items():
         engine.submit(name, prompt_ids, sampling)
     assert engine.num_running == len(requests)
-    return finish(engine)
-
-
-def finish(engine):
-    """All that is running, polled to the end."""
     done = {}
     while engine.num_running:
         done |= {generation.request_id: generation for generation in engine.poll()}
@@ -168,36 +166,28 @@ def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_logits_that_are_no_numbers_are_an_engine_error(temperature):
-    """At temperature 0 the most probable of them was id 0, and an evaluation had a number."""
-    engine = TransformersEngine.__new__(TransformersEngine)
-    engine.device, engine.max_batch, engine._waiting = "cpu", 4, []
-
-    class Out:
-        past_key_values = None
-        logits = torch.full((1, 1, 8), float("nan"))
-
-    engine.lm = lambda **_: Out
-    engine.submit("a", [1, 2], SamplingSettings(max_tokens=2, temperature=temperature))
+def test_logits_that_are_no_numbers_are_an_engine_error(plain, temperature):
+    """An argmax over NaN would answer id 0."""
+    out = SimpleNamespace(past_key_values=None, logits=torch.full((1, 1, 8), float("nan")))
+    plain.lm = lambda **_: out
+    sampling = SamplingSettings(max_tokens=1, temperature=temperature)
+    plain.submit("a", [1, 2], sampling)
     with pytest.raises(EngineError, match="not finite"):
-        engine.poll()
-    Out.logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
-    engine.submit("b", [1, 2], SamplingSettings(max_tokens=1, temperature=temperature))
-    assert engine.poll()[0].token_ids[0] in (0, 2)
+        plain.poll()
+    out.logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
+    plain.submit("b", [1, 2], sampling)
+    assert plain.poll()[0].token_ids[0] in (0, 2)
 
 
-def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not():
-    engine = TransformersEngine.__new__(TransformersEngine)
-    engine.device, engine.max_batch, engine._waiting = "cpu", 4, []
-    for error, expected in (
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
         (RuntimeError("shapes differ"), EngineError),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-    ):
-
-        def fail(error=error, **_):
-            raise error
-
-        engine.lm = fail
-        engine.submit("a", [1, 2], SamplingSettings(max_tokens=2, temperature=1.0))
-        with pytest.raises(expected):
-            engine.poll()
+    ],
+)
+def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain, error, expected):
+    plain.lm = Mock(side_effect=error)
+    plain.submit("a", [1, 2], SamplingSettings(max_tokens=2))
+    with pytest.raises(expected):
+        plain.poll()

@@ -268,10 +268,9 @@ def impatient(monkeypatch):
 
 def test_a_server_that_fails_in_mid_episode_is_one_line_that_names_it(tmp_path, capsys, impatient):
     async def fail_at_step(request, call_next):
-        is_step = request.url.path == "/step"
-        return (
-            HTMLResponse("<html>Welcome to nginx</html>") if is_step else await call_next(request)
-        )
+        if request.url.path == "/step":
+            return HTMLResponse("<html>Welcome to nginx</html>")
+        return await call_next(request)
 
     with serve(middleware=fail_at_step) as url:
         code, run_dir = run_in_process(tmp_path, url)

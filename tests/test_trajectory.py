@@ -1,5 +1,6 @@
 """trajectory.py alone: it refuses what would break its promise. How it grows: test_rollout.py."""
 
+import doctest
 import json
 import struct
 
@@ -8,6 +9,7 @@ from fakes import ids_of, word_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trajectory
 from chat import ChatTemplate
 from trajectory import RolloutHandler, Trajectory, Turn, from_line, rounded
 
@@ -45,6 +47,10 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
 def test_sampled_ids_without_a_log_prob_each_are_refused(chat, ids, log_probs):
     with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
         handler_of().add_action(chat, ids, log_probs)
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(trajectory).failed == 0
 
 
 def test_a_line_of_a_file_is_the_trajectory_again(chat):
@@ -101,6 +107,7 @@ def test_a_line_of_text_holds_short_numbers_and_no_blanks(chat):
     zeros = "0," * 15
     assert f'"rollout_log_probs":[{zeros}-0.1,-12.0]' in text
     assert f'"advantages":[{zeros}0.3333333,1e-09]' in text
+    assert '"advantage":0.1666667,' in text  # mean over the policy's tokens
     assert text.endswith("}\n") and text.count("\n") == 1
     assert from_line(json.loads(text)).to_line() == handler.to_line()
     assert handler.rollout_log_probs[-2] == log_prob, "what is trained on stays as it is"
