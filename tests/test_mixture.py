@@ -1,4 +1,4 @@
-"""Several worlds in one run: whose turn it is, what is each one's own, what the log says of it."""
+"""Several environments in one run: whose tasks come when, what each keeps, what the log says."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ LOCAL = ("near=local", "far=local")
 
 @pytest.fixture
 def worlds(tmp_path, monkeypatch):
-    """Two worlds outside the project, with their id lists; their names."""
+    """Two environments outside the project, with their id lists; their names."""
     (tmp_path / "mixed_worlds.py").write_text(WORLDS)
     (tmp_path / "ids").mkdir()
     for name in ("near", "far"):
@@ -102,19 +102,13 @@ def played(folder, name):
     return [json.loads(line) for line in lines]
 
 
-def test_a_request_has_the_horizon_of_its_world(worlds):
+def test_a_request_has_the_horizon_of_its_environment(worlds):
     config = options("+".join(worlds), env_addr=LOCAL)
-    tasks = tasks_of(config)
-    requests = draw(4, tasks, 6, 2, 0, 4, horizons_of(config), (2, 1))
-    assert Counter(r.task.env for r in requests) == {"near": 8, "far": 4}
-    assert {(r.task.env, r.max_rounds) for r in requests} == {("near", 2), ("far", 3)}
-    assert requests == draw(4, tasks, 6, 2, 0, 4, horizons_of(config), (2, 1))
+    requests = draw(4, tasks_of(config), 6, 2, 0, 4, horizons_of(config), (2, 1))
+    assert Counter((r.task.env, r.max_rounds) for r in requests) == {("near", 2): 8, ("far", 3): 4}
 
 
-# --- What is each one's own -----------------------------------------------------------------------
-
-
-def test_each_world_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
+def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
     config = options("+".join(worlds), env_addr=("far=local", "near=http://a:1", "near=http://b:1"))
     near, far = in_each(config)
     assert (near.rounds, far.rounds) == ((2,), (3,))
@@ -125,11 +119,10 @@ def test_each_world_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
     assert Counter(t.env for t in held_out_tasks(config)) == {"near": 3, "far": 3}
     assert horizons_of(replace(config, rounds=(7,))) == {"near": 7, "far": 7}
     assert evaluation_horizons(replace(config, eval_rounds=9)) == {"near": 9, "far": 9}
-    lines = plan(config, "runs/x", 10, 6)
-    assert "at most 2 and 3 turns" in lines[0]
+    assert "at most 2 and 3 turns" in plan(config, "runs/x", 10, 6)[0]
 
 
-def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
+def test_two_environments_that_share_a_task_id_are_refused(worlds, tmp_path):
     twin = (tmp_path / "mixed_worlds.py").read_text() + TWIN
     (tmp_path / "mixed_worlds.py").write_text(twin)
     shutil.copy(tmp_path / "ids" / "near_train.json", tmp_path / "ids" / "twin_train.json")
@@ -138,22 +131,15 @@ def test_two_worlds_that_call_a_task_the_same_are_refused(worlds, tmp_path):
         tasks_of(both)
 
 
-# --- Whole runs -----------------------------------------------------------------------------------
-
-
-def test_a_run_plays_measures_and_logs_every_world(worlds, tmp_path, capsys):
+def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsys):
     folder = tmp_path / "run"
     argv = a_run(folder, eval_every=2, eval_samples=1, normalize_per_env=True)
     assert train_main(argv) == 0
     said = capsys.readouterr().out
     assert "held-out success in near" in said and "held-out success in far" in said
     lines = played(folder, "step_000001")
-    shares = Counter(line["env"] for line in lines)
-    assert shares == {NAMES[0]: 8, NAMES[1]: 4}, "two tasks and one, four samples each"
-    assert {(line["env"], line["max_rounds"], len(line["turns"])) for line in lines} == {
-        (NAMES[0], 2, 2),
-        (NAMES[1], 3, 3),
-    }
+    played_by = Counter((line["env"], line["max_rounds"], len(line["turns"])) for line in lines)
+    assert played_by == {(NAMES[0], 2, 2): 8, (NAMES[1], 3, 3): 4}, "two tasks and one, 4 each"
     systems = {line["env"]: line["messages"][0]["content"] for line in lines}
     assert systems == {NAMES[0]: "Write letters.", NAMES[1]: "Write first letters."}
     row = read_metrics(folder)[-1]
@@ -167,36 +153,22 @@ def test_a_run_plays_measures_and_logs_every_world(worlds, tmp_path, capsys):
     drawn = read_run(folder)
     assert drawn.envs() == ["far", "near"]
     assert [step for step, _ in drawn.held_out_in("far")] == [0, 2]
-    for name in NAMES:  # as they were trained on: each world's mean is 0
-        own = [line for line in lines if line["env"] == name and line["used_in_loss"]]
-        assert own and fmean(a for line in own for a in says(line)) == pytest.approx(0, abs=1e-3)
+    for name in NAMES:  # whitened within each
+        assert fmean(
+            advantage
+            for line in lines
+            if line["env"] == name and line["used_in_loss"]
+            for turn in line["turns"]
+            for advantage in line["advantages"][slice(*turn["action_span"])]
+        ) == pytest.approx(0, abs=1e-3)
 
 
-def says(line):
-    """A trajectory's advantages at its policy tokens."""
-    spans = [turn["action_span"] for turn in line["turns"]]
-    return [line["advantages"][t] for start, end in spans for t in range(start, end)]
-
-
-def without(words, flag):
-    """A command line without an option and its one value."""
-    at = words.index(flag)
-    return [*words[:at], *words[at + 2 :]]
-
-
-def test_evolution_explores_every_world(worlds, tmp_path):
-    words = a_run(
-        tmp_path / "run",
-        steps=2,
-        iterations=1,
-        tasks_per_iteration=3,
-        group_size=2,
-        num_demonstrations=2,
-        min_return=0.001,
-        keep_per_task=1,
-    )
+def test_evolution_explores_every_environment(worlds, tmp_path):
+    changes = dict(iterations=1, tasks_per_iteration=3, group_size=2, num_demonstrations=2)
+    words = a_run(tmp_path / "run", min_return=0.001, keep_per_task=1, **changes)
+    at = words.index("--tasks-per-step")
     with fresh_process_state():
-        assert agentevol.command_line(without(words, "--tasks-per-step")) == 0
+        assert agentevol.command_line(words[:at] + words[at + 2 :]) == 0
     file = tmp_path / "run" / "evolving" / "iteration_001.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     kept = Counter((line["origin"], line["item_id"].partition("_")[0]) for line in lines)
