@@ -56,6 +56,11 @@ def run(engine, **requests):
     for name, (prompt_ids, sampling) in requests.items():
         engine.submit(name, prompt_ids, sampling)
     assert engine.num_running == len(requests)
+    return finish(engine)
+
+
+def finish(engine):
+    """All that is running, polled to the end."""
     done = {}
     while engine.num_running:
         done |= {generation.request_id: generation for generation in engine.poll()}
