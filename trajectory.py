@@ -213,15 +213,6 @@ class RolloutHandler(Trajectory):
         self.check()
 
     @property
-    def attention_mask(self) -> list[int]:
-        """1 on every token: padding exists only in batches, known there by length, not by id."""
-        return [1] * len(self.input_ids)
-
-    @property
-    def position_ids(self) -> list[int]:
-        return list(range(len(self.input_ids)))
-
-    @property
     def is_valid(self) -> bool:
         """False also when the policy never spoke: there is nothing to learn from."""
         return super().is_valid and any(self.loss_mask)

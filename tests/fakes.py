@@ -1,10 +1,4 @@
-"""Stand-ins that tests of the rollout share: tokenizers, an engine, an environment, all scripted.
-
-word_tokenizer()     one word, one id: token lists can be drawn and read
-byte_tokenizer(...)  one byte, one id: any text, any chat template, nothing merges
-ScriptedEngine       a function writes the policy's answers
-FakePool             a function is the environment; counts the sessions that are open
-"""
+"""Scripted stand-ins that tests of the rollout share: tokenizers, an engine, an environment."""
 
 import functools
 import threading
@@ -59,7 +53,7 @@ def byte_tokenizer(
     pad: str = "<|endoftext|>",
     bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Special tokens are one id each, all else is one id a byte: nothing merges across pieces."""
+    """One id a byte, and one for each special token: any text, and nothing merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
     by_bytes = Tokenizer(models.BPE(vocab, merges=[]))
@@ -89,11 +83,10 @@ def draw(handler: RolloutHandler, tokenizer: PreTrainedTokenizerFast) -> list[st
 
 
 class ScriptedEngine:
-    """`answer(request_id, prompt_ids)` says what is sampled; all that was asked for is kept.
+    """`answer(request_id, prompt_ids)` returns what is sampled, cut as an engine would.
 
-    Ids beyond `max_tokens` or behind a stop token are cut as an engine would. The n-th id of an
-    answer has log-prob -(n + 1) / 8. A request is decoded until `is_ready(request_id)`, and
-    `on_poll()` runs first in each poll: what it raises, the engine raises.
+    The n-th id of an answer has log-prob -(n + 1) / 8. A request is decoded until
+    `is_ready(request_id)`; `on_poll()` runs first in each poll and may raise.
     """
 
     def __init__(
@@ -180,13 +173,9 @@ class FakeClient:
 
 
 class FakePool:
-    """An environment written as functions.
+    """An environment written as functions, which may raise; turns are counted from 1.
 
-    Arguments:
-        play: (task_index, turn counted from 1, what the policy wrote) -> StepResult, or raises.
-        on_reset: task_index -> first observation, or raises.
-        on_open: called while a session is being opened.
-        on_state: (task_index, turn counted from 1) -> what people look at, or raises.
+    `play(task_index, turn, text)` is a step; `on_open()` runs while a session is being opened.
     """
 
     env = "fake"

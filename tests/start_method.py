@@ -1,5 +1,5 @@
-"""`sft.py`, `dpo.py` or `agentevol.py` in the toy world, as a program of its own: tests start it,
-launch several of it, kill it.
+"""`sft.py`, `dpo.py` or `agentevol.py` in the toy environment, as a program that tests start,
+launch several times and kill.
 
     python tests/start_method.py METHOD WORDS...
 """

@@ -260,6 +260,7 @@ def test_inputs_stay_as_they_were_and_no_gradient_flows():
     before = [x.detach().clone() for x in batch]
     for pair in estimates(*batch).values():
         assert not any(x.requires_grad for x in pair)
+    assert not whiten(values, LOSS_MASK).requires_grad
     assert all(torch.equal(x, y) for x, y in zip(before, batch, strict=True))
 
 
@@ -371,6 +372,7 @@ def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_ma
         ([3, 8], [[1], [1]], r"groups \[3, 8\] have one trajectory each"),
         ([7, 7], [[1], [0]], r"groups \[7\] have one trajectory each"),  # the other never began
         ([1], [[1], [1]], r"group_ids must hold one integer per row, shape \(2,\); got \(1,\)"),
+        ([7, 7, 7], [[1], [1]], "one integer per row"),
         ([0.0, 0.0], [[1], [1]], "one integer per row.*of torch.float32"),
     ],
 )

@@ -125,6 +125,7 @@ def test_a_wide_budget_does_not_reach_from_the_longest_rows_to_the_shortest():
     lengths = [1000, 990, 985, 500, 490, 100, 99, 98, 97, 96]
     assert padding_share(lengths, micro_batches(lengths, 100_000)) < 0.02
     assert padding_share(lengths, [list(range(10))]) > 0.5  # what the budget alone allows
+    assert padding_share([], []) == 0.0
 
 
 @given(lengths_and_budget)

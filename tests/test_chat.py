@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from chat import ChatTemplate
+from chat import ChatTemplate, is_sound
 from scale.default_models import CHATML
 
 SMOLLM2 = (
@@ -160,6 +160,12 @@ def test_a_control_token_written_in_an_observation_is_ordinary_text(token):
     opening, attacked = (chat.opening(SYSTEM, text) for text in ("nice", attack))
     assert [i for i in attacked if i in control] == [i for i in opening if i in control]
     assert chat.action(attack).count(chat.end_of_turn) == 1
+
+
+@pytest.mark.parametrize(("text", "expected"), [("⟦é⟧", True), ("a\ud800b", False), ("ab", True)])
+def test_half_of_a_surrogate_pair_is_not_sound(text, expected):
+    """Trap 24."""
+    assert is_sound(text) is expected
 
 
 CHAT = ChatTemplate(byte_tokenizer())

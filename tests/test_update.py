@@ -201,48 +201,49 @@ def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
 
 
-def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(batch, advantages):
-    """One forward over all rows, written out: -1/N Σ A log π."""
+def step_down(batch, loss_of):
+    """Minus the gradient of `loss_of(log_probs, entropy)`, one forward over all rows."""
     policy = make_policy()
-    log_probs, _ = policy(batch.input_ids, batch.loss_mask)
-    (-(log_probs * advantages).sum() / sum(POLICY_TOKENS)).backward()
-    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    loss_of(*policy(batch.input_ids, batch.loss_mask)).backward()
+    return -torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(batch, advantages):
+    """-1/N Σ A log π; with seq-mean every trajectory counts alike."""
+    counts = batch.loss_mask.sum(-1)
+    expected = {
+        "token-mean": step_down(batch, lambda x, _: -(x * advantages).sum() / counts.sum()),
+        "seq-mean": step_down(batch, lambda x, _: -((x * advantages).sum(-1) / counts).mean()),
+    }
+    assert (expected["token-mean"] - expected["seq-mean"]).abs().max() > 1e-2
     for max_tokens in (1, 10_000):
-        step, _ = moved(batch, advantages, replace(WIDE, max_tokens_per_micro_batch=max_tokens))
-        torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
-    # A mean of means is another loss, in which every trajectory counts alike, if asked for.
-    policy.zero_grad()
-    log_probs, _ = policy(batch.input_ids, batch.loss_mask)
-    row_means = (log_probs * advantages).sum(-1) / batch.loss_mask.sum(-1)
-    (-row_means.mean()).backward()
-    other = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    assert (other - expected).abs().max() > 1e-2
-    for max_tokens in (1, 10_000):
-        asked = replace(WIDE, max_tokens_per_micro_batch=max_tokens, loss_agg="seq-mean")
-        step, metrics = moved(batch, advantages, asked)
-        torch.testing.assert_close(step, -other, atol=1e-5, rtol=1e-5)
-        even = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # every ratio is 1
+        for loss_agg, step in expected.items():
+            objective = replace(WIDE, max_tokens_per_micro_batch=max_tokens, loss_agg=loss_agg)
+            actual, metrics = moved(batch, advantages, objective)
+            torch.testing.assert_close(actual, step, atol=1e-5, rtol=1e-5)
+        even = (advantages.sum(-1) / counts).mean()  # every ratio is 1
         assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
 
 
 def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(batch, advantages):
-    """One forward over all rows, written out: what AgentGym-RL's micro-batches of one row do."""
-    ref = log_probs_of(make_policy(2), batch)
+    ref, mask = log_probs_of(make_policy(2), batch), batch.loss_mask
+    means = {}
+
+    def loss_of(log_probs, entropy):
+        gap = torch.where(mask.bool(), ref - log_probs, 0.0)
+        kl = gap.exp() - gap - 1  # k3
+        for name, x in (("policy/kl", kl), ("policy/entropy", entropy)):
+            means[name] = float((x.detach() * mask).sum() / mask.sum())
+        by_token = (log_probs - log_probs.detach()).exp() * -advantages + 0.2 * kl - 0.3 * entropy
+        return (torch.where(mask.bool(), by_token, 0.0).sum(-1) / mask.sum(-1)).mean()
+
+    expected = step_down(batch, loss_of)
     objective = replace(WIDE, entropy_coef=0.3, kl_loss_coef=0.2, loss_agg="seq-mean")
-    policy, mask = make_policy(), batch.loss_mask
-    log_probs, entropy = policy(batch.input_ids, mask)
-    gap = torch.where(mask.bool(), ref - log_probs, 0.0)
-    kl = gap.exp() - gap - 1  # k3
-    by_token = (log_probs - log_probs.detach()).exp() * -advantages + 0.2 * kl - 0.3 * entropy
-    (torch.where(mask.bool(), by_token, 0.0).sum(-1) / mask.sum(-1)).mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for max_tokens in (1, 10_000):
         asked = replace(objective, max_tokens_per_micro_batch=max_tokens)
         step, metrics = moved(batch, advantages, asked, ref_log_probs=ref)
-        torch.testing.assert_close(step, -expected, atol=1e-5, rtol=1e-5)
-        for name, value in (("policy/kl", kl), ("policy/entropy", entropy)):
-            mean = float((value.detach() * mask).sum() / mask.sum())
-            assert metrics[name] == pytest.approx(mean, rel=1e-4), name
+        torch.testing.assert_close(step, expected, atol=1e-5, rtol=1e-5)
+        assert {name: metrics[name] for name in means} == pytest.approx(means, rel=1e-4)
 
 
 @pytest.mark.parametrize(("size", "parts"), [(4, [3, 3]), (5, [3, 3]), (6, [6]), (2, [2, 2, 2])])

@@ -1,17 +1,8 @@
-"""A world that a random model learns in a minute: write letters of the alphabet's first half.
+"""An environment that a random model learns in a minute: write letters of the first half.
 
-Description
-    Two turns. A random text has about half of its letters in a..m, so that the very first step's
-    returns already differ and every algorithm has something to compare.
-Action Space
-    Any text.
-Observation Space
-    A short sentence that names the turn.
-Rewards
-    For each turn half the share of a..m among the characters that are not blank, so that returns
-    lie in 0..1.
-Episode End
-    Terminated after the second turn; success from a return of 0.9.
+An episode has two turns of any text. Each pays half the share of a..m among the characters that are
+not blank; a return of 0.9 is success. Random text earns about 0.5 with some variance, so that every
+algorithm has something to compare from the first step.
 """
 
 import contextlib
@@ -91,7 +82,7 @@ class Letters:
 
 
 class Mute(Letters):
-    """The same world, in which nothing is ever rewarded."""
+    """Letters in which nothing is ever rewarded."""
 
     def step(self, action):
         observation, _, terminated, truncated, _ = super().step(action)
@@ -121,7 +112,7 @@ def share(text: str) -> float:
 
 @contextlib.contextmanager
 def registered(env_class=Letters, name=NAME):
-    """`envs` knows the world under `name` for as long as the block runs."""
+    """`envs` knows the environment under `name` while the block runs."""
     before = dict(envs.ENVS)
     envs.ENVS[name] = f"{env_class.__module__}:{env_class.__name__}"
     try:
@@ -133,7 +124,7 @@ def registered(env_class=Letters, name=NAME):
 
 @contextlib.contextmanager
 def serve(env_class=Letters, middleware=None, name=NAME, first_id=None):
-    """A real server of the world, in a thread of this process; yields its base_url.
+    """A real server of the environment, in a thread of this process; yields its base_url.
 
     `middleware(request, call_next)` may answer in the app's place, to play a server that fails.
     """
@@ -156,7 +147,7 @@ def serve(env_class=Letters, middleware=None, name=NAME, first_id=None):
 
 
 def write_ids(path, num_tasks=8):
-    """An id list of the world's first tasks; returns its path as text."""
+    """An id list of the first tasks; returns its path as text."""
     path.write_text(json.dumps([{"item_id": f"{NAME}_{i}"} for i in range(num_tasks)]))
     return str(path)
 
@@ -200,7 +191,7 @@ def flags(**values):
 
 @contextlib.contextmanager
 def fresh_process_state():
-    """accelerate and torch keep one setting per process; a run in a test must not leave its own."""
+    """Undo what accelerate and torch set once per process."""
     import torch
     from accelerate.state import AcceleratorState
 

@@ -1,12 +1,10 @@
-"""train.py in a process of its own that knows the toy world: what several processes are started
-on, and what is killed.
+"""train.py as a program that knows the toy environment, which tests launch, break and kill.
 
 Before train.py's own arguments:
     --fail-on-rank N           rank N's sampler breaks in the first rollout
     --kill-rank N              rank N is killed there
-    --watch FILE               FILE says at any moment what the process is doing, see `Watch`
-    after --watch FILE:
-    --kill-at PLACE STEP       `kill -9` of itself at one of PLACES in that training step
+    --watch FILE               log what the process is doing, see `Watch`; may be followed by
+    --kill-at PLACE STEP       `kill -9` of itself at one of PLACES in that training step, or
     --interrupt-at PLACE STEP  Ctrl-C there
 """
 
@@ -34,7 +32,7 @@ from run.session import Session  # noqa: E402
 from scale import distributed  # noqa: E402
 from train import RLWorker as Worker  # noqa: E402
 
-# What a process can be doing -> the function it does it in; they nest, and the innermost counts.
+# Phase -> the function in which it happens; phases nest, and the innermost counts.
 PHASES = {
     "resuming": (Session, "restore"),
     "truncating": (metrics, "truncate_log"),
@@ -50,7 +48,7 @@ PHASES = {
     "showing": (MetricsLogger, "show_step"),
 }
 
-# Where to die -> the phase (None: any), and which call of which function in it is not reached.
+# Place -> the phase (None: any), and which call of which function the signal comes before.
 PLACES = {
     "in the rollout": ("rollout", TransformersEngine, "poll", 3),
     "between the policy's log-probs and the critic's": ("log-probs", train, "score_critic", 1),
@@ -76,7 +74,7 @@ PLACES = {
 
 
 class Watch:
-    """Follows this process's step and phase; tells a file, and strikes where it is told to.
+    """Logs this process's step and phase, and sends it a signal at a given place.
 
     The file has a line for each change: seconds of the monotonic clock, step, phase. In a resumed
     process the step is 0 until its first rollout.
