@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fakes import FakePool, ScriptedEngine, byte_tokenizer, observe, requests_of, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +17,6 @@ from batching import (
     opening_length,
     padding_share,
 )
-from chat import ChatTemplate
-from rollout import collect
 from trajectory import RolloutHandler, Turn
 
 PAD = 99
@@ -68,21 +65,12 @@ def test_two_trajectories_become_these_tensors():
 
 def test_a_final_end_of_turn_stays_in_the_loss_where_it_is_also_the_padding():
     """Trap 21: a mask made by comparing ids would drop it."""
-    tokenizer = byte_tokenizer(pad="<|im_end|>")
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    chat = ChatTemplate(tokenizer)
-    pool = FakePool(lambda index, turn, text: observe("home", 1.0, terminated=turn > index))
-    engine = ScriptedEngine(lambda *_: chat.action("go"))
-    handlers = collect(engine, pool, chat, requests_of(2), settings_of())
-    batch = make_batch(handlers, tokenizer.pad_token_id)
-    assert batch.lengths[0] < batch.lengths[1]
-    for row, handler in enumerate(handlers):
-        last = int(batch.lengths[row]) - 1
-        assert batch.input_ids[row, last] == chat.end_of_turn == tokenizer.pad_token_id
-        assert batch.loss_mask[row, last] == 1.0 and batch.token_rewards[row, last] == 1.0
-        assert batch.loss_mask[row].sum() == 3 * len(handler.turns)
-        assert batch.loss_mask[row, last + 1 :].sum() == 0
-        assert (batch.input_ids[row, last + 1 :] == tokenizer.pad_token_id).all()
+    short = trajectory("ppa", 0, [1.0])
+    short.input_ids[-1] = PAD
+    batch = make_batch([short, trajectory("ppaoa", 1)], PAD)
+    assert batch.input_ids[0, 2:].tolist() == [PAD] * 3
+    assert batch.loss_mask[0].tolist() == batch.token_rewards[0].tolist() == [0, 0, 1, 0, 0]
+    assert batch.rows([0]).input_ids.shape == (1, 3)
 
 
 @given(lengths_and_budget)
