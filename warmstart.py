@@ -166,7 +166,7 @@ def train_to(
     export_policy(accelerator, policy, tokenizer, folder)
     if settings.lora_rank:
         target = folder / "adapter" if folder is not None else None
-        save_adapter(policy.lm, target, model, distributed.whole, torch.bfloat16)
+        save_adapter(policy.lm, target, model, torch.bfloat16)
     if folder is not None:
         about = {"model": model, "settings": asdict(settings), "losses": losses}
         write_json(folder / ABOUT, about | {"records": hash_of(records)})

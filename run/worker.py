@@ -367,7 +367,7 @@ class Worker:
         if self.config.lora_rank:
             target = folder / "adapter" if distributed.rank() == 0 else None
             lm = self.accelerator.unwrap_model(policy).lm
-            save_adapter(lm, target, self.start, full=distributed.whole)
+            save_adapter(lm, target, self.start)
 
 
 def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:

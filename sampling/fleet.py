@@ -7,10 +7,9 @@
     python train.py --engine-devices 2 3           start one server per card of this machine
     python train.py --engine-url http://gpu7:8000  use servers started with `serve_command`'s line
 
-The folder is on a disk that the trainer and all servers share (NFS); an NCCL transfer would save a
-write and a read per step, but no CPU can test it. With several trainer processes rank 0 writes the
-weights, and each process samples from the whole fleet. vLLM's development mode, which takes new
-weights, has no authentication: keep the fleet in a network you trust. Read next: `rollout.py`.
+Trainer and servers share a disk (NFS) for the weights; an NCCL transfer would save a write and a
+read per step, but no CPU can test it. vLLM's development mode, which takes new weights, has no
+authentication: keep the fleet in a network you trust. Read next: `rollout.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import math
 import os
 import queue
-import secrets
 import shlex
 import shutil
 import socket
@@ -38,8 +36,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import torch
+from safetensors.torch import save_file
 
-from engines import EngineError, Generation, SamplingSettings, Weights
+from engines import EngineError, Generation, Ids, SamplingSettings, Weights
 from envs.http import checked_url
 from run.files import new_folder, sweep
 from run.processes import NotReady, child
@@ -56,11 +55,9 @@ CONNECT_TIMEOUT_S = HEALTH_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 60.0  # the first /server_info inspects the server's machine
 RESET_WAIT_S = 10.0  # for aborted requests to release their keys and values
 START_TIMEOUT_S = 900.0
-# A trajectory stays with the server that has its earlier turns in its prefix cache, unless that one
-# has this many requests more than another.
+# A trajectory stays with the server that has its earlier turns in its prefix cache, unless that
+# server has this many requests more than another.
 STAY_FOR = 4
-MAX_ANSWER_BYTES = 64 << 20  # a token of an answer is up to 1 kB
-MAX_LOG_PROB = 1e-3  # log-softmax in float32 may round to slightly above 0
 # The server fills what a request leaves open from the model's generation_config.json.
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -92,7 +89,7 @@ class Served:
 
 
 def serve_command(served: Served, port: int = 8000, seed: int = 0) -> str:
-    """The shell line that starts a server for `--engine-url`; give each another seed.
+    """The shell line that starts a server for `--engine-url`; give every server another seed.
 
     >>> print(serve_command(Served("my/model", 4096), port=8001, seed=1).replace(" --", "\\n  --"))
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server
@@ -120,20 +117,19 @@ def start_servers(
     Raises:
         EngineError: one did not start; the message ends with what it wrote.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held:  # all at once, so that no two ports are the same
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in devices]
         ports = [s.getsockname()[1] for s in sockets]
     with contextlib.ExitStack() as stack:
         servers = {}
         for i, (device, port) in enumerate(zip(devices, ports, strict=True)):
             words, environment = _on(device)
-            name = f"sampler-{secrets.token_hex(8)}"
-            words += [*served.words("127.0.0.1", port, seed + i), "--served-model-name", name]
+            words += served.words("127.0.0.1", port, seed + i)
             process = stack.enter_context(child(SERVER_MODULE, *words, env=environment))
-            servers[f"http://127.0.0.1:{port}"] = process, name
-        for url, (process, name) in servers.items():
+            servers[f"http://127.0.0.1:{port}"] = process
+        for url, process in servers.items():
             try:
-                process.wait_until(partial(_is_up, url, name), START_TIMEOUT_S)
+                process.wait_until(partial(_is_up, url), START_TIMEOUT_S)
             except NotReady as error:
                 what = f"the server of {served.model_path} at {url} {error}"
                 raise EngineError(what) from None
@@ -157,12 +153,10 @@ def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-def _is_up(url: str, name: str) -> bool:
-    """Whether the server we started answers, and not another process that took its port."""
+def _is_up(url: str) -> bool:
     try:
-        answer = httpx.get(url + MODELS, timeout=HEALTH_TIMEOUT_S, trust_env=False).json()
-        return answer["data"][0]["id"] == name
-    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return httpx.get(url + MODELS, timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
+    except httpx.HTTPError:
         return False
 
 
@@ -199,7 +193,7 @@ class Server:
             config = info["vllm_config"]["model_config"]
             mode, seed = config["logprobs_mode"], config["seed"]
         except (ServerFailed, LookupError, TypeError) as error:
-            raise self.misfit(f"{self.url} is no vLLM server that is up ({error})") from error
+            raise self.misfit(f"{self.url} is not a vLLM server that is up ({error})") from error
         if mode != "processed_logprobs":  # vLLM's default is before temperature
             what = f"{self.url} runs with --logprobs-mode {mode}, expected processed_logprobs"
             raise self.misfit(what)
@@ -208,7 +202,7 @@ class Server:
     async def model_name(self) -> str:
         answer = await self.call("GET", MODELS, timeout_s=HEALTH_TIMEOUT_S)
         try:
-            return str(answer["data"][0]["id"])
+            return answer["data"][0]["id"]
         except (LookupError, TypeError):
             raise ServerFailed(f"{self.url}: GET {MODELS} names no model; is it vLLM?") from None
 
@@ -225,34 +219,33 @@ class Server:
         return EngineError(f"{what}; start it with\n  {command}")
 
     async def sample(self, request_id: str, body: dict[str, Any]) -> Generation:
-        """The completion that `body` asks for: ids, one log-prob each, and a reason to end."""
+        """The completion that `body` asks for: ids, a log-prob for each, and a reason to end."""
         answer = await self.call("POST", COMPLETIONS, {"model": self.name, **body})
         try:
             choice = answer["choices"][0]
-            reason, ids = choice["finish_reason"], list(choice["token_ids"])
-            log_probs = list(choice["logprobs"]["token_logprobs"])
+            reason, ids = choice["finish_reason"], choice["token_ids"]
+            if reason == "abort":  # the server is going down
+                raise ServerFailed(f"{self.url} aborted {request_id}")
+            log_probs = choice["logprobs"]["token_logprobs"]
+            is_good = (
+                reason in ("stop", "length")
+                and 0 < len(ids) == len(log_probs) <= body["max_tokens"]
+                and all(map(math.isfinite, log_probs))
+            )
         except (LookupError, TypeError):
-            reason, ids, log_probs = "nothing", [], []
-        if reason == "abort":  # the server is going down
-            raise ServerFailed(f"{self.url} aborted {request_id}")
-        if not (
-            reason in ("stop", "length")
-            and 0 < len(ids) == len(log_probs) <= body["max_tokens"]
-            and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
-            and all(isinstance(p, float | int) and math.isfinite(p) for p in log_probs)
-            and max(log_probs) <= MAX_LOG_PROB
-        ):
+            is_good = False
+        if not is_good:
             raise EngineError(
                 f"{self.url} answered {request_id} without a finite log-prob for each of at most "
                 f"{body['max_tokens']} ids; is it vLLM 0.32? {json.dumps(answer)[:500]}"
             )
         return Generation(request_id, ids, log_probs, reason)
 
-    async def reload(self, folder: str) -> None:
+    async def reload(self, folder: Path) -> None:
         """Read the weights in `folder` and forget what was cached of the old ones."""
         if not await self.is_well():
             raise ServerFailed(f"{self.url} is down, or serves another model than {self.name}")
-        weights = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        weights = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.call("POST", "/collective_rpc", weights)
         give_up_at = time.monotonic() + RESET_WAIT_S
         while not (await self.call("POST", "/reset_prefix_cache", {})).get("success"):
@@ -265,33 +258,26 @@ class Server:
     ) -> dict[str, Any]:
         """The JSON of a good answer; EngineError if the request would fail at any server."""
         timeout_s, what = timeout_s or self.timeout_s, f"{self.url}: {method} {path}"
-        data = bytearray()
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self.client.stream(method, self.url + path, json=body) as response,
-            ):
-                async for piece in response.aiter_raw():
-                    data += piece
-                    if len(data) > MAX_ANSWER_BYTES:
-                        raise ServerFailed(f"{what}: the answer is larger than {MAX_ANSWER_BYTES}")
+            async with asyncio.timeout(timeout_s):
+                response = await self.client.request(method, self.url + path, json=body)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerTimedOut(f"{what} was not answered within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise ServerFailed(f"{what} was not answered ({error!r})") from error
         status = response.status_code
-        what += f" [HTTP {status}: {data[:500].decode(errors='replace').strip() or 'empty'}]"
-        is_another = status == 404 and path == COMPLETIONS  # with a model of another name
-        if status >= 500 or status == 429 or is_another:
+        what += f" [HTTP {status}: {response.text[:500].strip() or 'empty'}]"
+        if status == 200:
+            try:
+                return response.json() if response.content else {}
+            except ValueError:
+                raise ServerFailed(f"{what}: not JSON") from None
+        has_other_model = status == 404 and path == COMPLETIONS
+        if status >= 500 or status == 429 or has_other_model:
             raise ServerFailed(what)
         if status == 404:
             raise self.misfit(f"{what}; expected {DEV_MODE}=1, which lets it take new weights")
-        if status != 200:
-            raise EngineError(what)
-        try:
-            return json.loads(data or b"{}")
-        except (ValueError, RecursionError):
-            raise ServerFailed(f"{what}: not JSON") from None
+        raise EngineError(what)
 
 
 # ------------------------------------------------------------------------------------- the fleet
@@ -300,7 +286,8 @@ class Server:
 class FleetEngine:
     """Several vLLM servers as one `Engine`. Requests are tasks of an event loop in a thread.
 
-    `SamplingSettings.seed` is not used, as in `VLLMEngine`; the servers' own seeds differ.
+    `SamplingSettings.seed` is not used, as in `VLLMEngine`; the servers' own seeds differ. With
+    several trainer processes rank 0 writes the weights, and each process samples from all servers.
 
     Args:
         weights_dir: folder that this process writes and every server reads, under this path.
@@ -314,13 +301,12 @@ class FleetEngine:
         self, urls: Sequence[str], weights_dir: Path, served: Served, timeout_s: float = 600.0
     ) -> None:
         urls = [checked_url(url, "--engine-url") for url in urls]
-        if not urls or len(set(urls)) < len(urls):
-            raise ValueError(f"expected one or more different addresses, got {urls}")
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"expected different addresses, got {urls}")
         # A connection per request: a server drops idle ones, and hanging up cancels one request.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            headers={"Accept-Encoding": "identity"},
             trust_env=False,
         )
         self._servers = [
@@ -334,7 +320,8 @@ class FleetEngine:
         self._homes: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         self._written: Path | None = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, daemon=True).start()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
+        self._thread.start()
         seeds = self._at_once(server.check() for server in self._servers)
         for server, seed in zip(self._servers, seeds, strict=True):
             if seeds.count(seed) > 1:  # a group's samples would be equal
@@ -347,7 +334,7 @@ class FleetEngine:
 
     def _at_once(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """Results of all `work`, done at the same time in the loop's thread."""
-        futures = [asyncio.run_coroutine_threadsafe(each, self._loop) for each in work]
+        futures = [asyncio.run_coroutine_threadsafe(task, self._loop) for task in work]
         return [future.result() for future in futures]
 
     @property
@@ -356,9 +343,7 @@ class FleetEngine:
 
     # Sampling
 
-    def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingSettings
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None:
         body = {
             "prompt": list(prompt_ids),
             "max_tokens": sampling.max_tokens,
@@ -381,7 +366,7 @@ class FleetEngine:
                 request_id, request = self._finished.get(timeout=0.0 if finished else wait)
             except queue.Empty:
                 return finished
-            if self._running.get(request_id) is request:  # else it was aborted
+            if self._running.get(request_id) is request:  # otherwise it was aborted
                 finished.append(request.result())
                 del self._running[request_id]
 
@@ -394,21 +379,20 @@ class FleetEngine:
     async def _sample(self, request_id: str, body: dict[str, Any]) -> Generation:
         """Send one request, to one server after another if need be."""
         failed: Server | None = None
-        for left in reversed(range(NUM_TRIES)):
+        for _ in range(NUM_TRIES):
             server = self._choose(request_id, failed)
             server.num_in_flight += 1
             try:
                 return await server.sample(request_id, body)
             except ServerFailed as error:
-                if not left:
-                    raise EngineError(f"{NUM_TRIES} tries failed, the last one: {error}") from error
+                last = error
                 # A connection may break; a server that is well at once has kept its weights.
                 if isinstance(error, ServerTimedOut) or not await server.is_well():
                     self._lose(server, error)
                 failed = server
             finally:
                 server.num_in_flight -= 1
-        raise AssertionError("unreachable")
+        raise EngineError(f"{NUM_TRIES} tries failed, the last one: {last}") from last
 
     def _choose(self, request_id: str, failed: Server | None) -> Server:
         """The least busy server, or the one with the trajectory's earlier turns."""
@@ -437,56 +421,47 @@ class FleetEngine:
 
         NOTE: vLLM 0.32 silently keeps an old tied output head if `weights` lacks its name.
         """
-        folder: Path | None = None
         if distributed.rank() == 0:
-            folder = self.write_weights(weights)
+            self._write_weights(weights)
         else:
             for _ in weights:  # each is put together from all ranks
                 pass
-
-        def reload() -> list[str | None]:
-            if self._running:
-                raise EngineError(f"new weights for {len(self._running)} requests under way")
-            self._at_once(self._reload(server, str(folder)) for server in self._servers)
-            if all(server.lost for server in self._servers):
-                raise EngineError(
-                    f"no server has read the weights in {folder}; is it there, under this path, "
-                    f"on every server's machine?{self._losses()}"
-                )
-            return [server.lost for server in self._servers]
-
-        lost = distributed.first("loading weights into the servers", reload)
+        lost = distributed.first("loading weights into the servers", self._reload_all)
         for server, why in zip(self._servers, lost, strict=True):
             server.lost = why
         self._homes.clear()
 
-    async def _reload(self, server: Server, folder: str) -> None:
+    def _reload_all(self) -> list[str | None]:
+        """Every server reads the weights; for each why it is lost, or None."""
+        if self._running:
+            raise EngineError(f"new weights for {len(self._running)} requests under way")
+        self._at_once(self._reload(server) for server in self._servers)
+        if all(server.lost for server in self._servers):
+            raise EngineError(
+                f"no server has read the weights in {self._written}; is it there, under this path, "
+                f"on every server's machine?{self._losses()}"
+            )
+        return [server.lost for server in self._servers]
+
+    async def _reload(self, server: Server) -> None:
+        assert self._written is not None
         try:
-            await server.reload(folder)
+            await server.reload(self._written)
+            server.lost = None
         except ServerFailed as error:
             self._lose(server, error)
-        else:
-            server.lost = None
 
-    def write_weights(self, weights: Weights) -> Path:
+    def _write_weights(self, weights: Weights) -> None:
         """A safetensors file per weight, in a folder that gets its name when it is complete."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         sweep(self.weights_dir)
         old = list(self.weights_dir.glob("weights-*"))
         folder = self.weights_dir / f"weights-{time.time_ns()}"
         new = new_folder(folder)
         for n, (name, tensor) in enumerate(weights):
-            file = new / f"{n:05d}.safetensors"
-            try:
-                save_file({name: tensor.detach().cpu().contiguous()}, file)
-            except SafetensorError as error:
-                raise EngineError(f"{file} could not be written: {error}; make room") from error
+            save_file({name: tensor.detach().cpu().contiguous()}, new / f"{n:05d}.safetensors")
         self._written = new.rename(folder)
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
-        return self._written
 
     def sleep(self) -> None:
         """Nothing: the servers' cards are their own, the update does not need their memory."""
@@ -494,8 +469,9 @@ class FleetEngine:
     def close(self) -> None:
         """Hang up and remove the weights that were written; the servers go on."""
         self.abort()
-        if self._loop.is_running():
+        if self._thread.is_alive():
             self._at_once([self._client.aclose()])
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)

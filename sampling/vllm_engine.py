@@ -67,40 +67,31 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5,
         seed: int = 0,
     ) -> None:
-        self._can_sleep = on_gpu = torch.cuda.is_available()
+        self._on_gpu = torch.cuda.is_available()
         # Read by vLLM at its import: the engine core in this process, no log, no reports.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if not on_gpu:
+        options: dict[str, Any] = {}
+        if not self._on_gpu:
             # Pinned threads would keep the trainer, in the same process, on vLLM's cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            shape = shape_of(model_path, model_config(model_path) or {})
             kv_cache_bytes = kv_cache_bytes or cpu_cache_bytes(
-                shape_of(model_path, model_config(model_path) or {}),
-                max_model_len,
-                max_num_seqs,
-                dtype,
+                shape, max_model_len, max_num_seqs, dtype
             )
-        try:
-            with _quiet():
-                from vllm import LLM, SamplingParams
-                from vllm.sampling_params import RequestOutputKind
-        except ImportError as error:
-            raise EngineError(
-                f"vLLM cannot be imported ({error}); run `make setup`, or use --engine transformers"
-            ) from error
-        self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
-        options: dict[str, Any] = (
-            {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
-        )
-        if not on_gpu:
             options["block_size"] = CPU_BLOCK
+        if kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = kv_cache_bytes
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's card; vLLM's default is the first card.
             options["distributed_executor_backend"] = "external_launcher"
         clock.return_freed()  # by a warm start in this process
         try:
             with _quiet():
+                from vllm import LLM, SamplingParams
+                from vllm.sampling_params import RequestOutputKind
+
                 self._llm = LLM(
                     model=model_path,
                     dtype=dtype,
@@ -109,13 +100,18 @@ class VLLMEngine:
                     gpu_memory_utilization=gpu_memory_utilization,
                     enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs",
-                    enable_sleep_mode=on_gpu,
+                    enable_sleep_mode=self._on_gpu,
                     seed=seed,
                     disable_log_stats=True,
                     **options,
                 )
+        except ImportError as error:
+            raise EngineError(
+                f"vLLM cannot be imported ({error}); run `make setup`, or use --engine transformers"
+            ) from error
         except Exception as error:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
+        self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         cache = self._llm.llm_engine.vllm_config.cache_config
         # What the cache holds at full length, which few trajectories reach.
         self.max_open = max(max_num_seqs, int(cache.kv_cache_max_concurrency or 0))
@@ -140,22 +136,17 @@ class VLLMEngine:
             output_kind=self._final_only,
             skip_clone=True,
         )
-        try:
-            self._llm.llm_engine.add_request(
-                request_id, {"prompt_token_ids": list(prompt_ids)}, params
-            )
-        except Exception as error:  # vLLM's own classes share no base
-            raise EngineError(f"vLLM refused request {request_id}: {error}") from error
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        with _engine_error(f"vLLM refused request {request_id}"):
+            self._llm.llm_engine.add_request(request_id, prompt, params)
         self._running.add(request_id)
 
     def poll(self) -> list[Generation]:
         """One engine step: one token for every running request, or a piece of a prefill."""
         if not self._running:
             return []
-        try:
+        with _engine_error("vLLM failed in a step"):
             outputs = self._llm.llm_engine.step()
-        except Exception as error:
-            raise EngineError(f"vLLM failed in a step: {error}") from error
         finished = []
         for output in outputs:
             if not output.finished:
@@ -188,10 +179,8 @@ class VLLMEngine:
             clock.return_freed()
             self._wake("weights")
         stream = {"weights_iterator": iter(weights)}
-        try:
+        with _engine_error("vLLM did not take the new weights"):
             self._llm.llm_engine.collective_rpc("reload_weights", kwargs=stream)
-        except Exception as error:
-            raise EngineError(f"vLLM did not take the new weights: {error}") from error
         if self._is_asleep:
             self._wake("kv_cache")
             self._is_asleep, clock.asleep_bytes = False, 0
@@ -206,14 +195,13 @@ class VLLMEngine:
             EngineError: requests are running; vLLM would drop them silently.
         """
         self._refuse_if_running("the sampler sleeps")
-        if self._can_sleep and not self._is_asleep:
+        if self._on_gpu and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
             clock.return_freed()  # vLLM does so too; now the difference below is the sampler's
             free, _ = torch.cuda.mem_get_info()
-            try:
+            # vLLM asserts that memory became free: another process may have taken it meanwhile.
+            with _engine_error("vLLM cannot give its memory back"):
                 self._llm.sleep(level=2)
-            except Exception as error:  # another process took memory meanwhile, and vLLM asserts
-                raise EngineError(f"vLLM cannot give its memory back: {error!r}") from error
             clock.asleep_bytes = max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def close(self) -> None:
@@ -226,16 +214,23 @@ class VLLMEngine:
         clock.asleep_bytes = 0
 
     def _wake(self, tag: str) -> None:
-        try:
+        with _engine_error(f"vLLM cannot take back its memory for {tag}"):
             self._llm.wake_up(tags=[tag])
-        except Exception as error:
-            raise EngineError(f"vLLM cannot take back its memory for {tag}: {error}") from error
 
     def _refuse_if_running(self, doing: str) -> None:
         if self._running:
             raise EngineError(
                 f"{len(self._running)} requests are running; poll or abort them before {doing}"
             )
+
+
+@contextlib.contextmanager
+def _engine_error(what: str) -> Iterator[None]:
+    """vLLM's own exceptions share no base class."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"{what}: {str(error) or repr(error)}") from error
 
 
 @contextlib.contextmanager

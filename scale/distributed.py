@@ -2,27 +2,19 @@
 
 `accelerate launch` (or torchrun) starts the same `train.py` W times; each copy is a *rank*:
 
-    tasks          rank r rolls out every W-th task of the step with its own engine and sessions;
-                   all samples of a task stay on one rank
-    weights        1/W of every parameter, gradient and optimizer moment (FSDP2: a parameter is a
-                   DTensor, cut along its first dimension)
+    tasks          rank r rolls out every W-th task of the step, with all its samples
+    weights        1/W of every parameter, gradient and optimizer moment (FSDP2: DTensors)
     micro-batches  each rank runs forward and backward on its share of a mini-batch
 
-Trajectories are gathered once, after the rollout. Everything computed from them is computed by
-every rank on all of them: metrics, advantages, the order of mini-batches, the denominator N.
+Trajectories are gathered after the rollout, and every rank computes metrics, advantages, the order
+of mini-batches and the denominator N from all of them. So g is what one process would get:
 
     g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so losses are times W
 
-With one N for all, g is what one process would get. A mean of per-rank means, as most trainers
-take, would give the tokens of a rank with few of them more weight.
-
-Gathering a layer's weights is a *collective*: all ranks must do it, equally often. So a rank with
-less work repeats a micro-batch with its loss times 0 (`own_passes`), and an error on one rank must
-reach the others before they wait for it (`apart`).
-
-Run:   accelerate launch --config_file recipes/fsdp2_cpu.yaml train.py --env textcraft --model tiny
-       torchrun --nproc-per-node 8 train.py --env textcraft
-Read next: `update.py`. Lesson: tutorials/06_from_one_process_to_many.md.
+Gathering a layer's weights is a *collective*: all ranks must do it, equally often (`own_passes`),
+and an error on one rank must reach the others before they wait for it (`apart`).
+Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
+Lesson: tutorials/06_from_one_process_to_many.md.
 """
 
 from __future__ import annotations
@@ -80,8 +72,8 @@ def meet() -> None:
 def leave() -> None:
     """Close the connections between ranks.
 
-    NOTE: with gloo's threads alive at exit, up to one process in three aborts after its work is
-    done. Sharded models lie in reference cycles that hold the group, hence the two collections.
+    NOTE: otherwise gloo's threads abort up to one process in three at its exit. Sharded models lie
+    in reference cycles that hold the group, hence the two collections.
     """
     if dist.is_initialized():
         gc.collect()
@@ -109,13 +101,7 @@ def say(line: str) -> None:
 
 
 def shard(accelerator: Any, model: Any) -> Any:
-    """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole.
-
-    A layer's parameters are gathered when it runs and dropped after it; the root holds what belongs
-    to no layer (embedding, norm, head). In bf16 layers compute in bfloat16 on float32 master
-    weights, and gradients are summed in float32. The launcher's `fsdp_reshard_after_forward`,
-    `fsdp_offload_params` and `fsdp_activation_checkpointing` apply.
-    """
+    """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole."""
     if world_size() == 1:
         # NOTE: evaluation mode, or accelerate wraps the model of a launcher's only process.
         return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
@@ -123,19 +109,24 @@ def shard(accelerator: Any, model: Any) -> Any:
 
 
 def shard_over_ranks(accelerator: Any, model: Any) -> Any:
-    """`shard` with any number of ranks, one too (benchmarks/gpu.py)."""
+    """`shard` with any number of ranks, one too (benchmarks/gpu.py).
+
+    A layer's parameters are gathered when it runs and dropped after it; the root holds embedding,
+    norm and head. In bf16 layers compute in bfloat16 on float32 master weights, and gradients are
+    summed in float32. The launcher's `fsdp_reshard_after_forward`, `fsdp_offload_params` and
+    `fsdp_activation_checkpointing` apply.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     options = FullyShardedDataParallelPlugin(fsdp_version=2)
     if options.activation_checkpointing:
         keep_for_backward(model, "inputs")
     device = accelerator.device
-    mesh = dist.device_mesh.init_device_mesh(device.type, (world_size(),))
+    settings: dict[str, Any] = {
+        "mesh": dist.device_mesh.init_device_mesh(device.type, (world_size(),))
+    }
     if accelerator.mixed_precision == "bf16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    else:
-        precision = MixedPrecisionPolicy()
-    settings: dict[str, Any] = dict(mesh=mesh, mp_policy=precision)
+        settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if device.type != "cpu":
         settings["offload_policy"] = options.cpu_offload
     names = set(getattr(model, "lm", getattr(model, "backbone", model))._no_split_modules)
@@ -170,15 +161,12 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Items for each rank: equally many (up to one), with about equal total cost.
+    """Indices into `costs` for each rank: as many (up to one), with about equal total cost.
 
     Sorted by cost and dealt out back and forth, so that every rank gets large and small ones:
 
     >>> deal([10, 80, 50, 60], ranks=2)
     [[1, 0], [3, 2]]
-
-    Returns:
-        `ranks` lists of indices into `costs`, each with its costliest first.
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
@@ -189,9 +177,9 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def own_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
-    """This rank's micro-batches as (rows, counts): as many on every rank.
+    """This rank's micro-batches as (rows, counts), as many on every rank.
 
-    A rank that got one less repeats the cheapest one, and its loss must not count.
+    A rank that got one less repeats the cheapest one, with its loss times 0.
     """
     hands = deal(costs, world_size())
     passes = [(cuts[i], True) for i in hands[rank()]]
@@ -224,8 +212,8 @@ def summed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 def apart(doing: str, work: Callable[[], T]) -> list[T]:
     """Run `work`, which uses no collective, on every rank; all results, in order of rank.
 
-    Ranks meet again at its end: if one was interrupted all raise KeyboardInterrupt, and if one
-    failed all raise RankError with its message. One process raises what `work` raises.
+    If one rank was interrupted all raise KeyboardInterrupt; if one failed all raise RankError with
+    its message. One process raises what `work` raises.
     """
     if world_size() == 1:
         return [work()]
@@ -235,14 +223,14 @@ def apart(doing: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except (Exception, KeyboardInterrupt) as error:
         failure = error
-    reports = gather((failure and _line(failure), result))
-    lines = [line for line, _ in reports]
-    if INTERRUPTED in lines:
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    reports = gather((interrupted, failure and _line(failure), result))
+    if any(interrupted for interrupted, _, _ in reports):
         raise KeyboardInterrupt from failure
-    for number, line in enumerate(lines):
+    for number, (_, line, _) in enumerate(reports):
         if line is not None:
             raise RankError(f"rank {number} of {world_size()}, {doing}: {line}") from failure
-    return [part for _, part in reports]  # type: ignore[misc]
+    return [part for _, _, part in reports]  # type: ignore[misc]
 
 
 def first(doing: str, work: Callable[[], T]) -> T:
@@ -281,11 +269,6 @@ def is_lost_contact(error: BaseException) -> bool:
     )
 
 
-INTERRUPTED = "KeyboardInterrupt"
-
-
 def _line(error: BaseException) -> str:
     """An error as one line, with its class."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -6,42 +6,32 @@
     A ~ U(-1/√in, 1/√in), B = 0        W' = W at the start: the first policy is the base model
     α = 2 r                            α/r is 2 whatever the rank
 
-With P parameters and P_r in the adapters (305,280 · r for SmolLM2-135M: 4.9M for r = 16), float32:
-
-    bytes   full: 4 P weights + 12 P gradient, two moments + 4 P frozen reference = 20 P
-            LoRA: 4 P weights + 16 P_r adapters     (the reference is `adapters_off`)
-
-Samplers and checkpoints hold ordinary models: `merged_weights` streams W' in the place of W. The
-output head is not adapted: it is often the embedding, and merging would separate the two.
-"LoRA Without Regret" (Schulman et al., 2025) reports that for policy gradients rank 1 learns like
-full training, at about 10 times the learning rate.
-
-peft adapts the model in place: q_proj.weight becomes, in a state dict,
-q_proj.base_layer.weight, q_proj.lora_A.default.weight and q_proj.lora_B.default.weight.
-Run: `python train.py --lora-rank 16`. Read next: `engines.py`.
+With P parameters, and P_r in the adapters, full training takes 20 P bytes (weights, gradient, two
+moments, reference; float32) and LoRA 4 P + 16 P_r: the reference is `adapters_off`. Samplers and
+checkpoints hold ordinary models: `merged_weights` puts W' in the place of W. The output head is not
+adapted: it is often the embedding, and merging would separate the two. "LoRA Without Regret"
+(Schulman et al., 2025): for policy gradients rank 1 learns like full training, at about 10 times
+the learning rate. Run: `python train.py --lora-rank 16`. Read next: `engines.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from scale.distributed import whole
+
 ALPHA_PER_RANK = 2  # α/r
-ADAPTER = "default"  # peft's name for a model's only adapter
+# peft adapts the model in place: q_proj.weight becomes, in a state dict, q_proj.base_layer.weight,
+# q_proj.lora_A.default.weight and q_proj.lora_B.default.weight.
+ADAPTER = "default"
 FILE = "adapter_model.safetensors"
-
-Full = Callable[[torch.Tensor], torch.Tensor]
-
-
-def identity(tensor: torch.Tensor) -> torch.Tensor:
-    """`full` of an unsharded model: every tensor is whole already."""
-    return tensor
 
 
 def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
@@ -68,18 +58,13 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):  # peft fills A and B on the CPU with global numbers
         inject_adapter_in_model(config, lm, adapter_name=ADAPTER)
     generator = torch.Generator().manual_seed(seed)
-    for layer in adapted_layers(lm).values():
+    for layer in _adapted_layers(lm).values():
         layer.lora_A.float()  # peft made them in the dtype of W
         layer.lora_B.float()
         a = layer.lora_A[ADAPTER].weight  # (r, in)
         bound = layer.in_features**-0.5
         with torch.no_grad():
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-
-
-def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Name -> layer with adapters, in the module's order."""
-    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def is_adapter(name: str) -> bool:
@@ -94,7 +79,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
     NOTE: not peft's `enable_adapters`, which also sets requires_grad: a sharding wrapper has
     parameters of its own. Only the flag that `forward` reads is set.
     """
-    layers = list(adapted_layers(module).values())
+    layers = list(_adapted_layers(module).values())
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -104,50 +89,42 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged_weights(lm: Any, full: Full = identity) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The state dict of the model that `lm` acts as, one tensor at a time: W' in the place of W.
 
-    Args:
-        full: makes a whole tensor of a sharded one, called on W, A and B before the arithmetic. In
-            a sharded run it is a collective: every rank has to iterate, to the end.
+    Collective if the model is sharded: every rank has to iterate, to the end.
+
     Yields:
         (name, tensor) for every name the base model had, in its order, the tied output head
         included; merged in float32, in the dtype of W. What was not merged is the live weight.
     """
-    layers, state = adapted_layers(lm), lm.state_dict()
+    layers, state = _adapted_layers(lm), lm.state_dict()
     for name, tensor in state.items():
         if is_adapter(name):
             continue
-        w = full(tensor.detach())
+        w = whole(tensor.detach())
         prefix, _, rest = name.rpartition(".base_layer.")
-        if prefix in layers and rest == "weight":
-            a = full(state[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()).float()  # (r, in)
-            b = full(state[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()).float()  # (out, r)
+        if prefix and rest == "weight":
+            a = whole(state[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()).float()  # (r, in)
+            b = whole(state[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()).float()  # (out, r)
             scale = layers[prefix].scaling[ADAPTER]  # α/r
             w = (w.float() + scale * (b @ a)).to(w.dtype)  # W' = W + (α/r) B A, (out, in)
         yield (f"{prefix}.{rest}" if prefix else name), w
 
 
 def save_adapter(
-    lm: Any,
-    folder: Path | None,
-    base_model_path: str,
-    full: Full = identity,
-    dtype: torch.dtype = torch.float32,
+    lm: Any, folder: Path | None, base_model_path: str, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write the adapters alone, as `peft.PeftModel.from_pretrained(base, folder)` loads them.
 
-    Args:
-        folder: gets adapter_config.json and adapter_model.safetensors; None on the ranks of a
-            sharded run that only take part in `full`.
-        base_model_path: the model that the adapters belong to, noted in the config.
+    Collective if the model is sharded; `folder` is None on the ranks that do not write.
     """
     from safetensors.torch import save_file
 
     tensors = {}
     for name, tensor in lm.state_dict().items():
         if is_adapter(name):
-            tensors[_peft_name(name)] = full(tensor.detach()).to("cpu", dtype).contiguous()
+            tensors[_peft_name(name)] = whole(tensor.detach()).to("cpu", dtype).contiguous()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,12 +146,15 @@ def load_adapter(lm: Any, folder: Path) -> None:
 
     tensors = load_file(folder / FILE)
     add_lora(lm, max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name))
-    state = {name: t for name, t in lm.state_dict().items() if is_adapter(name)}
-    shapes = {_peft_name(name): t.shape for name, t in state.items()}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+    state = {_peft_name(name): t for name, t in lm.state_dict().items() if is_adapter(name)}
+    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in tensors.items()}:
         raise ValueError(f"the adapters in {folder} do not fit {type(lm).__name__}")
     for name, tensor in state.items():
-        tensor.copy_(tensors[_peft_name(name)])
+        tensor.copy_(tensors[name])
+
+
+def _adapted_layers(module: nn.Module) -> dict[str, Any]:
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def _peft_name(name: str) -> str:

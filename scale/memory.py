@@ -1,17 +1,13 @@
 """Will it fit? Bytes of a training step from the model's shape, before anything is loaded.
 
-P parameters, P_l of them in one layer, P_r in LoRA's adapters, W devices, T tokens in a micro-batch
-(at least one trajectory), H hidden, I intermediate, A·D attention size, L layers, V vocabulary:
+P parameters, P_r in LoRA's adapters, W devices, T tokens in a micro-batch (at least one
+trajectory), H hidden, I intermediate, A·D attention size, L layers, V vocabulary:
 
     state        full: (4 weights + 4 gradients + 8 moments + 4 reference) P / W
                  LoRA: (4 P + 16 P_r) / W; the reference is the policy without its adapters
-    activations  all:      everything a layer's gradients need, L times: KEPT and 8 I a token
-                 products: per layer its input and the results of matrix products and attention;
-                           the rest is recomputed, one layer at a time
-                 inputs:   per layer its input alone (--gradient-checkpointing)
+    activations  what each layer keeps for its backward pass: `keep_for_backward`, KEPT
     head         24 bytes a logit of one slice (models.HEAD_BYTES)
-    copies       W = 1: autocast's bfloat16 weights, 2 P, or with recomputation one layer's
-                 W > 1: gathered weights of the root and two layers, and their gradients
+    copies       W = 1: autocast's bfloat16 weights; W > 1: gathered weights and their gradients
     sampler      2 P + keys and values, 4 L D A_kv a token
 
 `tests/measure_memory.py` compares this with the tensors of real updates; `recipes/memory.py` makes
@@ -82,7 +78,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """P_l: matrices, biases of q, k and v, two norms."""
+        """Matrices, biases of q, k and v, two norms."""
         biases = sum(out for _, out in self.linears[:3])
         return sum(a * b for a, b in self.linears) + biases + 2 * self.hidden
 
@@ -187,8 +183,8 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
     """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill.
 
     Groups share their openings and most trajectories end early; when it is full, vLLM lets some
-    wait. A small model gets more, so that the history of trajectories that wait for their
-    environment stays cached. `shape` None: unknown.
+    wait. A small model gets more: it keeps the history of trajectories that are in their
+    environments. `shape` None: unknown.
     """
     if shape is None:
         return CPU_CACHE_AT_MOST
@@ -218,12 +214,12 @@ PRODUCTS = {
 
 
 def keep_for_backward(model: Any, keep: Keep) -> None:
-    """Choose what each layer of a PolicyModel or CriticModel keeps in training.
+    """Choose what each layer of a PolicyModel or CriticModel keeps; gradients are bitwise the same.
 
-    Gradients are the same, to the bit. Between two products lie norms, rotations and activations:
-    many bytes and little arithmetic, so recomputing them costs a CPU nothing (31.9 kB a token and
-    layer of SmolLM2-135M become 13.9). `inputs` repeats the products too: 2.3 kB, up to a third
-    more time. Source: torch.utils.checkpoint.create_selective_checkpoint_contexts.
+    all        everything its gradients need: 31.9 kB a token and layer of SmolLM2-135M
+    products   its input and the results of matrix products and attention: 13.9 kB; recomputing
+               the norms, rotations and activations between them costs a CPU nothing
+    inputs     its input alone: 2.3 kB, up to a third more time (--gradient-checkpointing)
     """
     if keep == "all":
         return
@@ -240,9 +236,9 @@ def keep_for_backward(model: Any, keep: Keep) -> None:
 
 
 def what_to_keep(checkpointing: bool, device: torch.device) -> Keep:
-    """A device's default. On a GPU the layers are too quick for a choice at each operation."""
     if checkpointing:
         return "inputs"
+    # On a GPU the layers are too quick for a choice at each operation.
     return "products" if device.type == "cpu" else "all"
 
 
@@ -263,7 +259,7 @@ class Need(NamedTuple):
 
     state: float  # from step to step
     peak: float
-    held: float  # of `state` during the rollout: all but gradients
+    held: float  # state during the rollout, when there are no gradients
 
 
 def check_room(config: RunConfig, room: Room | None = None) -> str | None:
@@ -302,13 +298,12 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     """The bytes of a run, on each card or on the machine; PPO's critic has the policy's shape."""
     c: Any = config
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), c.lora_rank
-    has_critic = getattr(c, "needs_critic", False)
     parts = state_bytes(shape, world, rank)
     if not (getattr(c, "kl_coef", 0) or getattr(c, "kl_loss_coef", 0)):
         parts["reference"] = 0
     state, gradients = sum(parts.values()), parts["gradients"]
-    if has_critic:
-        state += sum(parts[name] for name in ("weights", "gradients", "moments"))
+    if getattr(c, "needs_critic", False):
+        state += state - parts["reference"]
         gradients *= 2
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
     row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair stays together
@@ -316,9 +311,8 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
     keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
     head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
     update = transient_bytes(shape, tokens, world, rank, keep, head)
-    is_elsewhere = c.engine_url or c.engine_devices
     sampler = 0.0
-    if not is_elsewhere:
+    if not (c.engine_url or c.engine_devices):
         sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)
     if is_gpu:
         beside = (MARGIN * state + sampler) if sampler else 0.0
@@ -339,9 +333,8 @@ def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
 def sampler_share(config: RunConfig, room: Room | None = None) -> float:
     """The share of a card that vLLM may take beside the trainer: at most half.
 
-    vLLM takes its memory back after each update, while weights, moments and reference are there. It
-    is also there when the trainer scores what was sampled after a sync (`sync.compare`), for which
-    autocast, or FSDP's root, makes copies in bfloat16.
+    When vLLM takes its memory back after an update, the card holds weights, moments and reference;
+    when the trainer scores samples after a sync (`sync.compare`), also bfloat16 copies of weights.
     """
     shape = shape_of(config.model, model_config(config.model) or {})
     room = room or room_here()

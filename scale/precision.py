@@ -3,12 +3,10 @@
     bf16    float32 master weights, products under autocast; the sampler's weights in bfloat16
     fp32    everything in float32
 
-bfloat16 halves the bytes of every product and is far faster on hardware that multiplies matrices in
-it (a GPU, AMX). Elsewhere numbers are converted back and forth, and it may be slower. CPU flags do
-not tell which, so `auto` times a small model in both formats and remembers the result. Weights,
-gradients, moments and checkpoints are float32 either way: a run may be resumed in the other format.
-
-Read next: `models.py`.
+bfloat16 is far faster on hardware that multiplies matrices in it (a GPU, AMX). Elsewhere numbers
+are converted back and forth, and it may be slower. CPU flags do not tell which, so `auto` times a
+small model in both formats and remembers the result. Weights, gradients, moments and checkpoints
+are float32 either way: a run may be resumed in the other format. Read next: `models.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 from run.files import cache_dir, write_json
 
 Format = Literal["bf16", "fp32"]
-DTYPES: dict[Format, str] = {"bf16": "bfloat16", "fp32": "float32"}
+FORMATS: tuple[Format, ...] = ("bf16", "fp32")
 # What is timed: two layers of SmolLM2-135M, a micro-batch and its policy tokens.
 SHAPE: dict[str, Any] = {
     "hidden_size": 576,
@@ -48,7 +46,7 @@ class Precision(NamedTuple):
     @property
     def dtype(self) -> str:
         """Of the sampler's weights, as torch and vLLM call it."""
-        return DTYPES[self.format]
+        return "bfloat16" if self.format == "bf16" else "float32"
 
     @property
     def autocast(self) -> str:
@@ -56,43 +54,41 @@ class Precision(NamedTuple):
         return "bf16" if self.format == "bf16" else "no"
 
 
-def choose(asked: str, deterministic: bool = False) -> Precision:
+def choose(asked: Literal["auto", "bf16", "fp32"], deterministic: bool = False) -> Precision:
     """The format that `--precision asked` means on this machine; measures at most once."""
     if deterministic:
         return Precision("fp32", "--deterministic")
-    if asked in ("bf16", "fp32"):
-        return Precision(asked, f"--precision {asked}")  # type: ignore[arg-type]
+    if asked != "auto":
+        return Precision(asked, f"--precision {asked}")
     if torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Precision("bf16", "on a GPU")
         return Precision("fp32", "this GPU has no bfloat16")  # a T4; vLLM would refuse it too
-    seconds = measured()
-    faster, slower = sorted(seconds, key=seconds.__getitem__)
+    seconds = _measured()
+    faster, slower = sorted(FORMATS, key=lambda name: seconds[name])
     ratio = seconds[slower] / seconds[faster]
     return Precision(faster, f"measured here: {ratio:.1f} times as fast as {slower}")
 
 
-def measured() -> dict[Format, float]:
+def _measured() -> dict[Format, float]:
     """Seconds of a small model's pass in each format on this processor, from the cache if known."""
     file = cache_dir() / "precision.json"
     known = {}
     with suppress(OSError, ValueError):  # no file, or a damaged one
         known = json.loads(file.read_text(encoding="utf-8"))
-    key = f"{processor()}, one thread, torch {torch.__version__}"
+    key = f"{_processor()}, one thread, torch {torch.__version__}"
     if key not in known:
         known[key] = time_formats()
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, known)
-    return {name: known[key][name] for name in DTYPES}
+    return known[key]
 
 
-def processor() -> str:
+def _processor() -> str:
     """Model name and the flags that matter: a virtual machine may hide some."""
-    try:
+    facts = {}
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    facts = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
+        facts = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
     flags = [f for f in facts.get("flags", "").split() if f.startswith(("amx", "avx512_bf16"))]
     return " ".join([facts.get("model name", platform.processor()), *flags])
 
@@ -121,7 +117,7 @@ def time_formats() -> dict[Format, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = [{name: seconds(name) for name in DTYPES} for _ in range(REPEATS + 1)][1:]
+        times = [{name: seconds(name) for name in FORMATS} for _ in range(REPEATS + 1)][1:]
     finally:
         torch.set_num_threads(threads)
-    return {name: min(t[name] for t in times) for name in DTYPES}
+    return {name: min(t[name] for t in times) for name in FORMATS}

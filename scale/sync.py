@@ -31,41 +31,28 @@ from scale.lora import merged_weights
 NUM_PROBED = 8  # tokens sampled after each opening
 
 
-def whole_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every name of the policy's state dict, the tied head included, one tensor at a time.
-
-    Collective: a parameter is gathered from all ranks when its turn comes. Adapters (LoRA) are
-    merged in float32, before the cast.
-    """
-    for name, tensor in merged_weights(policy.lm, full=distributed.whole):
-        yield name, tensor.detach().to(dtype)
-
-
 def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
     """The policy's weights into this rank's sampler; bytes sent. Collective."""
     num_bytes = 0
 
-    def count() -> Iterator[tuple[str, torch.Tensor]]:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_bytes
-        for name, tensor in whole_weights(policy, dtype):
-            num_bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor
+        for name, tensor in merged_weights(policy.lm):
+            cast = tensor.detach().to(dtype)
+            num_bytes += cast.nbytes
+            yield name, cast
 
-    engine.load_weights(count())
+    engine.load_weights(stream())
     distributed.meet()  # samplers may be shared: wait until all weights have arrived
     return num_bytes
 
 
 def export_policy(accelerator: Any, policy: Any, tokenizer: Any, folder: Path | None) -> None:
-    """The policy as Hugging Face files in bfloat16, put together on rank 0. Collective.
-
-    Args:
-        folder: None on the ranks that do not write.
-    """
+    """The policy as Hugging Face files in bfloat16, written by rank 0; others need no `folder`."""
     weights = {}
-    for name, tensor in whole_weights(policy, torch.bfloat16):
+    for name, tensor in merged_weights(policy.lm):
         if distributed.rank() == 0:
-            weights[name] = tensor.cpu()
+            weights[name] = tensor.detach().to(torch.bfloat16).cpu()
     model = accelerator.unwrap_model(policy)
 
     def write() -> None:
@@ -85,8 +72,7 @@ def compare(
 ) -> list[float]:
     """d of every rank's sampler: a few tokens sampled after each opening, scored by the trainer.
 
-    Args:
-        openings: prompts as token ids, the same on every rank. Collective: a pass each.
+    Collective. `openings` are token ids, the same on every rank.
     """
     samples = distributed.apart("probing", lambda: _sample(engine, openings, temperature, seed))
     differences: list[float] = []
@@ -102,11 +88,7 @@ def compare(
 
 
 def check(differences: Sequence[float], limit: float, step: int) -> float:
-    """Mean of `compare`'s result.
-
-    Raises:
-        SyncError: on some rank it is above `limit` (nats a token), or not a number.
-    """
+    """Mean of `compare`'s result; SyncError if a rank's is above `limit` or not a number."""
     bad = [rank for rank, d in enumerate(differences) if not d <= limit]
     if bad:
         whose = f" of rank {bad[0]}" if len(differences) > 1 else ""

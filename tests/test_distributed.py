@@ -98,6 +98,8 @@ def test_two_processes_take_the_step_of_one(results, case):
         assert two["metrics"]["policy/skipped_steps"] == 1
     else:
         assert moved > 1e-3
+    if case == "epochs":  # trap 3: 11 rows in mini-batches of 4 are 3 steps a pass
+        assert two["metrics"]["policy/optimizer_steps"] == 6
 
 
 @pytest.mark.parametrize("case", ["grpo lora", "ppo lora"])
@@ -107,12 +109,6 @@ def test_with_adapters_the_base_does_not_move_on_any_rank(results, case):
     assert frozen
     for result in results[case]:
         assert all(torch.equal(result["weights"][name], p) for name, p in frozen.items())
-
-
-def test_epochs_are_optimizer_steps_on_two_processes_too(results):
-    """Trap 3: 11 rows in mini-batches of 4 are 3 steps a pass."""
-    for result in results["epochs"]:
-        assert result["metrics"]["policy/optimizer_steps"] == 6
 
 
 def test_each_of_two_ranks_holds_half_of_the_parameters_and_of_the_optimizer(results):
@@ -162,14 +158,6 @@ def test_a_model_that_is_forgotten_is_freed():
     distributed.forget(accelerator, gone)
     del gone
     assert reference() is None and any(model is kept for model in accelerator._models)
-
-
-def test_one_process_needs_no_group():
-    assert distributed.gather("x") == ["x"]
-    assert distributed.apart("playing", lambda: 3) == [3]
-    assert distributed.first("opening", lambda: 4) == 4
-    with pytest.raises(ZeroDivisionError):
-        distributed.apart("playing", lambda: 1 / 0)
 
 
 def test_all_ranks_know_what_rank_0_failed_with(monkeypatch):

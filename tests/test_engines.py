@@ -1,5 +1,6 @@
 """engines.py: a sampler reports the log-probs that the trainer computes."""
 
+import copy
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -36,6 +37,18 @@ def with_noise(lm, seed):
             if p.ndim == 2:
                 p.add_(torch.randn(p.shape, generator=generator), alpha=0.04)
     return lm
+
+
+def changed(lm):
+    """Two models with other weights. In the first only the embedding differs, and with it the tied
+    head (trap 20): with a stale head everything is off, with other stale weights little."""
+    embedding, everything = copy.deepcopy(lm), with_noise(copy.deepcopy(lm), seed=7)
+    weight = embedding.get_input_embeddings().weight
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(6)
+        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.04)
+    assert lm.config.tie_word_embeddings and "lm_head.weight" in embedding.state_dict()
+    return embedding, everything
 
 
 def prompt_of(length, seed=0):

@@ -54,31 +54,29 @@ def test_a_small_group_packed() -> None:
     assert packed.parts == (2, 2, 1)
 
 
-def test_tree_attention_is_attention_under_this_mask() -> None:
-    tree = torch.tensor(
-        [
-            [1, 0, 0, 0, 0, 0],  # P
-            [1, 1, 0, 0, 0, 0],  # P
-            [1, 1, 1, 0, 0, 0],  # a
-            [1, 1, 1, 1, 0, 0],  # a
-            [1, 1, 0, 0, 1, 0],  # b sees P and not a
-            [1, 1, 0, 0, 1, 1],  # b
-        ]
-    ).bool()
+@pytest.mark.parametrize(
+    "parts",
+    [None, (2, 2, 2), (2, 2, 0, 2), (2, 1, 9), (3, 7, 7), (1, 2, 3, 4)],  # None: an ordinary row
+)
+def test_tree_attention_is_attention_under_the_mask_of_a_tree(parts: tuple[int, ...]) -> None:
+    """Behind a short opening the rows of the opening are computed again and dropped; neither the
+    result nor a gradient may show it."""
+    length = sum(parts or (6,))
+    tree = torch.ones(length, length, dtype=torch.bool).tril()
+    if parts:
+        part_of = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
+        tree &= (part_of[:, None] == part_of) | (part_of == 0)  # own part, or P
     torch.manual_seed(0)
-    q = torch.randn(1, 4, 6, 8)  # four heads,
-    k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)  # two of them to a key
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=tree, enable_gqa=True
-    )
-    for parts in ((2, 2, 2), (2, 2, 0, 2)):  # a sample may end with the opening
-        got, _ = tree_attention(None, q, k, v, None, parts=parts)
-        torch.testing.assert_close(got, wanted.transpose(1, 2))
-    line, _ = tree_attention(None, q, k, v, None)
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(line, wanted.transpose(1, 2))
+    heads = (4, 2, 2)  # of q, k, v: two heads to a key
+    inputs = [torch.randn(1, n, length, 8, requires_grad=True) for n in heads]
+    weights = torch.randn(1, length, 4, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wanted = attend(*inputs, attn_mask=tree, enable_gqa=True).transpose(1, 2)
+    expected = torch.autograd.grad((wanted * weights).sum(), inputs)
+    got, _ = tree_attention(None, *inputs, None, parts=parts)
+    torch.testing.assert_close(got, wanted)
+    actual = torch.autograd.grad((got * weights).sum(), inputs)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
@@ -107,28 +105,6 @@ def outcome(
         (lp * weights[rows, :width] + 0.1 * entropy).sum().backward()
         log_probs[rows, :width], entropies[rows, :width] = lp.detach(), entropy.detach()
     return log_probs, entropies, [p.grad.clone() for p in policy.parameters()]
-
-
-@pytest.mark.parametrize("parts", [(2, 1, 9), (3, 7, 7), (4, 8, 9), (1, 2, 3, 4)])
-def test_parts_longer_than_their_opening_attend_as_the_tree_says(parts: tuple[int, ...]) -> None:
-    """Behind a short opening the rows of the opening are computed again and dropped; neither the
-    result nor a gradient may know of it."""
-    p, length = parts[0], sum(parts)
-    tree = torch.ones(length, length, dtype=torch.bool).tril()
-    part_of = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
-    tree &= (part_of[:, None] == part_of) | (part_of == 0)  # own part, or P
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
-    weights = torch.randn(1, length, 2, 8)
-    wanted = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=tree)
-    expected = torch.autograd.grad((wanted.transpose(1, 2) * weights).sum(), inputs)
-    got, _ = tree_attention(None, *inputs, None, parts=parts)
-    assert any(n > 2 * p for n in parts[1:])
-    torch.testing.assert_close(got, wanted.transpose(1, 2))
-    for ours, theirs in zip(
-        torch.autograd.grad((got * weights).sum(), inputs), expected, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("max_tokens", [40, 10_000])

@@ -1,6 +1,7 @@
 """Weight sync: every weight arrives, one at a time, and one that does not is noticed (trap 20)."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -77,14 +78,18 @@ def test_the_rank_whose_sampler_is_off_is_named(bad):
     assert sync.check([0.001, 0.003], 0.1, step=1) == pytest.approx(0.002)
 
 
-def test_one_weight_exists_at_a_time(policy):
-    """What was yielded is dropped before the next is put together; a second copy never exists."""
-    import weakref
-
-    alive = []
+def test_one_weight_exists_at_a_time(policy, engine):
+    """What was sent is dropped before the next is put together; a second copy never exists."""
     most = 0
-    for _, tensor in sync.whole_weights(policy, torch.bfloat16):
-        alive = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
-        most = max(most, len(alive))
-        del tensor
+
+    def load(weights):
+        nonlocal most
+        alive = []
+        for _, tensor in weights:
+            alive = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
+            most = max(most, len(alive))
+            del tensor
+
+    engine.load_weights = load
+    sync.send_weights(policy, engine, torch.bfloat16)
     assert most <= 2  # the one that is handed over and the one before it

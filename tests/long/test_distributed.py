@@ -92,8 +92,8 @@ def test_ctrl_c_saves_once(tmp_path):
     assert [read_metrics(settings["run_dir"])[-1]["step"]] == saved
 
 
-def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
-    """Both engines live beside the trainer's process group and get every step's weights."""
+def run_with_vllm(tmp_path, **changes):
+    """A run of two processes whose samplers get every step's weights: (its folder, its actions)."""
     settings = options(
         tmp_path,
         "http://127.0.0.1:9",
@@ -105,6 +105,7 @@ def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
         steps=2,
         max_tokens_per_turn=8,
         max_trajectory_tokens=1000,
+        **changes,
     )
     del settings["env_addr"]  # every rank starts an environment server, too
     ids = tmp_path / "ids.json"
@@ -116,5 +117,10 @@ def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
         assert line["train/trajectories_used"] == 4
         assert line["sampler/log_prob_diff_mean"] < 0.05
         assert line["sync/log_prob_diff_mean"] < 0.05
-    texts = {t["turns"][0]["action_text"] for t in trajectories(settings["run_dir"], 1)}
-    assert len(texts) == 4  # the engines draw different random numbers
+    first = trajectories(settings["run_dir"], 1)
+    return Path(settings["run_dir"]), {t["turns"][0]["action_text"] for t in first}
+
+
+def test_every_rank_samples_with_a_vllm_of_its_own(tmp_path):
+    _, actions = run_with_vllm(tmp_path)
+    assert len(actions) == 4  # the engines draw different random numbers

@@ -1,17 +1,15 @@
 """sampling/fleet.py with one real vLLM server of the tiny model."""
 
-import json
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import launch
-from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
-from toy_env import flags, options, read_metrics
+from test_engines import changed, checkpoint, finish, lm, prompt_of, run, trainer_log_probs
 
 from engines import EngineError, SamplingSettings
 from sampling.fleet import FleetEngine, Served, start_servers
+
+from .test_distributed import run_with_vllm
 
 __all__ = ["checkpoint", "lm"]  # fixtures
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -41,20 +39,9 @@ def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weig
         assert_trainer_agrees(lm)
         assert_trainer_agrees(lm)  # now the prompts' keys and values are cached
 
-        # The embedding alone: with a stale head everything is off, with other stale weights little.
-        assert lm.config.tie_word_embeddings
-        embedding_changed = type(lm)(lm.config)
-        embedding_changed.load_state_dict(lm.state_dict())
-        with torch.no_grad():
-            weight = embedding_changed.get_input_embeddings().weight
-            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(6))
-            weight.add_(noise, alpha=0.04)
-        all_changed = type(lm)(lm.config)
-        all_changed.load_state_dict(lm.state_dict())
-        for changed in (embedding_changed.eval(), with_noise(all_changed.eval(), seed=7), lm):
-            assert "lm_head.weight" in changed.state_dict()
-            engine.load_weights(changed.state_dict().items())
-            assert_trainer_agrees(changed)
+        for new in (*changed(lm), lm):
+            engine.load_weights(new.state_dict().items())
+            assert_trainer_agrees(new)
 
         # Ends at a stop token, which is kept; an aborted request leaves nothing behind.
         greedy = run(engine, a=(prompt_of(8), SamplingSettings(8, 0.0)))["a"].token_ids
@@ -73,27 +60,5 @@ def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weig
 
 
 def test_two_trainer_processes_share_a_server_that_gets_each_steps_weights(tmp_path):
-    settings = options(
-        tmp_path,
-        "http://127.0.0.1:9",
-        env="textcraft",
-        engine="vllm",
-        engine_devices=("cpu",),
-        algorithm="reinforce_plus_plus",
-        entropy_coef=0.01,
-        learning_rate=1e-3,
-        steps=2,
-        max_tokens_per_turn=8,
-        max_trajectory_tokens=1000,
-    )
-    del settings["env_addr"]
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps([{"item_id": "textcraft_31"}, {"item_id": "textcraft_32"}]))
-    code, stdout, stderr = launch("train.py", *flags(**settings), timeout=500)
-    assert code == 0, stdout + stderr
-    lines = read_metrics(settings["run_dir"])
-    assert [line["policy/optimizer_steps"] for line in lines] == [1, 1]
-    for line in lines:
-        assert line["sampler/log_prob_diff_mean"] < 0.05
-        assert line["sync/log_prob_diff_mean"] < 0.05
-    assert not any((Path(settings["run_dir"]) / "weights").glob("*"))
+    run_dir, _ = run_with_vllm(tmp_path, engine_devices=("cpu",))
+    assert not any((run_dir / "weights").glob("*"))

@@ -4,10 +4,9 @@ import gc
 
 import pytest
 import torch
-from test_engines import checkpoint, finish, lm, prompt_of, run, trainer_log_probs, with_noise
+from test_engines import changed, checkpoint, finish, lm, prompt_of, run, trainer_log_probs
 
 from engines import EngineError, SamplingSettings
-from models import load_causal_lm
 from sampling.vllm_engine import VLLMEngine
 
 __all__ = ["checkpoint", "lm"]  # fixtures
@@ -51,9 +50,6 @@ def test_vllm_reports_the_log_probs_that_the_trainer_computes(vllm, lm, temperat
     done = run(engine, **{name: (ids, sampling) for name, ids in prompts.items()})
     for name, ids in prompts.items():
         assert_trainer_agrees(lm, dtype, ids, done[name], temperature)
-        raw = trainer_log_probs(lm, ids, done[name].token_ids, 1.0)
-        tempered = trainer_log_probs(lm, ids, done[name].token_ids, temperature)
-        assert temperature == 1.0 or (raw - tempered).abs().mean() > 0.1
 
 
 def test_a_turn_reads_little_of_its_history_again_and_agrees(vllm, lm, monkeypatch):
@@ -99,30 +95,17 @@ def test_vllm_keeps_the_stop_token_and_tells_why_it_ended(vllm):
     assert len(done.log_probs) == len(done.token_ids)
 
 
-def test_new_weights_reach_vllms_tied_head_and_its_cached_prefixes(vllm, lm, checkpoint):
+def test_new_weights_reach_vllms_tied_head_and_its_cached_prefixes(vllm, lm):
     """Trap 20: a stale head is off by half a nat without an error; so are keys of old weights."""
     engine, dtype = vllm
     prompt, sampling = prompt_of(300, seed=5), SamplingSettings(16)
-    assert lm.config.tie_word_embeddings
     run(engine, a=(prompt, sampling))  # now the prompt's keys and values are cached
-    embeddings_changed = load_causal_lm(checkpoint)
-    with torch.no_grad():  # the embedding alone: with a stale head everything is off
-        weight = embeddings_changed.get_input_embeddings().weight
-        weight.add_(
-            torch.randn(weight.shape, generator=torch.Generator().manual_seed(6)), alpha=0.04
-        )
-    try:
-        for changed in (embeddings_changed, with_noise(load_causal_lm(checkpoint), seed=7)):
-            assert "lm_head.weight" in changed.state_dict()
-            engine.load_weights(changed.state_dict().items())
-            done = run(engine, a=(prompt, sampling))["a"]
-            assert_trainer_agrees(changed, dtype, prompt, done)
-            old = trainer_log_probs(lm, prompt, done.token_ids, 1.0)
-            assert (old - torch.tensor(done.log_probs)).abs().mean() > 0.3
-    finally:
-        engine.load_weights(lm.state_dict().items())
-    done = run(engine, a=(prompt, sampling))["a"]
-    assert_trainer_agrees(lm, dtype, prompt, done)
+    for new in (*changed(lm), lm):
+        engine.load_weights(new.state_dict().items())
+        done = run(engine, a=(prompt, sampling))["a"]
+        assert_trainer_agrees(new, dtype, prompt, done)
+        old = trainer_log_probs(lm, prompt, done.token_ids, 1.0)
+        assert new is lm or (old - torch.tensor(done.log_probs)).abs().mean() > 0.3
 
 
 def test_what_vllm_refuses_or_fails_at_is_an_engine_error(vllm, monkeypatch):
