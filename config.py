@@ -618,8 +618,7 @@ def _check_environments(config: RunConfig) -> None:
                 )
         for address in config.env_addr:
             if address.partition("=")[0] not in called:
-                example = f"{called[0]}=http://host:port"
-                raise Misuse(f"--env-addr {address}: say whose it is, {example}")
+                raise Misuse(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
     for c in in_each(config):
         check_addresses("env_addr", c.env_addr, c.env)
     for name in ("engine_url", "engine_devices"):
@@ -645,11 +644,8 @@ def _spaced(values: Sequence[object]) -> str:
 
 
 def checked(config: Options) -> Options:
-    """The options, complete and possible on this machine, as the run keeps them.
-
-    Raises:
-        Misuse: one line naming the option, its value and what to do; nothing was written.
-    """
+    """The options, complete, possible on this machine, and as the run keeps them. Misuse is one
+    line naming the option, its value and what to do; nothing was written."""
     with refusing():
         config = complete(with_prompt(config))
     config.check()
@@ -726,12 +722,8 @@ def parse_command_line(
 ) -> T:
     """A dataclass from the command line: every field is a flag, its docstring the help text.
 
-    Args:
-        argv: arguments without the program's name; None: those of this process.
-        default: values of the flags that are not given; None: the dataclass's own.
-    Raises:
-        Misuse: the arguments cannot be read.
-        SystemExit: code 0, after --help.
+    `default` has the values of the flags that are not given; None: the dataclass's own. Raises
+    Misuse where the arguments cannot be read, SystemExit with code 0 after --help.
     """
     help_of = {
         parameter.arg_name: parameter.description or ""
@@ -828,9 +820,8 @@ def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
 
 # What a resumed run may change: how far it goes, where, and in what portions.
 CHANGEABLE = {
-    *("steps", "learning_rate_decay_steps", "env_addr", "run_dir", "resume", "save_every"),
-    *("keep_last", "record_state"),
-    *("engine_url", "engine_devices", "on_collapse", "stop_at", "log_to"),
+    *("steps", "learning_rate_decay_steps", "stop_at", "on_collapse", "save_every", "keep_last"),
+    *("env_addr", "engine_url", "engine_devices", "run_dir", "resume", "log_to", "record_state"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
 OF_ONE_RUN = {"config", "run_dir", "resume"}  # not taken over by another run
@@ -856,13 +847,8 @@ def as_kept(config: Options) -> Options:
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
-    """The options that the run in `run_dir` was started with.
-
-    Args:
-        kind: the method's options; RunConfig: those that all methods share, of any run.
-    Raises:
-        Misuse: no --run-dir was given, it holds no run, or another method's.
-    """
+    """The options that the run in `run_dir` was started with; with `kind` RunConfig those that all
+    methods share, of any run. Raises Misuse where it holds no run, or another method's."""
     if not run_dir:
         raise Misuse("--resume needs --run-dir, the run to continue")
     where = f"--run-dir {run_dir}"
@@ -929,11 +915,8 @@ def check_resumed(config: RunConfig) -> None:
 
 def with_prompt(config: T) -> T:
     """The options with the messages of --prompt, as JSON, in place of the file's name: config.json
-    then has the text that was trained with. Idempotent.
-
-    Raises:
-        Misuse: no such file, or nothing that can stand before a first observation.
-    """
+    then has the text that was trained with. Idempotent. Raises Misuse for a file that cannot be
+    read, or that cannot stand before a first observation."""
     file = config.prompt
     if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
         return config

@@ -50,7 +50,6 @@ from scale.default_models import SMALL_MODELS
 from scale.precision import DTYPES
 from schedulers import FixedRoundsScheduler, StepRoundsScheduler, make_scheduler
 from sft import SftConfig
-from warmstart import StartConfig
 
 ROOT = Path(__file__).parents[1]
 PROMISED = (
@@ -99,8 +98,7 @@ def choices(kind, name):
 def test_the_choices_are_those_of_the_tables():
     assert choices(Config, "algorithm") == tuple(ESTIMATORS)
     assert choices(DpoConfig, "loss") == tuple(PREFERENCES)
-    for kind in (Config, StartConfig):
-        assert choices(kind, "precision") == ("auto", *DTYPES)
+    assert choices(Config, "precision") == ("auto", *DTYPES)
     a, b = torch.tensor([[-1.0]]), torch.tensor([[-3.0]])
     estimates = [kl_estimate(a, b, name).item() for name in choices(Config, "kl_estimator")]
     assert estimates == pytest.approx([2.0, 2.0, math.exp(-2) + 1])
@@ -124,11 +122,6 @@ def test_an_option_belongs_to_the_algorithms_that_look_at_it():
 
 
 # --- Defaults -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(config_module, "has_gpu", lambda: True)
 
 
 @pytest.mark.parametrize("env", ENVS)
