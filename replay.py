@@ -2,7 +2,7 @@
 
     runs/NAME, an evaluation, a file ──> viewer/sources.py ──> viewer/server.py ──> viewer/page/
                                                           └──> viewer/export.py ──> one .html file
-                                                          └──> viewer/text.py ────> the terminal
+                                                          └──> --text ────────────> the terminal
 
 Everything is only read, and a run that is still training is shown as it grows. The page is served
 to this machine alone and loads nothing from elsewhere; from another machine:
@@ -24,27 +24,28 @@ Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line).
 Read next: viewer/trajectories.py, then viewer/server.py. Lesson: tutorials/11_reading_a_run.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
+import shutil
 import socket
 import sys
+import textwrap
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from run.errors import complain
+from viewer.overview import overview, what_goes_wrong
 from viewer.sources import NoSource, Source, open_source
-
-if TYPE_CHECKING:
-    from sampling.chatapi import ChatApi
+from viewer.trajectories import Filter, list_rows, outcome_of, trajectory_view
 
 PROG = "replay.py"
 PORT = 8610
 MAX_MEGABYTES = 200  # of an export without --limit
+LISTED = 40  # trajectories, in a terminal
+MAX_EXAMPLE = 100  # characters of a text in an overview
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,72 +80,154 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
     return [open_source(number, path) for number, path in enumerate(paths)]
 
 
-def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
-    """Raises: NoSource if a file or trajectory is not there."""
-    from viewer import text
-
-    for source in sources:
-        names = [file.name for file in source.files()]
-        if options.file and options.file not in names:
-            raise NoSource(f"{source.path} has no {options.file}; it has {', '.join(names[-5:])}")
-        if options.trajectory:
-            try:
-                file, line = text.find(source, options.trajectory, options.file)
-            except LookupError as error:
-                raise NoSource(str(error)) from None
-            print(text.trajectory_text(source, file, line))
-            continue
-        name = options.file or (names[-1] if names else None)
-        print(text.overview_text(source, name))
-        if name:
-            print(f"\n{text.list_text(source, name, options.failures)}")
-
-
-def serve(sources: list[Source], options: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C."""
+def serve(sources: list[Source], options: argparse.Namespace) -> None:
+    """Serve the page until Ctrl-C. Raises: NoSource for a wrong address or a port in use."""
     import uvicorn
 
     from viewer.play import Environments, Play
     from viewer.server import create_app
 
+    model = None
     try:
+        if options.api_base:
+            from sampling.chatapi import ChatApi  # imports torch, which takes seconds
+
+            key = os.environ.get(options.api_key_env or "")
+            model = ChatApi(options.api_base, options.api_model, key)
         listener = socket.create_server(("127.0.0.1", options.port))
+    except ValueError as error:
+        raise NoSource(str(error)) from None
     except (OSError, OverflowError) as error:
-        complain(PROG, f"--port {options.port}: {error}; --port 0 takes a free one")
-        return 2
+        raise NoSource(f"--port {options.port}: {error}; --port 0 takes a free one") from None
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     with contextlib.closing(Environments()) as environments:
-        app = create_app(sources, Play(environments, Path("runs"), chat_model(options)))
+        app = create_app(sources, Play(environments, Path("runs"), model))
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=2
         )
         names = ", ".join(source.name for source in sources)
         print(f"{names}: {url}  (Ctrl-C ends it)", flush=True)
-        if not options.no_browser and has_screen():
+        has_screen = sys.platform in ("darwin", "win32") or any(
+            os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
+        )
+        if has_screen and not options.no_browser:  # a browser without one takes over the terminal
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
-    return 0
 
 
-def has_screen() -> bool:
-    """Whether a browser would open a window; in a terminal it would take the terminal."""
-    return sys.platform in ("darwin", "win32") or any(
-        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
-    )
+# ------------------------------------------------------------------------------------ the terminal
 
 
-def chat_model(options: argparse.Namespace) -> ChatApi | None:
-    """The chat server's model, if one was named."""
-    if not options.api_base:
-        return None
-    from sampling.chatapi import ChatApi
+def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
+    """Raises: NoSource if a file or trajectory is not there."""
+    for source in sources:
+        names = [file.name for file in source.files()]
+        if options.file and options.file not in names:
+            raise NoSource(f"{source.path} has no {options.file}; it has {', '.join(names[-5:])}")
+        if options.trajectory:
+            file, line = find(source, options.trajectory, options.file)
+            print(trajectory_text(source, file, line))
+            continue
+        name = options.file or (names[-1] if names else None)
+        print(overview_text(source, name))
+        if name:
+            print(f"\n{list_text(source, name, options.failures)}")
 
-    key = os.environ.get(options.api_key_env or "")
-    try:
-        return ChatApi(options.api_base, options.api_model, key)
-    except ValueError as error:
-        raise NoSource(str(error)) from None
+
+def printable(text: str) -> str:
+    """Control characters made visible: a model's text must not move the cursor, rename the window,
+    or make the terminal answer.
+
+    >>> printable("a\\x1b[31mb\\u202ec\\nd")
+    'a⟨U+001B⟩[31mb⟨U+202E⟩c\\nd'
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
+
+
+def overview_text(source: Source, name: str | None) -> str:
+    """How the run goes, and what goes wrong in the file `name`."""
+    about = overview(source)
+    lines = [f"{source.name}: {about['env'] or 'unknown'}, {about['model'] or 'model unknown'}"]
+    lines += [f"  {sentence}" for sentence in about["headline"]]
+    if name is None:
+        return printable("\n".join([*lines, "  no trajectories yet"]))
+    wrong = what_goes_wrong(source.lines(name))
+    lines += ["", f"{name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
+    for key, title in (
+        ("stops", "stopped by"),
+        ("observations", "last observation"),
+        ("repeated", "repeated action"),
+    ):
+        if wrong[key]:
+            lines += [f"  {title}:"]
+            texts = [" ".join(entry["text"].split())[:MAX_EXAMPLE] for entry in wrong[key]]
+            lines += [f"    {e['count']:4d}  {t}" for e, t in zip(wrong[key], texts, strict=True)]
+    return printable("\n".join(lines))
+
+
+def list_text(source: Source, name: str, only_failures: bool) -> str:
+    """The trajectories of a file, one a line."""
+    chosen = Filter(outcome="failed" if only_failures else "")
+    table = list_rows(source.lines(name), chosen, limit=LISTED)
+    lines = [
+        f"{name}: {table['matching']} of {table['total']} trajectories",
+        f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}",
+    ]
+    for row in table["rows"]:
+        score = "-" if row["return"] is None else format_number(row["return"], ".2f")
+        names, widths = ("trajectory_id", "task_id", "subtask", "stop_reason"), (22, 20, 16, 12)
+        cells = [f"{row[n] or '-'!s:{w}.{w}}" for n, w in zip(names, widths, strict=True)]
+        lines.append(f"{' '.join(cells)} {score:>6} {row['num_turns']:5d}")
+    if more := table["matching"] - len(table["rows"]):
+        lines.append(f"... and {more} more")
+    return printable("\n".join(lines))
+
+
+def trajectory_text(source: Source, name: str, number: int) -> str:
+    """One trajectory, turn by turn."""
+    view = trajectory_view(source, name, number)
+    row = view["row"]
+    lines = [
+        f"{row['trajectory_id']}  {row['task_id']}  {row['subtask'] or ''}  {outcome_of(row)}"
+        f"  return {row['return']}  stopped by {row['stop_reason']}"
+    ]
+    if row["error"]:
+        lines.append(f"lost: {row['error']}")
+    lines += block("observation", view["opening"][-1]["content"] if view["opening"] else "")
+    for turn_number, turn in enumerate(view["turns"], start=1):
+        lines += block(f"action {turn_number}", turn["action_text"])
+        reward = f" ({format_number(turn['reward'], '+.2f')})" if turn["reward"] else ""
+        lines += block(f"observation{reward}", turn["observation_text"] or "")
+    return printable("\n".join(lines))
+
+
+def format_number(value: Any, form: str) -> str:
+    """A number in its form; anything else that a file holds in its place, as it is."""
+    return format(value, form) if isinstance(value, int | float) else str(value)
+
+
+def block(title: str, text: Any) -> list[str]:
+    """Wrapped text with a title on the left."""
+    width = max(40, min(100, shutil.get_terminal_size().columns) - 22)
+    pieces = [p for line in str(text).split("\n") for p in textwrap.wrap(line, width) or [""]]
+    return [f"{title if i == 0 else '':>20}  {piece}" for i, piece in enumerate(pieces)]
+
+
+def find(source: Source, trajectory_id: str, within: str | None = None) -> tuple[str, int]:
+    """(file, line) of a trajectory, in the newest file that has it, or in the file `within`: an
+    evaluation has the same ids as the step before it.
+
+    Raises: NoSource if there is none; similar ids are named.
+    """
+    similar: list[str] = []
+    for file in reversed(source.files()):
+        if within in (None, file.name):
+            ids = [str(i) for i in source.lines(file.name).columns["trajectory_id"]]
+            if trajectory_id in ids:
+                return file.name, ids.index(trajectory_id)
+            similar += [i for i in ids if i.startswith(trajectory_id.rpartition("-")[0])]
+    raise NoSource(f"no trajectory {trajectory_id}; similar: {', '.join(similar[:3]) or 'none'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = export(sources, options.export, options.limit, MAX_MEGABYTES)
             print(f"wrote {options.export} ({size / 1e6:.1f} MB); open it in a browser")
         else:
-            return serve(sources, options)
+            serve(sources, options)
     except NoSource as error:
         complain(PROG, error)
         return 2
