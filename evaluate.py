@@ -3,21 +3,11 @@ Evaluation: play held-out tasks, print how often they are solved and how sure th
 
     tasks x samples ──> rollout.collect       a local model: token ids, engines.py
                     └─> chatapi.collect_api   a model behind a chat server: messages
-    trajectories ─────> scoring.summarize ──> table, eval.json, curves.png
+    trajectories ─────> scoring.summarize ──> table, eval.json, trajectories.jsonl, curves.png
 
-The loop that plays is the one of training: the same prompt, parsing and budgets. The numbers are
-avg@k, pass@k and their 95 % intervals, per sub-task (reporting/scoring.py). Results go to a folder:
-
-    eval.json            per task, per sub-task, overall; the curves over turns and over samples
-    trajectories.jsonl   one episode a line, written as it ends
-    curves.png           success over test-time compute
-    config.json          every option
-    tokenizer/           turns token ids into text; absent for a chat server's model
-
-`--env all` plays every environment's test split with one model, loaded once, into a folder each,
-and writes the benchmark's table beside the paper's numbers: benchmark.json and benchmark.md
-(reporting/leaderboard.py). If an environment fails, the others go on, its row says why, the exit
-code is 1, and the same command with `--resume` plays what is missing.
+The loop that plays is the one of training. `--env all` plays every environment's test split with
+one model into a folder each, and writes a table beside the paper's numbers (benchmark.md). If an
+environment fails, the others go on, and the same command with `--resume` plays what is missing.
 
 How to run:
 
@@ -310,12 +300,7 @@ def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
 
 
 def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """
-    At most `limit` tasks of each sub-task, in their order; None: all.
-
-    >>> [t.task_id for t in first_of_each_subtask(load_tasks("textcraft", "test"), limit=1)]
-    ['textcraft_0', 'textcraft_140', 'textcraft_420', 'textcraft_533']
-    """
+    """At most `limit` tasks of each sub-task, in their order; None: all."""
     seen: Counter[str] = Counter()
     chosen = []
     for task in tasks:
@@ -483,10 +468,9 @@ def nothing_to_play(*_: Any) -> list[Trajectory]:
 
 
 def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
-    """
-    What --resume need not play again: environment -> its eval.json.
+    """What --resume need not play again: environment -> its eval.json.
 
-    Raises: Misuse if --out holds results of other options: one table of both would lie.
+    Raises: Misuse if --out holds results of other options.
     """
     results = {}
     for env in ENVS if config.resume else ():

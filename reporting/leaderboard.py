@@ -8,17 +8,12 @@ The paper's (arXiv 2509.08755, success in %, Qwen2.5-Instruct):
     SI-7B               trained with ScalingInter-RL; the only one given per sub-task
 
 They are of one sample per task at temperature 1, with at most `max_rounds` turns, over `items`
-tasks, without intervals. The table marks with "!" every row whose number of tasks is not the
-paper's, and lists other differences below. The authors do not list how many tasks a sub-task has;
-the counts in `PAPER` are the ones that add up to all their percentages (a test checks the sums).
+tasks, without intervals. "!" marks a row whose number of tasks is not the paper's; other
+differences are listed below the table. The authors do not say how many tasks a sub-task has; the
+counts in `PAPER` are the ones that fit all their percentages. An environment without numbers, or
+whose evaluation was cut short, keeps its row with the reason.
 
-An environment without numbers keeps its row, with the reason. So does an evaluation that was cut
-short: the episodes that end first are not a fair sample, since solved ones are shorter.
-
-    >>> PAPER["babyai"].subtasks["GoTo"]
-    (55, 100.0)
-
-Read next: evaluate.py, which plays what this file shows (`--env all`).
+Read next: evaluate.py (`--env all`).
 """
 
 from collections.abc import Mapping
@@ -34,8 +29,6 @@ REASON = "not measured: "
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's numbers of one environment."""
-
     items: int  # tasks of its test
     max_rounds: int  # turns, as its evaluation scripts set them
     success: tuple[float, ...]  # %, in the order of MODELS

@@ -1,15 +1,10 @@
-"""What a run logs: one definition for every name, two log files, one line a step.
-
-`GLOSSARY` defines each name in a sentence, and `MetricsLogger.log` refuses a name that is not in
-it. There are two files because there are two kinds of numbers:
+"""What a run logs: one definition for every name, two log files, one JSON object a step.
 
     metrics.jsonl   what follows from the seed: returns, losses, counts; never a time. Under
-                    `--deterministic` two runs with one seed write the same bytes, and so do an
-                    interrupted and resumed run and an uninterrupted one
+                    `--deterministic` the same bytes each time, also if the run was resumed
     timings.jsonl   seconds, tokens per second, bytes: different in every run
 
-Each line is one JSON object, `{"step": 7, name: value, ...}`, and on the disk when `log` returns. A
-value that is not finite is written as null. On resume both files are cut back to the checkpoint's
+A value that is not finite is written as null. On resume both files are cut back to the checkpoint's
 step. The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
 
     R_i                  = Σ_n r_{i,n}                     return: the sum of the turns' rewards
@@ -18,11 +13,10 @@ step. The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i an
     action_tokens_mean   = (1/N) Σ_i Σ_t loss_mask_{i,t}   only tokens that the policy sampled
     groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups without a GRPO signal
 
-N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) says
-nothing about the policy: it is in no mean, and counted in `train/env_failures` and `train/stop/*`.
+N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) is in no
+mean, and counted in `train/env_failures` and `train/stop/*`.
 
-Read next: run/progress.py and reporting/plots.py, which show these numbers; run/session.py,
-which logs them.
+Read next: run/session.py, which logs these numbers; reporting/plots.py, which draws them.
 """
 
 import json
@@ -59,7 +53,7 @@ METRICS: dict[str, str] = {
         f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
-    "horizon/max_rounds": "turns the scheduler allowed at this step, of worlds the most (turns)",
+    "horizon/max_rounds": "turns the scheduler allowed at this step, of several environments the most (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
     "policy/loss": "clipped policy loss, by token or --loss-agg, with KL and entropy terms (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
@@ -88,13 +82,13 @@ METRICS: dict[str, str] = {
     "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks (of worlds the least) or conversations (epochs)",
+    "data/epoch": "passes over the training tasks (of several environments the least) or conversations (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
     "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
     "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
     "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
-    # eval/: held-out tasks, of worlds their mean; intervals and items are in eval/step_*.json.
+    # eval/: held-out tasks, of several environments their mean; intervals and items are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
@@ -154,13 +148,11 @@ def by_env(
 def summarize_trajectories(
     trajectories: Sequence[RolloutHandler], envs: Sequence[str] = ()
 ) -> dict[str, float | int | None]:
-    """
-    The `train/*` metrics of one step.
+    """The `train/*` metrics of one step; a mean over nothing is None.
 
     Args:
         trajectories: the whole step's, of every process; invalid ones included.
         envs: of the run; if there are several, each has numbers of its own in every step.
-    Returns: name -> number; a mean over nothing is None.
     """
     valid = [t for t in trajectories if t.is_valid]
     turns = [turn for t in valid for turn in t.turns]
@@ -201,16 +193,8 @@ def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
 
 
 def repeated_tokens(token_ids: Sequence[int]) -> tuple[int, int]:
-    """
-    How many tokens of one action repeat what the action said before.
-
-    A token is repeated if it lies in a 4-gram (4 tokens in a row) that also starts at an earlier
-    place in the same action; the two may overlap. "aaaa…" of length L ≥ 5 has L - 1 such tokens,
-    "abab…" has L - 2, ordinary text hardly any. Actions that repeat from turn to turn are not seen.
-
-    Args:
-        token_ids: the sampled tokens of one action, `input_ids[start:end]` of its action_span.
-    Returns: (repeated, total).
+    """(repeated, total) tokens of one action. A token is repeated if it lies in a 4-gram (4 tokens
+    in a row) that also starts at an earlier place in the same action; the two may overlap.
 
     >>> repeated_tokens([7, 7, 7, 7, 7, 7, 7, 7]), repeated_tokens([5, 6, 5, 6, 5, 6, 5, 6])
     ((7, 8), (6, 8))
@@ -234,8 +218,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 class MetricsLogger:
-    """
-    Appends to `metrics.jsonl` and `timings.jsonl` of a run and prints the table.
+    """Appends to `metrics.jsonl` and `timings.jsonl` of a run and prints the table.
 
     >>> import tempfile
     >>> run_dir = tempfile.mkdtemp()
@@ -311,11 +294,7 @@ class MetricsLogger:
         last_step: int | None = None,
         left_s: float | None = None,
     ) -> None:
-        """The end of a step: its line of `timings.jsonl`, its row of the table, the picture.
-
-        Args:
-            last_step, left_s: of the run, see `progress.table_row`.
-        """
+        """The end of a step: its line of `timings.jsonl`, its row of the table, the picture."""
         self.timings(step, timings)
         if not self.writes:
             return

@@ -8,7 +8,6 @@ mean over the past, never the future. The colours are those of Okabe and Ito, wh
 cannot tell red from green can tell apart. Several runs in the same charts: `replay.py A B`.
 
 Run it: python -m reporting.plots runs/NAME        draws runs/NAME/reward.png again
-Read next: reporting/metrics.py for what each number means.
 """
 
 import argparse
@@ -51,13 +50,11 @@ Estimate = Mapping[str, Any]  # {"value", "low", "high"}
 
 @contextlib.contextmanager
 def figure(path: Path, size: tuple[float, float], **grid: Any) -> Iterator[tuple[Any, Any]]:
-    """
-    A figure in our style, to draw on; saved as `path` (PNG) when the block ends.
+    """A figure in our style and its axes, saved as `path` (PNG) when the block ends.
 
     Args:
         size: inches.
         grid: arguments of `matplotlib.pyplot.subplots`, or of `subplot_mosaic` with `mosaic`.
-    Returns: the figure and its axes.
     """
     import matplotlib
 
@@ -117,11 +114,9 @@ def band(
     fill: bool = True,
     shift: float = 0.0,
 ) -> None:
-    """
-    A curve of estimates with their intervals; points without a value are left out.
+    """A curve of estimates (x, estimate) with their intervals; points without a value are left out.
 
     Args:
-        points: (x, estimate).
         scale: of y; 100 for percent.
         fill: shade between the intervals; too much for several curves in one place.
         shift: to the right, in points of the page, so that intervals at one x stand side by side.
@@ -148,14 +143,8 @@ def plot_estimates(
     labels: tuple[str, str],
     note: str,
 ) -> None:
-    """
-    Several curves of estimates on one axis, in percent.
-
-    Args:
-        curves: (label, color, points); a point is an estimate with a field `x`.
-        labels: of the two axes.
-        note: above the figure.
-    """
+    """Curves (label, color, points) on one axis, in percent; a point is an estimate with a field
+    named `x`. The note stands above the figure."""
     with figure(path, (7.5, 4.5)) as (picture, axis):
         for label, color, points in curves:
             band(axis, [(point[x], point) for point in points], color, label, scale=100)
@@ -186,19 +175,13 @@ def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What is drawn of a run.
-
-    Attributes:
-        options, method: from config.json.
-        metrics: the rows of metrics.jsonl.
-        evaluations: `eval/step_*.json` in the order of steps, none after the last row.
-    """
+    """What is drawn of a run."""
 
     path: Path
     options: dict[str, Any]
     method: str
-    metrics: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]  # rows
+    evaluations: list[dict[str, Any]]  # in the order of steps, none after the last row
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, where it has a value."""
@@ -245,17 +228,10 @@ def read_run(run_dir: str | Path) -> RunFiles:
 Panel = Callable[[Any, RunFiles], None]  # draws on an axis
 
 
-def plot(run_dir: str | Path, target: Path | None = None) -> Path:
-    """
-    Draw a run from `metrics.jsonl`, `eval/step_*.json` and `config.json`.
-
-    Args:
-        target: the image; None: `reward.png` of the run.
-    Returns: the path of the image.
-    Raises: FileNotFoundError if the run has no `metrics.jsonl`.
-    """
+def plot(run_dir: str | Path) -> Path:
+    """Draw a run's `reward.png`; returns its path."""
     run = read_run(run_dir)
-    target = target or run.path / "reward.png"
+    target = run.path / "reward.png"
     mosaic = [["main"] * 3, ["left", "middle", "right"]]
     with figure(target, (9, 6), mosaic=mosaic, height_ratios=[2, 1]) as (picture, axes):
         picture.suptitle(_title(run), fontsize=11)

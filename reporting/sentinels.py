@@ -153,15 +153,8 @@ class Sentinels:
         vars(self).update(copy.deepcopy(dict(state)))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
-        """
-        Judge one step, or an evaluation alone: check(0, {"eval/avg": 0.5}).
-
-        Args:
-            step: for the message.
-            metrics: by the names of metrics.METRICS. A number that is missing, None or not finite
-                was not measured, but a loss or gradient norm that is not finite counts as broken.
-        Returns: alarms; empty for a healthy step.
-        """
+        """The alarms of one step, or of an evaluation alone. A metric that is missing, None or not
+        finite was not measured, but a loss or gradient norm that is not finite counts as broken."""
         alarms = [self._judge(step, reading) for reading in self._readings(metrics)]
         return [alarm for alarm in alarms if alarm]
 

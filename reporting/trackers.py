@@ -1,9 +1,9 @@
 """`--log-to tensorboard wandb trackio`: the curves of a run in a dashboard, while it runs.
 
-A tracker gets a copy of each step's row, with the run's options and the name of its folder, and
-nothing else: no code, git state, host or console. A resumed run continues the same curve, under the
-id in <run>/trackers.json; steps that it does again are sent again. A tracker that fails during the
-run is left out, with one line: no curve is worth a training run. The packages are optional.
+A tracker gets each step's row, the run's options and the name of its folder, and nothing else: no
+code, git state, host or console. A resumed run continues the same curve, under the id in
+<run>/trackers.json. A tracker that fails during the run is left out, with one line. The packages
+are optional.
 
     tensorboard   <run>/tensorboard/      tensorboard --logdir runs
     wandb         <run>/wandb/, and the service unless WANDB_MODE=offline

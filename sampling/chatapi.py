@@ -73,12 +73,11 @@ class ContextFull(ApiError):
 
 
 class Stopped(Exception):
-    """The run is being stopped while this episode waits."""
+    """The run is stopped while this episode waits."""
 
 
 class ChatApi:
-    """
-    POST /chat/completions with time-outs and a bounded number of retries; for one `collect_api`.
+    """POST /chat/completions with time-outs and a bounded number of retries.
 
     Args:
         base_url: what an OpenAI client takes as base_url; a bare http://host:port gets /v1.
@@ -109,10 +108,9 @@ class ChatApi:
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
     ) -> str:
-        """
-        The model's next message; "" if it has no text.
+        """The model's next message; "" if it has no text.
 
-        Raises: ContextFull, ApiRefused (see there), ApiError after the last retry, Stopped.
+        Raises: ContextFull, ApiRefused, ApiError after the last retry, Stopped.
         """
         body = {
             "model": self.model,
@@ -197,12 +195,8 @@ def run_api_episode(
     settings: RolloutSettings,
     trajectory: Trajectory,
 ) -> None:
-    """
-    Play one episode to its end and fill `trajectory`, which holds its heading and turn limit.
+    """Play one episode to its end and fill `trajectory`.
 
-    Args:
-        client: an environment session of this episode alone.
-        settings: max_tokens_per_turn, temperature, seed, record_state.
     Raises: EnvError if the environment fails, ApiError if the chat server does, Stopped.
     """
     t, task = trajectory, request.task
@@ -246,17 +240,12 @@ def collect_api(
     settings: RolloutSettings,
     progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """
-    `rollout.collect` over messages: plays every request to its end, in the order of the requests.
+    """`rollout.collect` over messages, `settings.env_workers` episodes at a time.
 
     Args:
         api: is stopped when this returns or raises.
         progress: called with each trajectory as it ends, from this thread.
-        settings: `env_workers` episodes are played at a time.
-    Raises:
-        ApiRefused: the chat server refuses such requests.
-        TooManyEnvFailures: more than `settings.max_env_failures` of all trajectories are lost.
-        Episodes under way are dropped in both cases.
+    Raises: ApiRefused, TooManyEnvFailures; episodes under way are dropped.
     """
     trajectories = [Trajectory(**r.heading(pool.env)) for r in requests]
     threads = ThreadPoolExecutor(settings.env_workers)

@@ -101,7 +101,7 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
 
 
 def evaluation(scores: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of an evaluation file in short; None if it holds none."""
+    """An evaluation file in short; None if it holds no numbers."""
     try:
         return {
             "step": scores.get("step", 0),

@@ -104,14 +104,8 @@ class Library:
 
 
 def describe(source: Source) -> dict[str, Any]:
-    return {
-        "id": source.number,
-        "name": source.name,
-        "kind": source.kind,
-        "env": source.env,
-        "files": source.listing(),
-        "status": source.status(),
-    }
+    about = {"id": source.number, "name": source.name, "kind": source.kind, "env": source.env}
+    return about | {"files": source.listing(), "status": source.status()}
 
 
 def create_app(sources: list[Source], play: Play | None = None) -> FastAPI:

@@ -35,9 +35,7 @@ class NoSource(ValueError):
 
 @dataclass(frozen=True)
 class TrajectoryFile:
-    """A file of trajectories under the name that pages use."""
-
-    name: str
+    name: str  # that pages use
     path: Path
     kind: FileKind
     step: int | None
@@ -237,10 +235,9 @@ def load_tokenizer(folders: Iterable[Path]) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return parse(path.read_bytes()) or {}
-    except OSError:
-        return {}
+    return {}
 
 
 def read_log(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
@@ -257,17 +254,11 @@ def read_log(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
 
 
 def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
 def mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def stamp(path: Path) -> str:

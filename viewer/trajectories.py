@@ -128,16 +128,7 @@ def task_of(line: Mapping[str, Any], env: str | None) -> tuple[str, int] | None:
 
 
 class Lines:
-    """The index of one .jsonl file; `refresh` brings it up to date.
-
-    Attributes:
-        offsets: where each trajectory's line begins, in bytes.
-        columns: COLUMNS of each trajectory.
-        indexed: bytes read so far; the next line begins there.
-        broken: number of lines that are not trajectories.
-
-    Raises: OSError if the file cannot be read.
-    """
+    """The index of one .jsonl file; `refresh` brings it up to date. Raises: OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -184,9 +175,10 @@ class Lines:
             self.tail = self._tail_of(file)
 
     def forget(self) -> None:
-        self.offsets: list[int] = []
+        self.offsets: list[int] = []  # where each trajectory's line begins, in bytes
         self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        self.indexed = self.broken = 0
+        self.indexed = 0  # bytes read so far
+        self.broken = 0  # lines that are not trajectories
         self.tail = hashlib.sha256(b"").hexdigest()  # of the last TAIL bytes before `indexed`
 
     def add(self, row: Row | None) -> None:
@@ -259,7 +251,7 @@ def from_conversation(record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which trajectories of a file; an empty field accepts all."""
+    """Which trajectories to list; an empty field accepts all."""
 
     subtask: str = ""
     stop_reason: str = ""
@@ -284,11 +276,7 @@ class Filter:
 
 
 def outcome_of(row: Row) -> str:
-    """
-    >>> [outcome_of({"success": s, "stop_reason": r}) for s, r in ((True, "success"),
-    ...  (False, "max_rounds"), (False, "env_error"), (None, None))]
-    ['solved', 'failed', 'lost', 'unknown']
-    """
+    """solved, failed, lost or unknown."""
     if row["stop_reason"] in LOST:
         return "lost"
     return {True: "solved", False: "failed"}.get(row["success"], "unknown")
@@ -391,10 +379,7 @@ def texts_of(line: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
-    """Everything that a page shows of one trajectory.
-
-    Raises: KeyError, IndexError if there is no such file or line.
-    """
+    """Everything that a page shows of one trajectory. Raises: KeyError, IndexError."""
     lines = source.lines(name)
     row, line = lines.row(number), lines.read(number)
     tokens = partial(tokens_between, line, source.text_of)
