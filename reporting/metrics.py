@@ -53,7 +53,7 @@ METRICS: dict[str, str] = {
         f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
-    "horizon/max_rounds": "turns the scheduler allowed at this step, of several environments the most (turns)",
+    "horizon/max_rounds": "turns the scheduler allowed, the most of all environments (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
     "policy/loss": "clipped policy loss, by token or --loss-agg, with KL and entropy terms (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
@@ -82,13 +82,13 @@ METRICS: dict[str, str] = {
     "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks (of several environments the least) or conversations (epochs)",
+    "data/epoch": "passes over the training tasks (the environments' least) or conversations (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
     "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
     "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
     "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
-    # eval/: held-out tasks, of several environments their mean; intervals and items are in eval/step_*.json.
+    # eval/: held-out tasks, a mean over environments; intervals are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
