@@ -82,7 +82,7 @@ METRICS: dict[str, str] = {
     "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks (the environments' least) or conversations (epochs)",
+    "data/epoch": "passes over the training tasks (the least played) or conversations (epochs)",
     "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
     "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
