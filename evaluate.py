@@ -441,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             pool = None if config.env == ALL else start_pool(config, config.env, stack)
             is_done = config.env == ALL and done.keys() == ENVS.keys()
-            play = nothing_to_play if is_done else start_player(config, out, stack)
+            play = (lambda *_: []) if is_done else start_player(config, out, stack)
             options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
             write_json(out / "config.json", options)
             if pool is None:
@@ -461,10 +461,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             (out / "config.json").unlink()
             with contextlib.suppress(OSError):
                 out.rmdir()
-
-
-def nothing_to_play(*_: Any) -> list[Trajectory]:
-    return []
 
 
 def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:

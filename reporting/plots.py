@@ -6,15 +6,11 @@
 The lower row of other methods: `PANELS`. Light lines are single steps; heavy lines are a running
 mean over the past, never the future. The colours are those of Okabe and Ito, which people who
 cannot tell red from green can tell apart. Several runs in the same charts: `replay.py A B`.
-
-Run it: python -m reporting.plots runs/NAME        draws runs/NAME/reward.png again
 """
 
-import argparse
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -378,19 +374,3 @@ def _title(run: RunFiles) -> str:
     title = " · ".join(str(part) for part in parts if part) or run.path.resolve().name
     last_step = run.metrics[-1]["step"] if run.metrics else 0
     return f"{title}   ({last_step} steps)"
-
-
-def main() -> int:
-    """Exit codes: 0 done, 2 it is not a run."""
-    parser = argparse.ArgumentParser("plots", description="Draw a run's reward.png again.")
-    parser.add_argument("run", type=Path, help="directory that train.py wrote")
-    try:
-        print(plot(parser.parse_args().run))
-    except (OSError, ValueError) as error:
-        print(f"plots: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

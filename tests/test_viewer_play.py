@@ -7,6 +7,7 @@ import pytest
 from played import COUNT, FOLDER
 from test_viewer_server import client_of
 
+from envclient import AllServersDown
 from trajectory import from_line
 from viewer.play import Environments, Play, PlayError, reenact
 from viewer.sources import open_source
@@ -124,6 +125,19 @@ def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_and_kept(environm
     ask("new", 409, env="textcraft", task_index=10**9)
     ask("new", 400, env="textcraft", task_index=-1)
     ask("nothing", 404)
+
+
+def test_an_environment_whose_server_died_is_started_anew(environments, tmp_path, monkeypatch):
+    def none_left(pool):
+        raise AllServersDown("no server answers", "http://127.0.0.1:1")
+
+    play = Play(environments, tmp_path)
+    play.new("textcraft", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("envclient.EnvPool.client", none_left)
+        with pytest.raises(PlayError, match="try again"):
+            play.new("textcraft", 3)
+    assert play.new("textcraft", 3)["turns"] == []
 
 
 def test_the_page_can_have_an_episode_played_again(environments, tmp_path):
