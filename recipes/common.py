@@ -1,7 +1,7 @@
 """What recipes share: a run of one of the programs, and the record that is kept of it.
 
 A record holds how the run was started (command, commit, hardware, options), a row for each step,
-and for every held-out evaluation each task's share of solved samples. evidence.py compares records.
+and each task's result in every held-out evaluation. evidence.py compares records.
 """
 
 import datetime
@@ -9,9 +9,8 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +28,6 @@ CURVE = (
     "data/policy_tokens",
 )
 Result = dict[str, Any]
-
-
-# -------------------------------------------------------------------------------------------- files
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -66,7 +62,12 @@ def markdown(titles: str, rows: Sequence[Sequence[Any]]) -> list[str]:
     return [f"| {titles} |", rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
-# ---------------------------------------------------------------------------------------- programs
+def exit_on_interrupt(main: Callable[[], None]) -> None:
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(command: Sequence[str]) -> None:
@@ -77,13 +78,10 @@ def run(command: Sequence[str]) -> None:
 
 
 def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
-    """train.py or another method's program, from its last checkpoint if it has one.
-
-    A resumed program refuses options other than those that it began with.
-    """
+    """train.py or another method's program, from its last checkpoint if it has one."""
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
-        if steps_saved(run_dir) and max(steps_saved(run_dir)) >= steps_of(run_dir):
+        if max(steps_saved(run_dir), default=0) >= steps_of(run_dir):
             print(f"{run_dir} is complete", flush=True)
             return
         words.append("--resume")
@@ -93,9 +91,6 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
 def steps_of(run_dir: Path) -> int:
     steps: int = read_json(run_dir / "config.json")["config"]["steps"]
     return steps
-
-
-# ----------------------------------------------------------------------------------------- records
 
 
 def record(run_dir: Path) -> Result:
@@ -125,56 +120,37 @@ def record(run_dir: Path) -> Result:
         kept = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
         curve.append({"step": step} | {n: round(v, 1) for n, v in spent.items()} | kept)
     held_out = [evaluation(path) for path in sorted((run_dir / "eval").glob("step_*.json"))]
-    at = [each["step"] for each in held_out]
-    if at[:1] != [0] or at[-1] != steps:
-        raise SystemExit(f"{run_dir} was evaluated at steps {at}, expected 0 to {steps}")
-    circumstances = ("command", "git_commit", "hardware", "versions", "begun", "config")
+    evaluated = [summary["step"] for summary in held_out]
+    if evaluated[:1] != [0] or evaluated[-1] != steps:
+        raise SystemExit(f"{run_dir} was evaluated at steps {evaluated}, expected 0 to {steps}")
+    about_run = ("command", "git_commit", "hardware", "versions", "begun", "config")
+    step_seconds = [row["time/step_s"] for row in timings.values() if "time/step_s" in row]
+    peaks = [row["memory/peak_bytes"] for row in timings.values() if "memory/peak_bytes" in row]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{key: about[key] for key in circumstances if key in about},
+        **{key: about[key] for key in about_run if key in about},
         "steps": steps,
-        **costs(list(timings.values())),
+        "hours": round(sum(step_seconds) / 3600, 3),
+        "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
         "curve": curve,
         "held_out": held_out,
     }
 
 
 def evaluation(path: Path) -> Result:
-    """A held-out evaluation: by task the share solved, the mean return, and the turns that each
-    sample took (0: not solved)."""
+    """A held-out evaluation: by task the share solved, and the turns that each sample took (0: not
+    solved)."""
     summary = read_json(path)
+    turns: dict[str, list[int]] = {}
     played = path.parents[1] / "trajectories" / f"eval_{summary['step']:06d}.jsonl"
+    for line in read_lines(played):
+        if line["stop_reason"] not in LOST:
+            solved_in = len(line["turns"]) if line["success"] else 0
+            turns.setdefault(line["task_id"], []).append(solved_in)
     return {
         "step": summary["step"],
         "samples": summary["samples"],
         "avg": summary["overall"]["avg"],
         "items": {task_id: item["avg"] for task_id, item in summary["items"].items()},
-        "returns": {task_id: item["return_mean"] for task_id, item in summary["items"].items()},
-        "solved_in": solved_in(read_lines(played)),
-    }
-
-
-def solved_in(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """task_id -> the turns that each sample took, 0 if it did not solve the task.
-
-    >>> solved_in([{"task_id": "a", "success": True, "turns": [0, 0], "stop_reason": "success"},
-    ...            {"task_id": "a", "success": False, "turns": [0], "stop_reason": "max_rounds"}])
-    {'a': [2, 0]}
-    """
-    turns: dict[str, list[int]] = {}
-    for line in trajectories:
-        if line["stop_reason"] not in LOST:
-            solved = len(line["turns"]) if line["success"] else 0
-            turns.setdefault(line["task_id"], []).append(solved)
-    return turns
-
-
-def costs(timings: Sequence[Mapping[str, float]]) -> Result:
-    """Hours of all steps, seconds of the median step, and the most memory a process held."""
-    seconds = [row["time/step_s"] for row in timings if "time/step_s" in row]
-    peaks = [row["memory/peak_bytes"] for row in timings if "memory/peak_bytes" in row]
-    return {
-        "hours": round(sum(seconds) / 3600, 3),
-        "step_s": round(median(seconds), 1) if seconds else None,
-        "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
+        "solved_in": turns,
     }

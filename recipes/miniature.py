@@ -1,39 +1,25 @@
 """The paper in miniature: each of its claims in an environment small enough for seeds, controls and
 intervals on two CPU cores.
 
-In the laboratory (laboratory.py; its options in miniature.json) goals take 1 to 16 moves, held-out
-goals are mazes of new seeds, and a model of 3M parameters has imitated a careless teacher. A run
-takes minutes, so an arm gets seeds. All arms of a seed see the same goals in the same order, and
-all are measured on held-out goals with 16 turns, however they were trained.
-
-    figure        arms                                        question
-    horizons      short, long, stepwise                       does it help to widen the horizon?
-    widening      early, stepwise, late                       does it matter when?
-    controls      short, shuffled, still                      do the rewards cause the gain?
-    noise         short, five seeds                           what can three seeds show at all?
-    teacher       teacher, imitation, filtered, rl            can RL surpass a weak teacher?
-    compute       start, imitation, rl                        what do more turns and samples buy?
-    estimators    grpo, rloo, reinforce_plus_plus, ppo        which advantage? each at the best of
-                                                              three learning rates
-    methods       sft, dpo, agentevol, own                    the other methods, at equal turns
+In the laboratory (laboratory.py; its options in miniature.json) a run takes minutes, so an arm gets
+several seeds. All arms of a seed see the same goals in the same order, and all are measured on
+held-out goals with 16 turns, however they were trained. FIGURES says which arms answer what.
 
     python recipes/miniature.py                    runs what is missing, resumes what was stopped
     python recipes/miniature.py --figure horizons  the runs of one figure
     python recipes/miniature.py status             what is missing, and how long it would take
 
 Results go to runs/miniature/results, with --commit to recipes/results/miniature; tables.py makes
-tables of them. Options that this command does not know go to the programs. Two commands may work
-side by side. Read next: evidence.py, tables.py.
+tables of them. Options that this command does not know go to the programs.
+Read next: evidence.py, tables.py.
 """
 
 import argparse
-import contextlib
-import fcntl
 import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +30,9 @@ from recipes import laboratory  # noqa: E402
 from recipes.common import (  # noqa: E402
     COMMITTED,
     Result,
+    exit_on_interrupt,
     markdown,
     read_json,
-    read_lines,
     record,
     run_program,
     write_json,
@@ -73,21 +59,14 @@ EVOLVE = ("--group-size", "8", "--eval-every", "60")
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        words: options beside those of miniature.json.
-        program: "": the results at hand are all there will be (see RESULTS.md).
-        shown: episodes of the teacher that the program learns from, --data.
-        kinds: the goals that he shows; near alone: on the training mazes, as the weak teacher does.
-    """
-
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # options beside those of miniature.json
     seeds: tuple[int, ...] = SEEDS
     steps: int = 60
-    program: str = "train.py"
-    shown: int = 0
-    kinds: tuple[str, ...] = tuple(laboratory.TIERS)
+    program: str = "train.py"  # "": its results are committed and cannot be made again
+    shown: int = 0  # episodes of the teacher, --data
+    is_weak: bool = False  # the teacher shows near goals alone, on the training mazes
 
 
 def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
@@ -121,7 +100,7 @@ ARMS: dict[str, Arm] = {
         steps=144,
         program="sft.py",
         shown=144 * 64,
-        kinds=("near",),
+        is_weak=True,
     ),
     "filtered": Arm(program=""),  # imitated its own successes, step by step
     "teacher": Arm(seeds=(0,), program="teacher"),
@@ -165,14 +144,14 @@ ARMS: dict[str, Arm] = {
 }
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
-    "horizons": ("short", "long", "stepwise"),
-    "widening": ("early", "stepwise", "late"),
-    "controls": ("short", "shuffled", "still"),
-    "noise": ("short",),
-    "teacher": ("teacher", "rl", "imitation", "filtered"),
-    "compute": ("imitation", "rl"),
-    "estimators": (*PILOTS, *ESTIMATORS),
-    "methods": (*METHODS, *ESTIMATORS, "stepwise"),
+    "horizons": ("short", "long", "stepwise"),  # does it help to widen the horizon?
+    "widening": ("early", "stepwise", "late"),  # does it matter when?
+    "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
+    "noise": ("short",),  # with five seeds: what can three seeds show at all?
+    "teacher": ("teacher", "rl", "imitation", "filtered"),  # can RL surpass a weak teacher?
+    "compute": ("imitation", "rl"),  # what do more turns and samples buy?
+    "estimators": (*PILOTS, *ESTIMATORS),  # which advantage? each at the best of three rates
+    "methods": (*METHODS, *ESTIMATORS, "stepwise"),  # the other methods, at equal turns
 }
 
 
@@ -276,17 +255,16 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
     result = {"arm": name, "seed": seed} | record(run_dir)
     count_shown(result, arm, turns)
-    return result | learned_from(run_dir)
+    return result
 
 
 def show(arm: Arm, seed: int, path: Path) -> float:
-    """Write the teacher's episodes unless they are there; what one cost in turns, failures
+    """Write the teacher's episodes unless they are there; the turns that one cost, failures
     included."""
     about = path.with_suffix(".about.json")
     if not about.exists():
-        is_weak = arm.kinds == ("near",)
-        mazes = laboratory.SEEDS["train"] if is_weak else laboratory.TEACHER_SEEDS
-        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, arm.kinds, mazes)
+        which = [("near",), laboratory.SEEDS["train"]] if arm.is_weak else []
+        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, *which)
         write_json(path, shown)
         write_json(about, {"turns": turns})
     cost: float = read_json(about)["turns"] / arm.shown
@@ -300,21 +278,6 @@ def count_shown(result: Result, arm: Arm, turns: float) -> None:
     for row in result["curve"]:
         seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
         row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
-
-
-def learned_from(run_dir: Path) -> Result:
-    """What the iterations of a method learned from: DPO's pairs; AgentEvol's sets, origin ->
-    [trajectories, their mean weight]."""
-    found: Result = {}
-    if made := sorted((run_dir / "pairs").glob("iteration_*.json")):
-        found["pairs"] = [read_json(path)["metrics"]["data/pairs"] for path in made]
-    for path in sorted((run_dir / "evolving").glob("iteration_*.jsonl")):
-        weights: dict[str, list[float]] = {}
-        for row in read_lines(path):
-            weights.setdefault(row["origin"], []).append(row["weight"])
-        sets = {o: [len(w), round(statistics.fmean(w), 4)] for o, w in weights.items()}
-        found.setdefault("evolved", []).append(sets)
-    return found
 
 
 def play_teacher(samples: int = 8) -> Result:
@@ -333,53 +296,34 @@ def play_teacher(samples: int = 8) -> Result:
     return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved}]}
 
 
-@contextlib.contextmanager
-def marked(path: Path) -> Iterator[bool]:
-    """Whether no other command works on this run; inside the block none will."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
 def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
     """Whether there was something to do."""
-    with marked(RUNS / f"{name}-{seed}.lock") as ours:
-        results = read_results(FOLDER, RUNS / "results")
-        arm = arm_of(name, results)
-        if not ours or arm is None or not arm.program or (name, seed) in results:
-            return False
-        write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
-        return True
+    results = read_results(FOLDER, RUNS / "results")
+    arm = arm_of(name, results)
+    if arm is None or not arm.program or (name, seed) in results:
+        return False
+    write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
+    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", nargs="?", choices=("run", "status"), default="run")
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--commit", action="store_true", help="write to recipes/results")
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:])
     if words[:1] not in (["run"], ["status"], ["--help"]):
-        words.insert(0, "run")  # or a value further on would be taken for the command
+        words.insert(0, "run")  # otherwise a value further on would be taken for the command
     options, extra = parser.parse_known_args(words)
     os.chdir(ROOT)
     print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
     folder = FOLDER if options.commit else RUNS / "results"
     # Until a pass finds nothing to do: an estimator's runs wait for its pilots.
-    while options.command == "run" and [
-        run for run in wanted(options.figure) if run_if_missing(*run, folder, extra)
-    ]:
+    while options.command == "run" and any(
+        run_if_missing(*run, folder, extra) for run in wanted(options.figure)
+    ):
         pass
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    exit_on_interrupt(main)

@@ -1,8 +1,7 @@
 """Does `make train` learn, in each environment? The default runs, measured.
 
 The default run of an environment (its short tasks, envs/*/ids) is played to its end and measured on
-held-out tasks before the first step and after the last, never at the best one. The same for the
-default runs of sft.py, dpo.py and agentevol.py.
+held-out tasks before the first step and after the last. The same for sft.py, dpo.py, agentevol.py.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
@@ -15,28 +14,26 @@ does not know go to the program. Read next: envs/babyai/env.py, `LAPTOP`.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from envs import ENVS  # noqa: E402
-from recipes.common import COMMITTED, record, run_program, write_json  # noqa: E402
-from recipes.miniature import learned_from  # noqa: E402
+from recipes.common import COMMITTED, exit_on_interrupt, record, run_program, write_json  # noqa: E402
 
 RUNS = Path("runs/worlds")
 METHODS = ("sft", "dpo", "agentevol")
 SAMPLES = ("--eval-samples", "2", "--eval-start-samples", "2")  # as many before as after
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--env", choices=ENVS, required=True)
     parser.add_argument("--method", choices=METHODS, help="instead of train.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", action="store_true", help="write to recipes/results")
-    options, extra = parser.parse_known_args(argv)
+    options, extra = parser.parse_known_args()
     os.chdir(ROOT)
     name = f"{options.env}-{options.seed}"
     folder = COMMITTED / "worlds" if options.commit else RUNS / "results"
@@ -46,14 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_program(f"{options.method or 'train'}.py", [*words, *extra], RUNS / name)
     result = {"env": options.env, "seed": options.seed} | record(RUNS / name)
     if options.method:
-        result |= {"method": options.method} | learned_from(RUNS / name)
+        result["method"] = options.method
     write_json(folder / f"{name}.json", result)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    exit_on_interrupt(main)
