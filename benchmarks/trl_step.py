@@ -1,37 +1,31 @@
 """One training step, here and in TRL: seconds to roll out and to update, on the same work.
 
-TRL's GRPOTrainer has no multi-turn loop of its own for an environment behind HTTP; one writes a
+TRL's GRPOTrainer has no multi-turn loop for an environment behind HTTP; one writes a
 `rollout_func`. `play_lockstep` is what that looks like with transformers' generation: all
 trajectories in one left-padded batch, the whole history prefilled again each turn, all environments
 stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
 
-Equal on both sides: the warm-started checkpoint, the tasks and environment seeds of each step,
-budgets, sampling temperature, GRPO with token-mean loss, AdamW in float32, the number format that
-this machine is faster in, one optimizer step per batch. TRL's gradient checkpointing is off, which
-makes it faster here. Different is what each library does with it:
+Equal on both sides: the start, tasks and seeds, budgets, temperature, GRPO with token-mean loss,
+AdamW in float32, number format, one optimizer step a batch. TRL's gradient checkpointing is off,
+which makes it faster here. Different:
 
-                    ours                                    TRL 1.16
+                    ours (train.py itself)                  TRL 1.16
     sampler         vLLM in the process, event-driven       transformers `generate`, lockstep
-    before update   the sync check's few tokens             -
     update          groups of equal returns left out        all trajectories, micro-batches of 8
                     (--train-on-all keeps them),            padded on both sides
                     micro-batches by token budget
 
-Ours is train.py itself; its figures are read from the run's files. The first step of each side is a
-warm-up and not counted. Sampling differs, hence also the number of tokens: results are in seconds
-and in tokens/s.
+The first step of each side is a warm-up and not counted. Sampled tokens differ in number, so
+results are in seconds and in tokens/s.
 
-TRL is not part of the requirements:   pip install 'trl==1.16.*' datasets
+TRL is not among the requirements:   pip install 'trl==1.16.*' datasets
 Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
           python benchmarks/trl_step.py --tasks 2 --repeats 5 --train-on-all --out FILE
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
-# TRL and datasets are not among the requirements.
 
-import argparse
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -53,6 +47,7 @@ from config import Config, options  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from models import load_tokenizer  # noqa: E402
+from recipes.common import read_lines  # noqa: E402
 from rollout import draw, take_result  # noqa: E402
 from scale.distributed import make_accelerator  # noqa: E402
 from scale.precision import choose  # noqa: E402
@@ -66,28 +61,39 @@ Figures = dict[str, float]
 # -------------------------------------------------------------------------------------------- ours
 
 
-def our_steps(config: Config, words: list[str]) -> list[Figures]:
+def our_steps(words: list[str]) -> list[Figures]:
     """Run train.py, and read its steps."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "train.py", *words, "--run-dir", str(run)]
         subprocess.run(command, cwd=ROOT, check=True)
         steps = []
-        for line in (run / "timings.jsonl").read_text().splitlines():
-            timing = json.loads(line)
+        for timing in read_lines(run / "timings.jsonl"):
             if not (step := timing["step"]):
                 continue
-            lines = (run / f"trajectories/step_{step:06d}.jsonl").read_text("utf-8").split("\n")
-            played = [json.loads(each) for each in lines if each]
-            used = [each for each in played if each["used_in_loss"]]
+            played = read_lines(run / f"trajectories/step_{step:06d}.jsonl")
+            used = [line for line in played if line["used_in_loss"]]
             step_s = timing["time/step_s"] - timing.get("time/save_s", 0.0)
             rollout_s = timing["time/rollout_s"]
-            figures = {"rollout_s": rollout_s, "update_s": step_s - rollout_s, "step_s": step_s}
-            figures |= {"generated_tokens": sum(sum(each["loss_mask"]) for each in played)}
-            figures |= {"trained_tokens": sum(len(each["input_ids"]) for each in used)}
-            figures |= {"trained_trajectories": len(used)}
-            steps.append(figures | {"success": sum(t["success"] for t in played) / len(played)})
+            figures = {
+                "rollout_s": rollout_s,
+                "update_s": step_s - rollout_s,
+                "step_s": step_s,
+                "generated_tokens": sum(sum(line["loss_mask"]) for line in played),
+                "trained_tokens": sum(len(line["input_ids"]) for line in used),
+                "trained_trajectories": len(used),
+                "success": sum(line["success"] for line in played) / len(played),
+            }
+            steps.append(with_speeds(figures))
         return steps[1:]
+
+
+def with_speeds(figures: Figures) -> Figures:
+    """Adds tokens/s: comparable if the two sides generated or trained on different amounts."""
+    return figures | {
+        "generated_per_s": figures["generated_tokens"] / figures["rollout_s"],
+        "trained_per_s": figures["trained_tokens"] / figures["update_s"],
+    }
 
 
 # --------------------------------------------------------------------------------------------- TRL
@@ -214,7 +220,7 @@ def trl_steps(config: Config, start: str) -> list[Figures]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step_s = time.perf_counter() - figures.pop("began")
             update_s = step_s - figures["rollout_s"]
-            steps.append(figures | {"step_s": step_s, "update_s": update_s})
+            steps.append(with_speeds(figures | {"step_s": step_s, "update_s": update_s}))
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         began = time.perf_counter()
@@ -273,65 +279,45 @@ def trl_version() -> str:
     return version
 
 
-def summarize(repeats: list[dict[str, Figures]]) -> dict[str, Figures]:
-    """Medians per side, and TRL over ours, the median of the repeats' ratios.
-
-    >>> both = {"ours": {"step_s": 2.0}, "trl": {"step_s": 5.0}}
-    >>> summarize([both, both])
-    {'ours': {'step_s': 2.0}, 'trl': {'step_s': 5.0}, 'trl_over_ours': {'step_s': 2.5}}
-    """
-    names = list(repeats[0]["ours"])
-    table = {
-        side: {name: median((r[side][name] for r in repeats), 3) for name in names}
-        for side in ("ours", "trl")
-    }
-    table["trl_over_ours"] = {
-        name: median((r["trl"][name] / r["ours"][name] for r in repeats), 2)
-        for name in names
-        if name.endswith(("_s", "per_s")) and all(r["ours"][name] for r in repeats)
-    }
-    return table
-
-
-def with_speeds(figures: Figures) -> Figures:
-    """Adds tokens/s: comparable if the two sides generated or trained on different amounts."""
-    return figures | {
-        "generated_per_s": figures["generated_tokens"] / figures["rollout_s"],
-        "trained_per_s": figures["trained_tokens"] / figures["update_s"],
+def summarize(ours: list[Figures], trl: list[Figures]) -> dict[str, Figures]:
+    """Medians per side, and TRL over ours, the median of the repeats' ratios."""
+    names = list(ours[0])
+    return {
+        "ours": {name: median((row[name] for row in ours), 3) for name in names},
+        "trl": {name: median((row[name] for row in trl), 3) for name in names},
+        "trl_over_ours": {
+            name: median((b[name] / a[name] for a, b in zip(ours, trl, strict=True)), 2)
+            for name in names
+            if name.endswith(("_s", "per_s")) and all(row[name] for row in ours)
+        },
     }
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = arguments(__doc__, 3)
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
     parser.add_argument("--warm-start", default="auto", help="as train.py's")
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
-    parser.add_argument("--samples", type=int, default=8, help="trajectories per task")
     parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
-    return parser.parse_args()
-
-
-def main() -> int:
-    o = parse()
+    o = parser.parse_args()
     version = trl_version()
-    shape: dict[str, Any] = {"tasks_per_step": o.tasks, "group_size": o.samples}
-    shape |= {"mini_batch_size": o.tasks * o.samples, "steps": o.repeats + 1, "eval_every": 0}
+    shape: dict[str, Any] = {"tasks_per_step": o.tasks, "group_size": 8}
+    shape |= {"mini_batch_size": o.tasks * 8, "steps": o.repeats + 1, "eval_every": 0}
     shape |= {"model": o.model, "warm_start": o.warm_start, "save_every": o.repeats + 1}
     words = [w for name, v in shape.items() for w in (f"--{name.replace('_', '-')}", str(v))]
     words += ["--no-skip-zero-variance"] if o.train_on_all else []
     config = options("textcraft", **shape)
     results = Results(o, "trl_step.json")
     results.about["versions"]["trl"] = version
-    ours = our_steps(config, words)
+    ours = our_steps(words)
     start = start_model(config, make_accelerator(choose("auto").autocast))
-    theirs = trl_steps(config, start)
-    pairs = zip(ours, theirs, strict=True)
-    repeats = [{"ours": with_speeds(a), "trl": with_speeds(b)} for a, b in pairs]
-    table = summarize(repeats)
+    trl = trl_steps(config, start)
+    table = summarize(ours, trl)
     settings = {"model": o.model, "start": start.removeprefix(f"{ROOT}/"), "tasks": o.tasks}
-    settings |= {"samples": o.samples, "train_on_all": o.train_on_all}
+    settings["train_on_all"] = o.train_on_all
+    repeats = [{"ours": a, "trl": b} for a, b in zip(ours, trl, strict=True)]
     results.write({"settings": settings, "summary": table, "repeats": repeats})
-    print(f"\n{'median of ' + str(len(repeats)):<24}{'ours':>12}{'TRL':>12}{'TRL / ours':>12}")
+    print(f"\n{f'median of {len(repeats)}':<24}{'ours':>12}{'TRL':>12}{'TRL / ours':>12}")
     for name in table["ours"]:
         ratio = table["trl_over_ours"].get(name, "")
         print(f"{name:<24}{table['ours'][name]:>12.1f}{table['trl'][name]:>12.1f}{ratio:>12}")

@@ -263,8 +263,9 @@ def show(arm: Arm, seed: int, path: Path) -> float:
     included."""
     about = path.with_suffix(".about.json")
     if not about.exists():
-        which = [("near",), laboratory.SEEDS["train"]] if arm.is_weak else []
-        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, *which)
+        kinds = ("near",) if arm.is_weak else tuple(laboratory.TIERS)
+        mazes = laboratory.SEEDS["train"] if arm.is_weak else laboratory.TEACHER_SEEDS
+        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, kinds, mazes)
         write_json(path, shown)
         write_json(about, {"turns": turns})
     cost: float = read_json(about)["turns"] / arm.shown

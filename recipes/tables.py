@@ -477,22 +477,21 @@ def with_tables(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     global also_uncommitted
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--show", choices=TABLES, nargs="+", help="print these, write nothing")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.show:
         also_uncommitted = True
         print("\n\n".join("\n".join(TABLES[name]()) for name in options.show))
-        return 0
+        return
     for page in PAGES:
         write_text(ROOT / page, with_tables((ROOT / page).read_text(encoding="utf-8")))
     plot_worlds(COMMITTED / "worlds.png")
     for name in PICTURES:
         plot_laboratory(name, miniature.FOLDER / f"{name}.png")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

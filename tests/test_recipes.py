@@ -404,3 +404,15 @@ def test_every_node_launches_its_part_with_a_server_of_its_own(tmp_path):
         assert config.env_addr == (f"http://127.0.0.1:{36005 + node}",)
         assert config.subtasks == ("depth 1", "depth 2")
     assert [c[-2] for c in shown if "envs.server" in c] == ["36005", "36006"]
+
+
+def test_a_job_whose_run_exists_resumes_it_with_the_servers_that_it_is_told(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    shown = commands(slurm(tmp_path, "--steps", "9", DRY_RUN="1", ENV_ADDR="http://a:1"))
+    assert not [c for c in shown if "envs.server" in c]
+    for command in shown:
+        _, after = the("train.py", [command])
+        assert after == ["--resume", "--run-dir", f"{tmp_path}/run", "--env-addr", "http://a:1"]
+    ended = slurm(tmp_path, SLURM_JOB_ID="")  # outside of a job
+    assert ended.returncode == 2 and "sbatch recipes/slurm.sh" in ended.stderr
