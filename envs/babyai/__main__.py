@@ -1,21 +1,10 @@
 """`python -m envs.babyai`: play in the terminal; `--write-ids` writes the id lists again.
 
-The lists of ids/ say which tasks are for training and which for testing. They are the same on every
-machine.
-
-babyai_test, babyai_train   AgentGym-RL's sizes: 90 tests in six sub-tasks (GoTo 55, Pickup 15,
-    ActionObjDoor, FindObjS7, OneRoomS20, SynthLoc 5 each) and 810 for training. The published ids
-    are not reproduced: 18 levels with seeds 0 to 4 and seeds 5 to 49 fit the counts of both lists
-    (envs/babyai/levels.py says which levels, and that this is an inference).
-
-babyai_simple_test, babyai_simple_train   A curriculum for a laptop: tasks of the sub-tasks GoTo and
-    Pickup that the oracle solves within 3 turns, in equal parts tasks of 1, 2 and 3 turns of each
-    level (fewer where a level has fewer), from the ball in plain view to one behind a door.
-    Training tasks have training seeds; test tasks have seeds that occur in no training list, and
-    none of them starts like a training task (same goal, same view).
-
-        >>> [task_index % 40 + 1 for task_index in published_split()[1][:12]]
-        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 17]
+babyai_test, babyai_train   AgentGym-RL's sizes, 90 tests and 810 for training: 18 levels with seeds
+    0 to 4 and 5 to 49, inferred from the published counts (envs/babyai/levels.py).
+babyai_simple_test, babyai_simple_train   A curriculum for a laptop: tasks of GoTo and Pickup that
+    the oracle solves in 1, 2 or 3 turns, as many of each as far as a level has them. No test task
+    has a training seed, or starts like a training task (same goal, same view).
 """
 
 from collections import Counter
@@ -34,12 +23,15 @@ TRAIN_OF_EACH, TEST_OF_EACH = 5, 2  # tasks of each level and number of turns
 
 
 def levels_of(subtasks: tuple[str, ...]) -> list[int]:
-    """The numbers (1..40) of the levels of these sub-tasks."""
     return [number for number, name in enumerate(SUBTASKS, 1) if name in subtasks]
 
 
 def published_split() -> tuple[list[int], list[int]]:
-    """(train, test) indices, seed by seed."""
+    """(train, test) indices, seed by seed.
+
+    >>> [task_index % 40 + 1 for task_index in published_split()[1][:12]]
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 17]
+    """
     numbers = levels_of(TESTED)
     train, test = (
         [task_index_of(number, seed) for seed in seeds for number in numbers]
@@ -51,9 +43,8 @@ def published_split() -> tuple[list[int], list[int]]:
 def simple_split() -> tuple[list[int], list[int]]:
     """(train, test) indices of the split for a laptop."""
     env = BabyAI()
-    train: list[int] = []
-    test: list[int] = []
-    starts: set[str] = set()
+    train, test = list[int](), list[int]()
+    starts = set[str]()
     for side, seeds, of_each in (
         (train, TRAIN_SEEDS, TRAIN_OF_EACH),
         (test, [*TEST_SEEDS, *MORE_TEST_SEEDS], TEST_OF_EACH),

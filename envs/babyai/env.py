@@ -2,37 +2,27 @@
 
 The agent stands in a grid of rooms and is told what to do: "go to the red ball", "put the green box
 next to a grey door after you open the blue door". It sees the seven by seven cells before it, so it
-must look around, find keys and clear its way: a small world for language, search and memory.
+must look around, find keys and clear its way.
 
-Description
-    40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated by minigrid, from one room to
-    nine with locked doors. task_index % 40 picks the level, task_index // 40 its seed
-    (envs/babyai/levels.py lists levels and sub-tasks).
-Action Space
-    A line of text: turn left, turn right, move forward, toggle, drop, check available actions, or a
-    macro action that walks by itself: go to OBJECT N, pickup OBJECT N, go through DOOR N,
+Description: 40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated by minigrid, from one
+    room to nine with locked doors; envs/babyai/levels.py numbers them.
+Action Space: turn left, turn right, move forward, toggle, drop, check available actions, and
+    actions that walk by themselves: go to OBJECT N, pickup OBJECT N, go through DOOR N,
     toggle and go through DOOR N (envs/babyai/world.py).
-Observation Space
-    Text. What happened (at first the goal), then what is in view with distances in steps, walls,
-    what is carried; the last line is the list of actions that are possible now. The view is that
-    of the moment (envs/babyai/world.py). An impossible action is answered with the reason and that
-    list, the last action of an episode with how it ended.
-Rewards
-    1 - 0.9 * steps / max_steps for the action that fulfils the mission, else 0; `steps` counts
-    minigrid's primitive actions, max_steps is the level's own (16 to 2880). An impossible action
+Observation Space: what happened (at first the goal), what is in view with distances in steps,
+    walls, what is carried, and the list of actions that are possible now. An impossible action is
+    answered with the reason and that list.
+Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, otherwise 0; counted
+    in minigrid's primitive actions, max_steps (16 to 2880) is the level's. An impossible action
     costs no step.
-Episode End
-    Terminated when the mission is fulfilled, or has failed (a few levels forbid the wrong door or
-    object); then the return is 0. Truncated when max_steps primitive actions were played.
-Arguments
-    reset(task_index, seed=0). The index decides level and level seed, which leave nothing open: the
-    argument `seed` changes nothing.
+Episode End: terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
+    door or object); truncated after max_steps primitive actions.
+Arguments: reset(task_index, seed=0). The index decides everything; `seed` changes nothing.
 
-Differences from AgentGym's server, whose numbers are therefore not the same
-    - Every end ends an episode, and success is any positive return; there only a reward above 0.5.
-    - minigrid's wrong verdict on level 16 is corrected (envs/babyai/world.py).
-    - "toggle" also opens boxes and closes doors; without it level 26 cannot be solved.
-    - The words are our own, about two thirds as many; level 4 is the 6 x 6 room of its name.
+Differences from AgentGym's server, whose numbers are therefore not the same:
+    Success is any positive return; there only a reward above 0.5 ends an episode. minigrid's wrong
+    verdict on level 16 is corrected. "toggle" also opens boxes (level 26 needs it) and closes
+    doors. The words are our own, two thirds as many; level 4 is the 6 x 6 room of its name.
 
     >>> env = BabyAI()
     >>> print(env.reset(task_index=3))
@@ -47,10 +37,7 @@ Differences from AgentGym's server, whose numbers are therefore not the same
     >>> env.step("go to blue key 1")[:4]
     ('You go to blue key 1.\\nThe goal is reached.', 0.925, True, False)
 
-Not fast (IS_FAST): a step takes 0.25 ms, but drawing a level 0.4 to 15 ms and the oracle 11 ms on
-average, half a second at worst.
-`python -m envs.babyai` lets you play; `--write-ids` writes its id lists again, as
-envs/babyai/__main__.py says. Read next: envs/babyai/levels.py, then envs/babyai/world.py.
+Read next: envs/babyai/levels.py, then envs/babyai/world.py.
 """
 
 import base64
@@ -145,13 +132,13 @@ class BabyAI:
     def variant() -> str:
         return f"minigrid {version_of('minigrid')}"
 
-    @classmethod
-    def open_shared(cls) -> None:
-        """Imports minigrid before the first request, so that a missing one is said at once."""
+    @staticmethod
+    def open_shared() -> None:
+        """A server without minigrid fails at its start, not at the first request."""
         import envs.babyai.world  # noqa: F401
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation. `seed` changes nothing."""
+        """Starts the episode and returns the first observation."""
         require_task(type(self), task_index)
         from envs.babyai.world import Level
 
@@ -205,17 +192,15 @@ class BabyAI:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the one 'Action:' line in lower case, with everything but letters, digits,
-        commas and single spaces removed."""
+        """The one 'Action:' line in lower case: letters, digits, commas and single spaces."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]").lower()
 
     def available_actions(self) -> list[str]:
-        """Actions that are possible now, as the last observation lists them."""
         self._stage.require_episode()
         return list(self._actions)
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of minigrid's bot, in the words of this world."""
+        """A thought and the next action of minigrid's bot, in the words of this environment."""
         self._stage.require_running()
         from envs.babyai.oracle import Oracle
 
@@ -224,7 +209,7 @@ class BabyAI:
         return self._oracle.move(self._view, self._turns)
 
     def state_for_people(self) -> dict:
-        """Mission, grid (`view.grid_rows`) and where the agent stands, for display."""
+        """Mission, grid and where the agent stands, for display."""
         from envs.babyai.world import grid_rows
 
         self._stage.require_episode()
@@ -256,5 +241,4 @@ class BabyAI:
         return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
     def close(self) -> None:
-        """Lets go of the level; only a reset goes on from here."""
         self._forget()

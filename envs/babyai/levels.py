@@ -1,26 +1,19 @@
 """The 40 levels of BabyAI in the order that AgentGym numbers them, and the sub-task of each.
 
-A task index names a level and the seed of that level:
-
     level number = task_index % 40 + 1        level seed = task_index // 40
-
-so tasks 0-39 are the 40 levels with seed 0, tasks 40-79 the same levels with seed 1.
 
     >>> level_and_seed(0), level_and_seed(83)
     ((1, 0), (4, 2))
     >>> LEVELS[3], SUBTASKS[3]
     ('BabyAI-GoToObjS6-v1', 'GoTo')
 
-Level 4 is GoToObjS6-v0 in AgentGym's list. minigrid before 2.5 built a room of 4 x 4 under that
-name, later ones refuse it; -v1 has the 6 x 6 that the name says, so this level alone differs.
+Level 4 is GoToObjS6-v0 in AgentGym's list: minigrid before 2.5 built a room of 4 x 4 under that
+name, later ones refuse it. This level alone differs.
 
-Sub-tasks are those of AgentGym-RL's tables, six names for 90 test items: GoTo 55, Pickup 15,
-ActionObjDoor, FindObjS7, OneRoomS20 and SynthLoc 5 each. Which levels stand behind a name is not
-published. The counts fit five items a level with eleven GoTo levels (1 to 11), three Pickup levels
-and one level each for the rest; that is an inference. Every other level is a sub-task of its own,
-under its own name.
-
-Nothing here needs minigrid. Read next: envs/babyai/world.py.
+Sub-tasks are those of AgentGym-RL's tables, 90 test items: GoTo 55, Pickup 15, ActionObjDoor,
+FindObjS7, OneRoomS20 and SynthLoc 5 each. Which levels stand behind a name is not published; the
+counts fit five items a level with levels 1 to 11 as GoTo, three Pickup levels and one for each of
+the rest. Every other level is a sub-task of its own. Nothing here needs minigrid.
 """
 
 NUM_SEEDS = 1000  # of each level; minigrid has no limit, a list of tasks needs one

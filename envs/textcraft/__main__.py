@@ -1,28 +1,14 @@
 """`python -m envs.textcraft`: play in the terminal; `--write-ids` writes the id lists again.
 
-The lists of ids/ say which goals are for training and which for testing. They are the same on every
-machine.
-
-textcraft_test, textcraft_train   The split that AgentGym-RL publishes. Its 100 test ids are four
-    ranges of indices and are reproduced exactly. Its 374 training ids are all of 31-139 (depth 1),
-    537 (depth 4) and parts of 181-419 and 445-532; which parts is not published, so ours are drawn
-    with a fixed seed, in proportion to the two ranges.
-
+textcraft_test, textcraft_train   The split that AgentGym-RL publishes. The 100 test ids, four
+    ranges of indices, are exact. Which parts of depths 2 and 3 the 374 training ids are is not
+    published: ours are drawn with a fixed seed, in proportion to the two ranges.
 textcraft_family_test, textcraft_family_train   In the split above nearly every test goal has a
-    twin in training (oak door and birch door), so it measures memory as much as skill. Here all
-    variants of a thing are on one side. The *family* of an item is the last word of its name that
-    is not a wood, a colour, a stone or a material; names made of such words only (polished granite)
-    are the family "material".
-
-        >>> [family(item) for item in ("dark_oak_fence_gate", "light_blue_bed", "cut_sandstone")]
-        ['gate', 'bed', 'material']
-
-    Training ids are a subset of textcraft_train; families of which it has no goal are all for
-    testing. Among many random assignments of the others we keep the one whose two sides are most
-    alike in difficulty, measured by the length of the oracle's plans at each depth.
-
-textcraft_short_test, textcraft_short_train   The goals of the family lists that the oracle makes in
-    at most five turns. The default run plays them on two cores with a small model.
+    twin in training (oak door, birch door). Here all variants of a thing are on one side. Training
+    ids are a subset of textcraft_train; families without such a goal are for testing. Of many
+    random assignments we keep the one with the most equal lengths of oracle plans at each depth.
+textcraft_short_test, textcraft_short_train   Goals of the family lists that the oracle makes in at
+    most five turns; the default run plays them.
 """
 
 import random
@@ -52,13 +38,17 @@ VARIANT_WORDS = set(
 
 
 def family(item: str) -> str:
-    """The kind of thing that `item` is a variant of; see the module docstring."""
+    """The last word of a name that is not a wood, a colour, a stone or a material.
+
+    >>> [family(item) for item in ("dark_oak_fence_gate", "light_blue_bed", "cut_sandstone")]
+    ['gate', 'bed', 'material']
+    """
     words = [word for word in item.split("_") if word not in VARIANT_WORDS]
     return words[-1] if words else "material"
 
 
 def published_split() -> tuple[list[int], list[int]]:
-    """(train, test) indices of the split with AgentGym-RL's test set."""
+    """(train, test) indices."""
     generator = random.Random(f"textcraft train {SEED}")
     test = [index for start, stop in TEST_RANGES for index in range(start, stop)]
     train = [
@@ -71,7 +61,6 @@ def published_split() -> tuple[list[int], list[int]]:
 
 
 def plan_length(task_index: int) -> int:
-    """How many actions the oracle takes from the start."""
     env = TextCraft()
     env.reset(task_index)
     return len(env.state_for_people()["plan"])

