@@ -1,40 +1,19 @@
-"""The oracle of BabyAI: minigrid's bot speaks in macro actions and says why.
+"""The oracle of BabyAI: minigrid's bot speaks in text actions and says why.
 
-The bot thinks in primitive actions, up to 200 an episode; an agent of the text environment has some
-twenty turns. So the oracle lets a copy of the bot fly ahead to its next *deed* (pickup, drop,
-toggle; a part of the mission fulfilled by going somewhere counts, too) and looks for the one
-available action that does most of it:
+The bot thinks in primitive actions, up to 200 an episode; an agent here has some twenty turns. So a
+copy of the bot plays ahead to its next *deed* (pickup, drop, toggle, or a part of the mission
+fulfilled by going somewhere), and the oracle picks the available action that does most of it:
 
     now  ->  turn, forward, forward, turn, forward  ->  pickup        a Plan: poses, deed, target
      \\__ pickup red ball 1 ____________________________/             rule 1: the same deed
      \\__ go to grey box 2 ______/                                    rule 2: on the way
 
 Rule 1: an action that does what the bot is about to do with that very thing.
-Rule 2: otherwise the "go to" or "go through" that ends where the bot will pass and leaves it fewer
-    steps than its next primitive action would. That is tried out in a copy, since from another
-    place the bot may choose another way. The count goes down every turn until the deed is done, so
-    there is no going in circles.
+Rule 2: otherwise the "go to" or "go through" that ends on the bot's way and leaves fewer steps than
+    its next primitive action would, tried out in a copy. The count falls every turn: no circles.
 Rule 3: otherwise the bot's next primitive action.
 
-The answer depends on the episode's history alone: the oracle's pilot plays the primitive actions
-once more, in a level of its own with the same number and seed. The thought is one sentence that a
-template makes from the state: what is sought, whether it has been seen, what is done about it.
-
-minigrid's `BabyAIBot` has four weaknesses, mended in `Bot` and `Pilot`:
-- It can push subgoals for ever inside one call. Its stack counts how often it is read and raises
-  `Stuck`: no clock, the same on every machine and in every thread.
-- It can fail an assertion. A bot that fails is replaced by a fresh one, which keeps the cells that
-  were seen, gets only the parts of the mission that are left, and first puts down what is carried.
-  If even that one fails, the next is given a start: unlock the door whose key is known (minigrid's
-  choice is the nearest, with or without its key), or open a box (the key may be inside).
-- It undoes what it did not ask for. A door toggled against its plan is left as it is; picked up and
-  dropped things are put back.
-- It is slow: its search copies its queue at every step. Ours finds the same paths without.
-
-Whoever follows a plan may take another way to the same deed. The pilot then takes over the bot that
-flew ahead; otherwise the bot would see other cells on that way, change its mind, and undo.
-
-Read next: tests/long/test_babyai.py, which says how often it wins.
+The answer depends on the episode's history alone, which is replayed in a level of the oracle's own.
 """
 
 from __future__ import annotations
@@ -60,10 +39,9 @@ from envs.babyai.world import (
     DONE,
     DROP,
     FORWARD,
-    LEFT,
     PICKUP,
-    RIGHT,
     TOGGLE,
+    TURNS,
     Level,
     Seen,
     View,
@@ -72,18 +50,11 @@ from envs.babyai.world import (
     plain,
 )
 
-PRIMITIVES = {
-    LEFT: "turn left",
-    RIGHT: "turn right",
-    FORWARD: "move forward",
-    DROP: "drop",
-    TOGGLE: "toggle",
-}
+PRIMITIVES = {move: text for text, move in TURNS.items()}
+PRIMITIVES |= {FORWARD: "move forward", DROP: "drop", TOGGLE: "toggle"}
 
 
 class Oracle:
-    """Good moves for one episode of a level, whatever has been played in it."""
-
     def __init__(self, level: Level) -> None:
         self._level = level
         self._pilot: Pilot | None = None
@@ -142,7 +113,8 @@ class Oracle:
             return f"There may be a key in {target.name}, so I {deed}."
         if plan.deed == DROP and not bring:
             return f"I want to put down the {carried} elsewhere, so I {deed}."
-        if not any(_has_seen(pilot, place) for place in _where(self._level, goal)):
+        places = [thing.cur_pos for thing in goal.obj_set if thing is not view.carrying]
+        if not any(_has_seen(pilot, place) for place in places):
             return f"I do not see the {wanted}, so I {deed} to look for it."
         if needs_key:
             return f"I need the {plain(thing)} to open a locked door, so I {deed}."
@@ -167,13 +139,7 @@ class Oracle:
 
 def _has_seen(pilot: Pilot, position: tuple[int, int]) -> bool:
     """Whether that cell (x, y) of the full grid has been in view."""
-    return pilot.bot is not None and bool(pilot.bot.vis_mask[position])
-
-
-def _where(level: Level, goal: Any) -> list[tuple[int, int]]:
-    """The cells (x, y) where things of this description lie now."""
-    places = (thing.cur_pos for thing in goal.obj_set if thing is not level.env.carrying)
-    return [(int(x), int(y)) for x, y in places]
+    return pilot.bot is not None and bool(pilot.bot.vis_mask[tuple(position)])
 
 
 def _same_deed(plan: Plan, seen: Seen | None, actions: list[str], move: int) -> str | None:
@@ -226,7 +192,7 @@ STARTS = ("", "unlock a door", "open a box")
 
 
 class Stuck(Exception):
-    """The bot went round in circles inside one call."""
+    """The bot goes round in circles inside one call."""
 
 
 # What a lost bot raises: its asserts, what comes of None where it expects a place, Stuck.
@@ -257,7 +223,16 @@ class _OpenBox(Subgoal):
 
 
 class Bot(BabyAIBot):
-    """minigrid's bot on the parts of the mission that are left; every call ends."""
+    """minigrid's bot on the parts of the mission that are left, with its weaknesses mended:
+
+    - It can push subgoals for ever inside one call. `_Stack` counts how often it is read and raises
+      `Stuck`; a clock would differ from machine to machine.
+    - It can fail an assertion. A fresh bot replaces it, which keeps the cells that were seen, gets
+      the parts of the mission that are left, and first puts down what is carried. If even that one
+      fails, the next is given a start: unlock the door whose key is known, or open a box.
+    - It undoes what it did not ask for. A door toggled against its plan is left as it is.
+    - Its search copies its queue at every step.
+    """
 
     def __init__(self, level: Level, seen: np.ndarray | None = None, start: str = "") -> None:
         super().__init__(level.env)
@@ -300,8 +275,7 @@ class Bot(BabyAIBot):
     def _breadth_first_search(
         self, initial_states: Any, accept_fn: Any, ignore_blockers: bool
     ) -> tuple[Any, Any, dict]:
-        """minigrid's search, the same to the last tie; minigrid's copies the queue at every step,
-        which is most of what its bot costs."""
+        """minigrid's search, the same to the last tie, without copying the queue."""
         grid, width, seen = self.mission.unwrapped.grid.grid, self.width, self.vis_mask.tolist()
         queue: deque[Any] = deque(
             (int(i), int(j), int(di), int(dj), None) for i, j, di, dj in initial_states
@@ -406,8 +380,9 @@ class Pilot:
         raise OracleLost(f"no way to {self.level.mission!r} is known from here")
 
     def _take_over(self, pilot: Pilot) -> int:
-        """Goes on with the bot of a pilot that flew ahead, perhaps on another way: in its level the
-        agent is put where it is in ours. Returns the next move."""
+        """Goes on with the bot of a pilot that flew ahead, whose agent is put where ours is: on
+        another way to the same deed our own bot would see other cells and change its mind. Returns
+        the next move."""
         assert pilot.bot is not None
         ours, theirs = self.level, pilot.level
         theirs.env.agent_pos, theirs.env.agent_dir = ours.env.agent_pos, ours.env.agent_dir

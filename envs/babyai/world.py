@@ -1,57 +1,25 @@
 """A level of BabyAI for a text agent: the simulated level, what is seen of it, what can be done.
 
-`Level` is one episode, one primitive action at a time. minigrid knows seven of them (turn left,
-turn right, forward, pick up, drop, toggle, done) and a verifier that says after each whether the
-mission succeeded or failed. One verdict is corrected. "Open the red door, then open the blue door"
-asks its parts one after the other: once the first succeeds, the second is asked *about the same
-action*, so the toggle that rightly opened the red door fails the blue part. Here a failure in the
-very action that fulfilled the first part does not count:
+`Level` plays minigrid's seven primitive actions. `View` is the 7 x 7 cells before the agent, told
+in steps (ahead, right); negative is left, so the same words mean the same walk everywhere:
 
-    action       part 1      part 2      minigrid    here
-    open red     success     failure     failure     goes on
-    open grey    -           failure     failure     failure
-    open blue    -           success     success     success
+    (6,-3) ... (6, 3)
+       :          :           You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
+    (0,-3)  A  (0, 3)         A faces up
 
-`View` is what the agent sees: a window of 7 x 7 cells in front of it, told in steps ahead and to
-the right (negative: to the left), so the same words mean the same walk wherever the agent is:
+Walls and closed doors hide what is behind them, by minigrid's rule. Objects are numbered for each
+colour and kind, the nearest first; numbers hold for one view, and earlier views are not remembered.
 
-    (ahead, right)     (6,-3) ... (6, 3)
-                          :          :
-                       (1,-3) ... (1, 3)
-                       (0,-3)  A  (0, 3)       A faces up
-
-Walls and closed doors hide what is behind them, by minigrid's own rule: light spreads from the
-agent's row away from it, and along each row to both sides. Objects are numbered for each colour and
-kind, the nearest first (steps ahead plus steps aside; of equally near ones the one less far ahead,
-then the one further left). Numbers hold for one view only, and nothing is remembered of earlier
-views: what the agent saw before stands in the conversation.
-
-    You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
-
-`perform` plays the actions, most of which are made of several primitive ones:
-
-    turn left, turn right, move forward        one primitive action each
-    toggle                                     open or close the door, open the box one step ahead
-    drop                                       put down what is carried, one step ahead
-    go to OBJECT N                             walk until it is one step ahead
-    pickup OBJECT N                            the same, then take it ("pick up" works, too)
-    go through DOOR N                          walk through an open door to the cell behind it
-    toggle and go through DOOR N               the same for a closed door, or a locked one whose key
-                                               is carried
-    check available actions                    names them again, costs nothing
-
-OBJECT N is a name of the view at hand ("red ball 1"; without a number the nearest is meant). A
-macro action plans the fewest primitive actions over free cells in view and stops where something
+`perform` plays a text action. A walking one ("go to", "pickup", "go through", "toggle and go
+through") takes the fewest primitive actions over free cells in view, and stops where something
 unexpected happens: the mission ends, the steps are used up, something stands behind a door. "go to"
-what is one step ahead already plays minigrid's `done`, because the verifier only looks after an
-action. An impossible action says why, costs nothing and changes nothing.
-
-Read next: envs/babyai/oracle.py, which chooses among these.
+what is one step ahead plays `done`, because minigrid only checks the mission after an action.
+An impossible action says why, costs nothing and changes nothing.
 """
 
 import re
-from collections import deque
-from typing import Any, NamedTuple, NoReturn
+from collections import Counter, deque
+from typing import Any, NamedTuple
 
 # ---------------------------------------------------------------------------------------- the level
 
@@ -75,10 +43,8 @@ vars(roomgrid_level)["print"] = lambda *_: None  # "Sampling rejected: ..."
 
 
 class Level:
-    """One episode of level `number` (1..40) with this seed.
-
-    `env` is minigrid's environment, to be read by everyone and changed by `act` alone. `history`
-    holds the primitive actions so far: with number and seed they are the whole state.
+    """One episode. `env` is minigrid's environment; only `act` changes it. Number (1..40), seed and
+    `history`, the primitive actions so far, are the whole state.
     """
 
     def __init__(self, number: int, seed: int) -> None:
@@ -124,11 +90,15 @@ class Level:
         return self.env.grid.get(*self.front)
 
     def act(self, primitive: int) -> None:
-        """Plays one primitive action; then `reward`, `terminated`, `truncated` are those of it."""
+        """Plays one primitive action and sets `reward`, `terminated` and `truncated`.
+
+        minigrid checks "open red, then open blue" part by part: once the first part succeeds, the
+        second is checked against the same action, which fails it. Such a failure is ignored.
+        """
         was_done = self._first_part_is_done()
         _, reward, terminated, truncated, _ = self.env.step(primitive)
         if terminated and not reward and not was_done and self._first_part_is_done():
-            terminated = False  # see the module docstring
+            terminated = False
         self.history.append(primitive)
         self.reward, self.terminated = float(reward), bool(terminated)
         self.truncated = bool(truncated) and not self.terminated
@@ -148,18 +118,14 @@ def _is_done(verdict: object) -> bool:
 def parts_left(instruction: Any) -> list[Any]:
     """The single instructions ("open the red door") that are not yet fulfilled, in the order in
     which they must or may be done."""
-    if isinstance(instruction, AfterInstr):
-        order = [(instruction.b_done, instruction.instr_b), (False, instruction.instr_a)]
-    elif isinstance(instruction, BeforeInstr):
-        order = [(instruction.a_done, instruction.instr_a), (False, instruction.instr_b)]
-    elif isinstance(instruction, AndInstr):
-        order = [
-            (instruction.a_done, instruction.instr_a),
-            (instruction.b_done, instruction.instr_b),
-        ]
-    else:
+    if not isinstance(instruction, AfterInstr | BeforeInstr | AndInstr):
         return [instruction]
-    return [leaf for verdict, part in order if not _is_done(verdict) for leaf in parts_left(part)]
+    a, b = (instruction.a_done, instruction.instr_a), (instruction.b_done, instruction.instr_b)
+    if isinstance(instruction, AfterInstr):
+        order = [b, (False, a[1])]
+    else:
+        order = [a, b] if isinstance(instruction, AndInstr) else [a, (False, b[1])]
+    return [leaf for done, part in order if not _is_done(done) for leaf in parts_left(part)]
 
 
 # ----------------------------------------------------------------------------------------- the view
@@ -199,8 +165,8 @@ def is_free(thing: Any) -> bool:
 class View:
     """What can be seen from the pose in which `level` is now.
 
-    `cells` maps each visible (ahead, right) to minigrid's object there, None for empty floor, the
-    agent's own cell included (an open door may be there). `objects` are all but walls.
+    `cells` maps each visible (ahead, right), the agent's own cell included, to minigrid's object,
+    None for empty floor. `objects` are all but walls.
     """
 
     def __init__(self, level: Level) -> None:
@@ -242,17 +208,15 @@ class View:
         return cells
 
     def _named(self) -> list[Seen]:
-        found = [
-            (ahead + abs(right), ahead, right)
-            for (ahead, right), thing in self.cells.items()
-            if thing is not None and thing.type != "wall" and (ahead or right)
-        ]
-        counts: dict[str, int] = {}
+        """The nearest first; of equally near ones the less far ahead, then the further left."""
+        counts: Counter[str] = Counter()
         objects = []
-        for _, ahead, right in sorted(found):
+        for ahead, right in sorted(self.cells, key=lambda cell: (cell[0] + abs(cell[1]), *cell)):
             thing = self.cells[ahead, right]
+            if thing is None or thing.type == "wall" or (ahead, right) == (0, 0):
+                continue
             kind = plain(thing)
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
             position, _ = self.absolute((ahead, right, 0))
             objects.append(Seen(f"{kind} {counts[kind]}", thing, (ahead, right), position))
         return objects
@@ -279,23 +243,13 @@ class View:
                         queue.append(after)
         return self._reached
 
-    def has_way(self, seen: Seen) -> bool:
-        """Whether a free way leads to a cell beside the object."""
-        reached = self.reachable()
-        ahead, right = seen.cell
-        return any((ahead - a, right - r, 0) in reached for a, r in STEPS)
-
     def way(self, seen: Seen) -> tuple[list[int], Pose] | None:
         """The fewest primitive actions to face the object, and the pose at their end; None if no
         free way is in view."""
         reached = self.reachable()
         ahead, right = seen.cell
-        ends = {
-            (ahead - a, right - r, facing)
-            for facing, (a, r) in enumerate(STEPS)
-            if (ahead - a, right - r, facing) in reached
-        }
-        if not ends:
+        ends = {(ahead - a, right - r, facing) for facing, (a, r) in enumerate(STEPS)}
+        if not ends & reached.keys():
             return None
         end = next(pose for pose in reached if pose in ends)  # breadth first: the nearest
         moves: list[int] = []
@@ -346,9 +300,8 @@ def _state_and_place(seen: Seen) -> str:
 
 
 def grid_rows(level: Level) -> list[str]:
-    """The whole level for people, a row of text for each row of cells, two letters a cell: kind
-    (Wall, Key, bAll, Box, Door, Locked door, Open door), color (Red, Green, Blue, Purple, Yellow,
-    grEy); the agent is an arrow, >> vv << or ^^.
+    """The whole level for people, two letters a cell: kind (Wall, Key, bAll, Box, Door, Locked
+    door, Open door) and color (Red, Green, Blue, Purple, Yellow, grEy); the agent is an arrow.
 
     minigrid's own `pprint_grid` writes green and grey alike, and open doors without a color.
     """
@@ -393,6 +346,7 @@ OUTSIDE = _Outside()
 
 TURNS = {"turn left": LEFT, "turn right": RIGHT}
 CHECK = "check available actions"
+LOCKED = "the {0} door is locked, and you do not carry the {0} key"
 MACRO = re.compile(
     r"(go to|pickup|pick up|go through|toggle and go through) ([a-z ]{1,40}?)( \d+)?"
 )
@@ -409,7 +363,7 @@ def available(level: Level, view: View) -> list[str]:
     if is_free(front):
         actions.append("move forward")
     for seen in view.objects:
-        if not view.has_way(seen):
+        if view.way(seen) is None:
             continue
         actions.append(f"go to {seen.name}")
         if seen.object.type != "door":
@@ -426,24 +380,25 @@ def available(level: Level, view: View) -> list[str]:
     return [*actions, CHECK]
 
 
-def can_toggle(thing: object, view: View) -> bool:
+def can_toggle(thing: Any, view: View) -> bool:
     """Whether toggling changes it: a box, a door that is not locked or whose key is carried."""
-    kind = getattr(thing, "type", None)
-    if kind != "door":
-        return kind == "box"
+    if thing is None or thing.type != "door":
+        return thing is not None and thing.type == "box"
     key = view.carrying
-    color = getattr(thing, "color", None)
-    return door_state(thing) != "locked" or bool(key and key.type == "key" and key.color == color)
+    has_key = bool(key and key.type == "key" and key.color == thing.color)
+    return door_state(thing) != "locked" or has_key
 
 
 def perform(level: Level, view: View, action: str) -> str:
-    """Plays an action (not CHECK) and says what happened, or raises Impossible and changes
-    nothing."""
+    """Plays an action (not CHECK) and says what happened; Impossible if it cannot be played."""
     if action in TURNS:
         level.act(TURNS[action])
         return f"You {action}."
     if action == "move forward":
-        _require_free(level)
+        thing = level.front_object
+        if not is_free(thing):
+            state = door_state(thing) + " " if thing.type == "door" else ""
+            raise Impossible(f"a {state}{plain(thing)} is in the way")
         level.act(FORWARD)
         return "You move forward."
     if action == "toggle":
@@ -454,18 +409,15 @@ def perform(level: Level, view: View, action: str) -> str:
     if not match:
         shown = action if len(action) <= 60 else action[:60] + "..."
         raise Impossible(f"{shown!r} is no action" if shown else "there is no action")
-    verb, seen = match[1], _find(view, f"{match[2]} {(match[3] or ' 1').strip()}")
-    if verb == "go to":
-        return _go_to(level, view, seen)
-    return (
-        _go_through(level, view, seen, verb) if "through" in verb else _pick_up(level, view, seen)
-    )
-
-
-def _find(view: View, name: str) -> Seen:
+    name = f"{match[2]} {(match[3] or ' 1').strip()}"
     if name not in view.by_name:
         raise Impossible(f"no {name} is in view")
-    return view.by_name[name]
+    verb, seen = match[1], view.by_name[name]
+    if verb == "go to":
+        return _go_to(level, view, seen)
+    if "through" in verb:
+        return _go_through(level, view, seen, verb)
+    return _pick_up(level, view, seen)
 
 
 def _way(view: View, seen: Seen) -> list[int]:
@@ -473,13 +425,6 @@ def _way(view: View, seen: Seen) -> list[int]:
     if way is None:
         raise Impossible(f"no free way to {seen.name} is in view")
     return way[0]
-
-
-def _require_free(level: Level) -> None:
-    thing = level.front_object
-    if not is_free(thing):
-        state = door_state(thing) + " " if thing.type == "door" else ""
-        raise Impossible(f"a {state}{plain(thing)} is in the way")
 
 
 def _play(level: Level, moves: list[int]) -> bool:
@@ -515,7 +460,7 @@ def _go_through(level: Level, view: View, seen: Seen, verb: str) -> str:
     if verb != "go through" and door.is_open:
         raise Impossible(f"{name} is open; go through it")
     if not can_toggle(door, view):
-        _refuse_locked(door)
+        raise Impossible(LOCKED.format(door.color))
     opening = [] if door.is_open else [TOGGLE]
     arrived = _play(level, [*_way(view, seen), *opening, FORWARD, FORWARD])
     if not door.is_open or not (arrived or opening or level.position == seen.position):
@@ -536,18 +481,13 @@ def _toggle(level: Level, view: View) -> str:
         what = f"a {plain(thing)} cannot be toggled" if thing else "nothing is in front of you"
         raise Impossible(what)
     if not can_toggle(thing, view):
-        _refuse_locked(thing)
+        raise Impossible(LOCKED.format(thing.color))
     level.act(TOGGLE)
     if thing.type == "door":
         return f"You {'open' if thing.is_open else 'close'} the {plain(thing)}."
     inside = level.env.grid.get(*position)
     content = f"a {plain(inside)} is" if inside else "nothing is"
     return f"You open the {plain(thing)}: {content} in it."
-
-
-def _refuse_locked(door: object) -> NoReturn:
-    color = getattr(door, "color", "")
-    raise Impossible(f"the {color} door is locked, and you do not carry the {color} key")
 
 
 def _drop(level: Level, view: View) -> str:

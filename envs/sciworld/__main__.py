@@ -1,22 +1,14 @@
 """`python -m envs.sciworld`: play in the terminal; `--write-ids` writes the id lists again.
 
-The lists of ids/ say which tasks are for training and which for testing. They are the same on every
-machine and obey ScienceWorld's own split (envs/sciworld/tasks.py).
+The lists obey ScienceWorld's own split (envs/sciworld/tasks.py).
 
-sciworld_test, sciworld_train   As many ids as AgentGym-RL's lists. The 200 test ids have its counts
-    for each topic: Measurement 53, Electricity 83, Classification 44, Chemistry 5, Biology 15.
-    Which variations it took is not published, so ours are drawn with a fixed seed. The 2,120
-    training ids are of the same five topics, in proportion to their 2,256 training variations.
-    Inside a topic each kind of task has its share and at least one id.
-
+sciworld_test, sciworld_train   AgentGym-RL's sizes: 200 test ids with its counts for each topic,
+    2,120 training ids of the same topics in proportion to their training variations. Which
+    variations it took is not published; ours are drawn with a fixed seed. Inside a topic each kind
+    of task has its share and at least one id.
 sciworld_short_test, sciworld_short_train   A curriculum for a laptop: easy tasks that the oracle
-    solves within 6 actions, of finding a living thing, a non-living thing, a plant or an animal,
-    and of comparing life spans; an equal number of each kind. Writing them takes Java some minutes.
-
-Shares are whole numbers by largest remainder:
-
-    >>> shares({"a": 5, "b": 4, "c": 1}, 4)
-    {'a': 2, 'b': 1, 'c': 1}
+    solves within 6 actions, as many of each kind, of finding a living thing, a non-living thing, a
+    plant or an animal, and of comparing life spans. Writing them takes Java some minutes.
 """
 
 import random
@@ -26,16 +18,10 @@ from pathlib import Path
 
 from envs.common import command_line, oracle_turns, write_id_lists
 from envs.sciworld.env import SciWorld
-from envs.sciworld.tasks import KINDS, Kind, easy, test_indices, train_indices
+from envs.sciworld.tasks import BENCHMARK_TOPICS, KINDS, Kind, easy, test_indices, train_indices
 
 SEED = 0
-NUM_TEST = {
-    "Measurement": 53,
-    "Electricity": 83,
-    "Classification": 44,
-    "Chemistry": 5,
-    "Biology": 15,
-}
+NUM_TEST = dict(zip(BENCHMARK_TOPICS, (53, 83, 44, 5, 15)))
 NUM_TRAIN = 2120
 SHORT_KINDS = tuple(k for k in KINDS if k.topic == "Classification" or k.number.startswith("7-"))
 MAX_TURNS = 6  # of the short lists
@@ -43,7 +29,11 @@ TRAIN_PER_KIND, TEST_PER_KIND = 40, 10
 
 
 def shares(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """`count` split in proportion to `sizes`, at least one each, never more than the size."""
+    """`count` split in proportion to `sizes`, at least one each, by largest remainder.
+
+    >>> shares({"a": 5, "b": 4, "c": 1}, 4)
+    {'a': 2, 'b': 1, 'c': 1}
+    """
     total = sum(sizes.values())
     exact = {name: size * count / total for name, size in sizes.items()}
     whole = {name: max(1, int(part)) for name, part in exact.items()}
@@ -55,37 +45,23 @@ def shares(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     return whole
 
 
-def draw(
-    kinds: tuple[Kind, ...],
-    count: int,
-    indices_of: Callable[[Kind], range],
-    generator: random.Random,
-) -> list[int]:
-    """`count` task indices of `kinds`, each with its share, in ascending order."""
-    sizes = {kind.name: len(indices_of(kind)) for kind in kinds}
-    numbers = shares(sizes, count)
-    return sorted(
-        index for kind in kinds for index in generator.sample(indices_of(kind), numbers[kind.name])
-    )
+def draw(split: str, counts: dict[str, int], indices_of: Callable[[Kind], range]) -> list[int]:
+    """So many task indices of each topic, of each of its kinds in proportion."""
+    generator, drawn = random.Random(f"sciworld {split} {SEED}"), list[int]()
+    for topic, count in counts.items():
+        indices = {kind.name: indices_of(kind) for kind in KINDS if kind.topic == topic}
+        numbers = shares({name: len(each) for name, each in indices.items()}, count)
+        drawn += sorted(
+            i for name in indices for i in generator.sample(indices[name], numbers[name])
+        )
+    return drawn
 
 
 def benchmark_split() -> tuple[list[int], list[int]]:
     """(train, test) indices with AgentGym-RL's sizes."""
-    generator = random.Random(f"sciworld test {SEED}")
-    by_topic = {topic: tuple(k for k in KINDS if k.topic == topic) for topic in NUM_TEST}
-    test = [
-        index
-        for topic, count in NUM_TEST.items()
-        for index in draw(by_topic[topic], count, test_indices, generator)
-    ]
-    generator = random.Random(f"sciworld train {SEED}")
-    sizes = {t: sum(kind.num_train for kind in kinds) for t, kinds in by_topic.items()}
-    train = [
-        index
-        for topic, count in shares(sizes, NUM_TRAIN).items()
-        for index in draw(by_topic[topic], count, train_indices, generator)
-    ]
-    return train, test
+    sizes = {t: sum(kind.num_train for kind in KINDS if kind.topic == t) for t in NUM_TEST}
+    train = draw("train", shares(sizes, NUM_TRAIN), train_indices)
+    return train, draw("test", NUM_TEST, test_indices)
 
 
 def short_split() -> tuple[list[int], list[int]]:

@@ -1,57 +1,36 @@
 """SciWorld: do elementary-school science in a house of ten places, in plain text.
 
 The agent reads a task ("Your task is to boil water ...") and walks, looks, picks up, pours, heats
-and connects until it is done. ScienceWorld (https://arxiv.org/abs/2203.07540) simulates what
-matters for that: temperature, states of matter, circuits, mixtures, plants, animals, inheritance.
+and connects until it is done. ScienceWorld (https://arxiv.org/abs/2203.07540) simulates
+temperature, states of matter, circuits, mixtures, plants, animals and inheritance.
 
-Description
-    30 kinds of task with 7,207 variations, each as it is and in ScienceWorld's easy mode;
-    envs/sciworld/tasks.py numbers them. The simulator is ScienceWorld's own, a Java program in the
-    PyPI package `scienceworld`; many worlds share a few Java processes (envs/sciworld/jvm.py).
-Action Space
-    A line of text, one of
-        look around            look at OBJ            look in OBJ            read OBJ
-        open OBJ               close OBJ              go to PLACE            inventory
-        pick up OBJ            put down OBJ           move OBJ to OBJ        focus on OBJ
-        activate OBJ           deactivate OBJ         use OBJ on OBJ         task
-        pour OBJ into OBJ      dunk OBJ into OBJ      mix OBJ                eat OBJ
-        connect OBJ to OBJ     disconnect OBJ         flush OBJ              wait, wait1
-    "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
-    ("orange in bowl"). Where a name fits several objects the world lists them with numbers, and the
-    number is the next action. In an easy task, or with teleportAction, also: teleport to PLACE.
-Observation Space
-    Text. First the task in one line, then the room; after that what each action led to.
-Rewards
-    ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest score so
-    far, divided by 100, so it is never negative and an episode's rewards sum to 0..1. Focusing on
-    the wrong thing makes ScienceWorld's score -100: the reward is 0 and the episode is over.
-    info["score"] is ScienceWorld's own score; info["success"] says that it is 100.
-Episode End
-    Terminated when the task is done or has failed. Truncated after 100 actions; after 200 for
-    Matter (boil, melt, ...) and the kinds that AgentGym leaves out, whose solutions have up to 180.
-Arguments
-    reset(task_index, seed=0). What a task looks like at first is fixed by its variation; the seed
-    decides what ScienceWorld leaves to chance after that: how bees wander, what is inherited.
-    `simplifications`, an attribute, or for a server the environment variable
-    SCIWORLD_SIMPLIFICATIONS, simplifies every task: some of easy, noElectricalAction,
-    openContainers, openDoors, selfWateringFlowerPots, teleportAction, separated by commas. Easy
-    stands for all the others; it is what a task index of the easy mode has anyway.
+Description: 30 kinds of task with 7,207 variations, each also in ScienceWorld's easy mode;
+    envs/sciworld/tasks.py numbers them. The simulator is the Java program of the PyPI package
+    `scienceworld`; many sessions share a few Java processes (envs/sciworld/jvm.py).
+Action Space: the lines of PROMPT below; in an easy task, or with teleportAction, also "teleport to
+    PLACE". "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
+    ("orange in bowl"). Where a name fits several objects they are listed with numbers, and the
+    number is the next action. "reset task", which would let progress be earned again, does nothing.
+Observation Space: first the task in one line, then the room; after that what each action led to.
+Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest
+    score so far, divided by 100. A wrong focus scores -100: reward 0, and the episode is over.
+    info["score"] is ScienceWorld's own; info["success"] says that it is 100.
+Episode End: terminated when the task is done or has failed. Truncated after 100 actions; 200 for
+    Matter (boil, melt, ...) and the kinds that AgentGym leaves out.
+Arguments: reset(task_index, seed=0). The variation fixes the start; the seed decides what comes
+    after it by chance (how bees wander). The environment variable SCIWORLD_SIMPLIFICATIONS
+    simplifies every task: names of jvm.SIMPLIFICATIONS separated by commas; easy is all of them.
+    (task index, seed, actions) fix every text.
 
-(task index, seed, actions) fix every text. "reset task" would wipe the progress made and let it be
-earned again: here it does nothing. An action longer than 1,000 characters is not passed on, half of
-a surrogate pair is replaced.
-
-Differences from AgentGym's server, whose numbers are therefore not the same
-    - The limit counts actions. There it counts the simulator's moves, of which "wait" makes ten and
-      looking around none: freezing slowly could not be solved.
-    - A wrong focus is a reward of 0; there it is -100.
+Differences from AgentGym's server, whose numbers are therefore not the same: there the limit counts
+simulator moves ("wait" makes ten, looking around none), so slow freezing cannot be solved; and a
+wrong focus is a reward of -100.
 
     env = SciWorld()
     print(env.reset(task_index=2936))     # find a living thing
     thought, action = env.oracle()        # 'open door to ...'
     observation, reward, terminated, truncated, info = env.step(action)
 
-`python -m envs.sciworld` lets you play, `--write-ids` writes its id lists again.
 Read next: envs/sciworld/jvm.py, then envs/sciworld/tasks.py.
 """
 
@@ -67,13 +46,7 @@ from typing import Any, ClassVar
 import envs.sciworld.jvm as jvm
 from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
-from envs.sciworld.jvm import (
-    SIMPLIFICATIONS,
-    Seat,
-    checked_simplifications,
-    close_shared_pool,
-    shared_pool,
-)
+from envs.sciworld.jvm import Seat, checked_simplifications, shared_pool
 from envs.sciworld.oracle import EXHAUSTED, Play, retell, thought
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
 
@@ -171,9 +144,7 @@ class SciWorld:
     def num_tasks() -> int:
         return NUM_TASKS
 
-    @staticmethod
-    def subtask(task_index: int) -> str:
-        return topic(task_index)
+    subtask = staticmethod(topic)
 
     @classmethod
     def variant(cls) -> str:
@@ -186,9 +157,7 @@ class SciWorld:
         checked_simplifications(os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications))
         shared_pool().seat().release()
 
-    @staticmethod
-    def close_shared() -> None:
-        close_shared_pool()
+    close_shared = staticmethod(jvm.close_shared_pool)
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Starts the episode and returns the first observation. JvmLost if the Java process
@@ -217,7 +186,7 @@ class SciWorld:
         noElectricalAction is left out where they are the task."""
         names = set(self.simplifications.split(",")) - {""}
         if "easy" in names or is_easy(self._task_index):
-            names = {*SIMPLIFICATIONS} - {"easy"}
+            names = {*jvm.SIMPLIFICATIONS} - {"easy"}
         if self._kind.topic == "Electricity":
             names -= {"noElectricalAction"}
         return self._kind.name, self._variation, ",".join(sorted(names))
@@ -266,24 +235,22 @@ class SciWorld:
         return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
-        """Actions with at most one object that the current state accepts, a few hundred; those with
-        two (move, pour, use, connect, dunk) would be thousands. Numbers, if one is asked for."""
+        """Actions with at most one object, a few hundred; those with two would be thousands.
+        Numbers, if one is asked for."""
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
             return numbers
-        return jvm.possible_actions(*java.call(jvm.valid_actions))
+        return java.call(jvm.possible_actions)
 
     def oracle(self) -> tuple[str, str]:
         """A thought and the next action of a solution that ScienceWorld generates, retold in names
         that the observations use (envs/sciworld/oracle.py).
 
-        The first call of an episode generates it, in a second world with the same seed, which takes
-        0.1 to 10 seconds and lets the other worlds of a Java process wait. Actions of the solution
-        that have been played are passed over, in their order. Others do not matter as long as they
-        only look; after those that change the world, the rest of the solution may not lead to the
-        goal. When nothing of it is left the oracle says so and looks around. (ScienceWorld's own
-        solutions of two variations, freeze 11 and 19, end at 87 and 82 points, and in the easy mode
-        those of most variations of grow-fruit and some of melt fail.)"""
+        The first call generates it in a second world, which takes 0.1 to 10 seconds. Actions of it
+        that have been played are passed over. Nothing is planned anew: after other actions that
+        change the world, the rest may not lead to the goal. When nothing is left the oracle looks
+        around. ScienceWorld's own solutions fail for freeze 11 and 19, and in the easy mode for
+        most variations of grow-fruit and some of melt."""
         self._stage.require_running()
         path = self._solution()
         position = 0
@@ -340,8 +307,9 @@ class SciWorld:
 
     def action_hint(self) -> dict:
         """Templates of actions, and the objects here by name."""
-        templates, objects = self._java().call(jvm.hint)
-        actions = sorted(template["action_example"] for template in json.loads(templates))
+        templates = json.loads(self._java().call(lambda world: world.getPossibleActionsWithIDs()))
+        actions = sorted(template["action_example"] for template in templates)
+        objects = self._java().call(lambda world: jvm.strings(world.getPossibleObjects()))
         return {
             "possible_actions": [action for action in actions if action != "reset task"],
             "possible_objects": objects,
@@ -349,22 +317,22 @@ class SciWorld:
 
     def goals(self) -> dict:
         """ScienceWorld's own report on what has been done towards the goal."""
-        return {"goals": self._java().call(jvm.progress)}
+        return {"goals": self._java().call(lambda world: world.getGoalProgressStr())}
 
     def task_description(self) -> dict:
         self._java()
         return {"task_description": self._description}
 
     def object_tree(self) -> dict:
-        """All objects of the world with all that the simulator knows of them: 150 kB of JSON."""
+        """All objects with all that the simulator knows of them: 150 kB of JSON."""
         with tempfile.TemporaryDirectory() as folder:  # Java writes it to a file
-            if error := self._java().call(jvm.object_tree, folder):
+            if error := self._java().call(lambda world: world.getObjectTree(folder)):
                 raise RuntimeError(f"ScienceWorld gave no object tree: {error}")
             text = (Path(folder) / "objectTree.json").read_text(encoding="utf-8")
         return {"object_tree": json.loads(text)}
 
     def close(self) -> None:
-        """Gives the world's memory back; a later reset takes a new world."""
+        """Frees Java's memory of it; a later reset starts anew."""
         self._stage = Stage()
         seat, self._seat = self._seat, None
         if seat is not None:

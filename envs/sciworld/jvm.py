@@ -1,35 +1,22 @@
-"""Java processes that host many worlds: one lock each, a time limit, replacement when one fails.
+"""Java processes that host many environments: one lock each, a time limit, replacement on failure.
 
-ScienceWorld is a Java program. Its Python package starts one Java process for each environment:
-261 MB a session after an episode. But a world is only an object in that process, so a few processes
-can hold all worlds of a server, 20 MB a session (RESULTS.md):
+ScienceWorld is a Java program. One Java process per environment takes 261 MB; an environment is
+only an object in that process, so a few processes can hold all sessions of a server, 20 MB each (RESULTS.md):
 
-    session 0 ── seat ─┐
-    session 2 ── seat ─┼── lock ── wire ── Java process A: world 0, world 2, world 4
-    session 4 ── seat ─┘
-    session 1 ── seat ──── lock ── wire ── Java process B: world 1
+    session 0, 2, 4 ── seats ── lock ── Java process A
+    session 1, 3, 5 ── seats ── lock ── Java process B
 
-The lock. ScienceWorld keeps state that all its worlds share, so two calls into one process at the
-same time corrupt each other's worlds: episodes that should score 1.0 end at 0.75 or 0. Every call
-therefore holds its process's lock from beginning to end. More processes give more calls at once.
+Lock: all environments of a process share state, and two calls at once corrupt it: episodes that
+    should score 1.0 end at 0.75 or 0. Every call holds its process's lock.
+Chance: that shared state includes the one random generator, and Java's identity hashes order lists.
+    Every call is given a seed and the hashes are switched off (-XX:hashCode=2), so what happens
+    depends on the seeds alone.
+Failure: a process that dies, runs out of memory or is silent for a call's time limit is killed. Its
+    seats raise JvmLost; a new seat gets a new process. Processes read a pipe that only we hold
+    open, so they cannot outlive us.
 
-Chance. The same shared state holds the one random generator from which ScienceWorld draws all that
-it leaves to chance, and the order in which it lists things follows Java's identity hashes. With a
-seed given to every call, and with the hashes switched off (-XX:hashCode=2, which costs speed),
-a world depends on its seeds alone, not on what other worlds in the process do.
-
-Failure. A process that dies, runs out of memory or is silent for a call's time limit is killed, and
-all seats on it are lost: each further call raises JvmLost. A new seat is put on a new process.
-Waiting for the lock does not count as silence, since the clock is the socket's own: it runs only
-while an answer is awaited. Processes cannot outlive us: they read a pipe that only we hold open,
-and the kernel closes it however we die. Ctrl-C in a terminal reaches them as it reaches us.
-
-Settings, by environment variable:
-    SCIWORLD_JVMS             number of processes (default: number of cores, at most 2)
-    SCIWORLD_HEAP             the most memory that one takes for worlds (default: 2g)
-    SCIWORLD_CALL_TIMEOUT_S   the time limit of one call (default: 45; a client waits 60)
-
-Read next: envs/sciworld/env.py.
+Environment variables: SCIWORLD_JVMS, the number of processes (default: cores, at most 2);
+SCIWORLD_HEAP, memory of each (2g); SCIWORLD_CALL_TIMEOUT_S, of one call (45; a client waits 60).
 """
 
 import contextlib
@@ -90,11 +77,8 @@ def find_java() -> str:
 
 
 class Jvm:
-    """One Java process. `failure` says why it can no longer be used; "" while it can.
-
-    Raises:
-        JavaMissing: it does not start; the message ends with what it wrote to stderr.
-    """
+    """One Java process. `failure` says why it can no longer be used; "" while it can. JavaMissing
+    if it does not start; the message ends with what it wrote to stderr."""
 
     def __init__(self, heap: str, time_limit_s: float) -> None:
         jar, java = find_jar(), find_java()
@@ -138,26 +122,16 @@ class Jvm:
         )
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
         try:
-            self._new_world, self._random = self.call(self._look_up)
+            self.new_world, self.random = self.call(self._look_up)
         except JvmLost as error:
             raise JavaMissing(f"{java} -Xmx{heap} started and then failed: {error}") from error
 
     def _look_up(self) -> tuple[Any, Any]:
+        """The simulator's class, and the generator that all its objects draw from."""
         java = self._gateway.jvm
         scala_random = getattr(java.scala.util, "Random$")  # Scala's name of a singleton's class
         world_class = java.scienceworld.runtime.pythonapi.PythonInterface
         return world_class, getattr(scala_random, "MODULE$")
-
-    def new_world(self) -> Any:
-        return self._new_world()
-
-    def seed(self, seed: int) -> None:
-        """Sets the one random generator that all worlds in this process draw from."""
-        self._random.setSeed(seed)
-
-    def check(self) -> None:
-        """A call that does nothing, to learn whether anybody answers."""
-        self._random.hashCode()
 
     def has_failed(self) -> bool:
         if not self.failure and self.process.poll() is not None:
@@ -165,12 +139,8 @@ class Jvm:
         return bool(self.failure)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """function(*arguments), which may call into this process, with nobody else in there.
-
-        Raises:
-            JvmLost: the process is gone or was silent for the time limit.
-            py4j.protocol.Py4JJavaError: the world itself failed; others in the process did not.
-        """
+        """function(*arguments), which may call into this process, under the lock. JvmLost if the
+        process is gone or was silent for the time limit; Py4JJavaError if the simulator failed."""
         from py4j.protocol import Py4JError, Py4JJavaError
 
         with self._lock:
@@ -196,7 +166,6 @@ class Jvm:
                 raise
 
     def end(self, why: str) -> None:
-        """Kills the process; there is nothing in it that needs saving."""
         self.failure = self.failure or why
         self.process.kill()
         self.process.wait()
@@ -209,15 +178,13 @@ class Jvm:
 
 
 def strings(java_list: Any) -> list[str]:
-    """A list of strings out of Java, which may forget it then."""
+    """A list of strings out of Java, which can then free it."""
     texts = [str(text) for text in java_list]
     java_list._detach()
     return texts
 
 
 class _Slot:
-    """A place for one process and the number of seats given out on it."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.jvm: Jvm | None = None
@@ -235,12 +202,11 @@ class Seat:
         return self.jvm.has_failed()
 
     def call(self, function: Callable[..., T], *arguments: Any, seed: int | None = None) -> T:
-        """function(world, *arguments) with the process to itself, the random generator seeded.
-        JvmLost if the process is gone or was silent for the time limit; the seat is lost then."""
+        """function(world, *arguments) under the lock, the random generator seeded first."""
 
         def within() -> T:
             if seed is not None:
-                self.jvm.seed(seed)
+                self.jvm.random.setSeed(seed)
             return function(self._world, *arguments)
 
         return self.jvm.call(within)
@@ -252,17 +218,12 @@ class Seat:
             self.jvm.call(self._forget)
 
     def _forget(self) -> None:
-        self.jvm.check()  # py4j's detach keeps to itself that nobody answers
+        self.jvm.random.hashCode()  # asks for an answer, which py4j's detach does not
         self._world._detach()
 
 
 class JvmPool:
-    """Up to `num_jvms` Java processes, each started when it is first needed.
-
-    Arguments:
-        heap: the most memory that one process takes for worlds, as Java writes it ("512m").
-        time_limit_s: the longest silence of a process in one call, in seconds.
-    """
+    """Up to `num_jvms` Java processes, each started when it is first needed."""
 
     def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 45.0) -> None:
         self.heap, self.time_limit_s = heap, time_limit_s
@@ -330,7 +291,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool() -> JvmPool:
-    """The pool that all worlds of this Python process share, made when it is first asked for."""
+    """The pool that all sessions of this Python process share, made at the first call."""
     with _shared_lock:
         if not _shared:
             _shared.append(JvmPool.from_environment())
@@ -338,7 +299,6 @@ def shared_pool() -> JvmPool:
 
 
 def close_shared_pool() -> None:
-    """Ends the shared pool's processes; the next shared_pool() makes new ones."""
     with _shared_lock:
         while _shared:
             _shared.pop().close()
@@ -385,30 +345,9 @@ def solution(world: Any, name: str, variation: int, simplifications: str) -> lis
     return strings(world.getGoldActionSequence())
 
 
-def valid_actions(world: Any) -> tuple[str, str]:
-    """JSON: the objects that can be named here, by number; the actions on all objects there are."""
-    seen = world.getPossibleObjectReferentLUTJSON()
-    return seen, world.getValidActionObjectCombinationsJSON()
-
-
-def hint(world: Any) -> tuple[str, list[str]]:
-    """JSON: templates of actions; the objects here by name."""
-    return world.getPossibleActionsWithIDs(), strings(world.getPossibleObjects())
-
-
-def progress(world: Any) -> str:
-    """ScienceWorld's own report on what has been done towards the goal."""
-    return world.getGoalProgressStr()
-
-
 def surroundings(world: Any) -> tuple[str, str, int]:
     """What is seen, what is held, and the simulator's count of moves, without making one."""
     return world.freeActionLook(), world.freeActionInventory(), world.getNumMoves()
-
-
-def object_tree(world: Any, folder: str) -> str:
-    """Writes `objectTree.json` into `folder`; returns the error, if any."""
-    return world.getObjectTree(folder)
 
 
 def names_in(tree: dict) -> dict:
@@ -419,13 +358,14 @@ def names_in(tree: dict) -> dict:
     }
 
 
-def possible_actions(seen: str, valid: str) -> list[str]:
-    """The actions with at most one object that `valid_actions` answers and the parser takes."""
-    things = json.loads(seen)
+def possible_actions(world: Any) -> list[str]:
+    """The actions with at most one object that the simulator's parser takes now."""
+    things = json.loads(world.getPossibleObjectReferentLUTJSON())
     # NOTE: "valid" includes what is hidden in closed things, which the parser then refuses.
+    valid = json.loads(world.getValidActionObjectCombinationsJSON())["validActions"]
     found = [
         action["action"]
-        for action in json.loads(valid)["validActions"]
+        for action in valid
         if all(str(number) in things for number in action["obj_ids"])
         or action["action"].endswith("inventory")
         if len(action["obj_ids"]) <= 1

@@ -1,33 +1,18 @@
 """ScienceWorld's solutions, retold so that a reader could have found them, with a thought each.
 
-ScienceWorld generates a solution of a task, its gold path, from all that the simulator knows:
-
-    go to outside        focus on baby baby mouse
-
-But who goes outside is told nothing of what is there, and who looks around there sees "a baby
-mouse". Imitating such a path means to name animals unseen. Retold:
-
-    go to outside        look around        focus on baby mouse
-
-`retell` plays the path in an instance of its own. Before an action on a thing that no text has
-named yet it looks around, once a room, and then calls each thing what it was called there:
+ScienceWorld generates a solution, its gold path, from all that the simulator knows: "go to
+outside", "focus on baby baby mouse". Whoever goes outside has seen no mouse yet, and looking around
+shows "a baby mouse"; imitating the path means naming things unseen. `retell` plays the path, looks
+around before an action on a thing that no text has named, and calls each thing what the text does:
 
     >>> shown = names("Here you see:\\n\\ta baby mouse\\n\\ta flower pot 2 (containing soil)")
     >>> as_shown("baby baby mouse", shown), as_shown("flower pot 2 containing soil", shown)
     ('baby mouse', 'flower pot 2')
-    >>> as_shown("blue jay", shown) is None
-    True
 
-Where the simulator does not take the shown name the gold path's stays, and if the retold path does
-not end at full score, all of the gold path. Gold paths walk through every door on the way, also
-where the task lets one teleport; then the way is told as one action:
-
-    >>> by_teleport(["open door to hallway", "go to hallway", "go to kitchen", "focus on stove"])
-    ['teleport to kitchen', 'focus on stove']
-
-A gold path holds only actions, and a small model that learns from demonstrations should write a
-thought before each. `thought` makes one up: what the action is good for, or on the way somewhere
-which room comes at the end. It does not name an object that the reader has not met.
+Where the simulator does not take the shown name the gold path's stays; if the retold path does not
+end at full score, so does all of the gold path. A gold path walks through every door, also where
+the task lets one teleport; then the way becomes one action. `thought` says what an action is good
+for, or which room comes at the end of the way, and names no object before it was met:
 
     >>> path = ["open door to kitchen", "go to kitchen", "pick up thermometer"]
     >>> for position in range(3):
@@ -35,8 +20,6 @@ which room comes at the end. It does not name an object that the reader has not 
     I should go on in the kitchen, so I open the door to kitchen.
     I should go on in the kitchen, so I go there.
     I need the thermometer, so I pick it up.
-
-Read next: envs/sciworld/env.py, whose oracle() uses it.
 """
 
 import re
@@ -84,17 +67,11 @@ def retell(
     at_most: int,
     can_teleport: bool = False,
 ) -> list[str]:
-    """`path` with the names that a reader has met and the looks that it takes to meet them.
+    """`path` with the names that a reader has met and the looks that it takes to meet them; `path`
+    itself if that does not end at score 100 within `at_most` actions.
 
     Args:
-        path: actions of a solution.
-        start: begins the task anew, in a world that nobody else plays in; returns its first text
-            and a function that plays an action.
-        at_most: actions that an episode may have.
-        can_teleport: whether the task has the action "teleport to".
-
-    Returns:
-        Actions that end at score 100; `path` itself if none were found.
+        start: begins the task anew; returns its first text and a function that plays an action.
     """
     for way in (by_teleport(path), path) if can_teleport else (path,):
         kept: set[str] = set()  # names that the simulator does not take otherwise
@@ -109,7 +86,11 @@ def retell(
 
 
 def by_teleport(path: Sequence[str]) -> list[str]:
-    """`path` with each way through doors and rooms as one action."""
+    """`path` with each way through doors and rooms as one action.
+
+    >>> by_teleport(["open door to hallway", "go to hallway", "go to kitchen", "focus on stove"])
+    ['teleport to kitchen', 'focus on stove']
+    """
     told: list[str] = []
     for is_way, actions in groupby(path, lambda a: a.startswith(("go to ", "open door to "))):
         part = list(actions)
@@ -158,15 +139,11 @@ def things_of(action: str) -> list[str]:
 
 
 def renamed(action: str, other_names: dict[str, str]) -> str:
-    """`action` with other names for its things."""
     match = TWO_THINGS.fullmatch(action) or ONE_THING.fullmatch(action)
     if not match:
         return action
     words = match.groupdict()
     return " ".join(other_names.get(text, text) for text in words.values())
-
-
-# ----------------------------------------------------------------------------------------- thoughts
 
 
 # (pattern of an action, thought); the first that matches is used.
@@ -208,8 +185,7 @@ def thought(path: Sequence[str], position: int) -> str:
 
 
 def _on_the_way(path: Sequence[str], position: int) -> str:
-    """The thought of an action that leads to another room; empty for any other action. It names
-    the room at the end of the way, not what is there: the reader has not seen that yet."""
+    """The thought of an action that leads to another room; empty for any other action."""
     place = ""
     for action in path[position:]:
         if match := re.fullmatch(r"(?:go|teleport) to (.*)", action):

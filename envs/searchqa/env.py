@@ -1,70 +1,53 @@
 """SearchQA: answer questions by searching a corpus, one query after the other.
 
 The agent reads a question, searches, reads passages, and answers once they show what is asked. Some
-questions take two searches, the second of which can only be written when the first was read: the
-currency of the country whose anthem is this one. It is the deep search of Search-R1
-(https://arxiv.org/abs/2503.09516) over any corpus.
+questions take two searches, the second of which can only be written after the first was read. It is
+the deep search of Search-R1 (https://arxiv.org/abs/2503.09516) over any corpus.
 
-Description
-    Questions over the CIA World Factbook that are generated from its facts, in five sub-tasks: one
-    hop, bridge and border (two hops), three hops, comparison. And, where an operator has the files,
-    those of seven published data sets over Wikipedia, under the numbers that AgentGym gave them;
-    envs/searchqa/questions.py numbers all.
-Action Space
-    Text, whose first complete tag counts, one of
-        <search> query </search>
-        <answer> short answer </answer>
-    Of a query the first 300 characters are searched for. A text without a tag, with an empty one or
-    with a tag inside another is answered with what is wrong, and is a turn.
-Observation Space
-    Text. First "Question: ...?". After a search, of three passages a hundred words each:
+Description: questions over the CIA World Factbook in five sub-tasks: one hop, bridge and border
+    (two hops), three hops, comparison; and, where an operator has the files, those of seven
+    published data sets over Wikipedia (envs/searchqa/questions.py numbers all).
+Action Space: <search> query </search> or <answer> short answer </answer>; the first complete tag of
+    a text counts. A text without one is answered with what is wrong, and is a turn.
+Observation Space: first "Question: ...?"; after a search three passages of a hundred words each,
+    in which a tag or "<|" is made harmless:
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
-    Where a passage holds a tag or "<|", it is made harmless.
-Rewards
-    1 for an answer that equals a golden one but for case, punctuation, articles and blanks (exact
-    match), else 0. With SEARCHQA_REWARD=f1 an answer is paid its best token F1, so that the mean
-    return of an evaluation is F1; info["success"] says exact match all the same, info["f1"] the F1
-    of the latest answer, info["searches"] how many there were.
-Episode End
-    Terminated by an answer. With SEARCHQA_WRONG_ANSWER=go_on only by a right one: others are told
-    so, and are paid what their F1 is above the best so far. Truncated after 100 turns.
-Arguments
-    reset(task_index, seed=0). A task leaves nothing open, so the seed changes nothing. Options are
-    environment variables (those of retrieval: envs/searchqa/retrieval.py):
+Rewards: 1 for an answer that equals a golden one but for case, punctuation, articles and blanks
+    (exact match), otherwise 0. info: success (exact match), f1 of the latest answer, searches.
+Episode End: terminated by an answer; truncated after 100 turns.
+Arguments: reset(task_index, seed=0); the seed changes nothing. (task index, actions) fix every text
+    as long as the corpus is the same. Environment variables (more in envs/searchqa/retrieval.py):
         SEARCHQA_RETRIEVAL_TOPK     passages that a search shows (default: 3)
         SEARCHQA_PASSAGE_WORDS      words of a passage that are shown (default: 100)
         SEARCHQA_QUERY_CHARS        characters of a query that are searched for (default: 300)
-        SEARCHQA_REWARD             em: 1 for an exact match; f1: the answer's F1 (default: em)
-        SEARCHQA_WRONG_ANSWER       end: it ends the episode; go_on: it does not (default: end)
+        SEARCHQA_REWARD             em, or f1: an answer is paid its best token F1 (default: em)
+        SEARCHQA_WRONG_ANSWER       end, or go_on: only a right answer ends the episode, and others
+                                    are paid what their F1 is above the best so far (default: end)
         SEARCHQA_QUESTIONS_PATH     the folder of the published questions
 
-(task index, actions) fix every text, as long as the corpus is the same. A search that fails (an
-index server that is down) is an error of the environment, never an observation.
-
-Differences from AgentGym's server, whose numbers are therefore not the same
-    - There the episode goes on after a wrong answer (SEARCHQA_WRONG_ANSWER), and of several in a
-      text the last one counts.
-    - There passages are shown whole.
+Differences from AgentGym's server, whose numbers are therefore not the same: there an episode goes
+on after a wrong answer, the last of several answers in a text counts, passages are shown whole.
 
     env = SearchQA()
     print(env.reset(task_index=221_328))
     thought, action = env.oracle()        # '<search> ... </search>'
     observation, reward, terminated, truncated, info = env.step(action)
 
-`python -m envs.searchqa` lets you play. Read next: envs/searchqa/oracle.py.
+Read next: envs/searchqa/oracle.py.
 """
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from envs import OracleLost, ParseError, TaskIndexError
+from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of
 from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import PUBLISHED, Question, find_question, kind_of, num_questions
@@ -81,10 +64,8 @@ from envs.searchqa.text import (
     parse,
     read_tag,
     say,
-    shortened,
     written,
 )
-from envs.searchqa.wire import SearchWire
 
 if TYPE_CHECKING:
     from envs.searchqa.retrieval import Retriever
@@ -116,12 +97,10 @@ class Options:
 
 
 def read_options(settings: Mapping[str, str] = os.environ) -> Options:
-    """
+    """ValueError if a variable is not what it should be.
+
     >>> read_options({"SEARCHQA_RETRIEVAL_TOPK": "5"}).top_k
     5
-
-    Raises:
-        ValueError: a variable is not what it should be.
     """
     given = {name: settings.get(name) or default for name, default in DEFAULTS.items()}
     for name, choices in CHOICES.items():
@@ -172,12 +151,7 @@ _lock = threading.Lock()
 
 
 def shared_retriever() -> "Retriever":
-    """The process's retriever, opened at the first call; any thread may search.
-
-    Raises:
-        RetrievalError: it cannot be had; the next call tries again.
-        CorpusError: the corpus is not one.
-    """
+    """The process's retriever, opened at the first call; any thread may search."""
     with _lock:
         if not _shared:
             from envs.searchqa.retrieval import open_retriever
@@ -187,9 +161,49 @@ def shared_retriever() -> "Retriever":
 
 
 def close_shared() -> None:
-    """Forget it; the next shared_retriever() opens another one."""
     with _lock:
         _shared.clear()
+
+
+_OURS = f"{INSTRUCTIONS}\n\n"
+_OPENING = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
+
+
+class SearchWire(Wire):
+    """AgentGym's SearchQA server: bare answers, where other servers send objects.
+
+    Its client has no instructions of its own and reads them from /observation; ours has them in
+    PROMPT, and takes the question alone as the first observation.
+    """
+
+    title = "SearchQA"
+    session_field, index_field = "env_idx", "id"
+    index_default = None
+    shows_task_at_create = False
+    create_body = {"id": 0}
+
+    def root(self) -> Any:
+        return "ok"
+
+    def create(self, session_id: int, turn: dict | None) -> Any:
+        return session_id
+
+    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
+        return self.observation(turn)
+
+    def observation(self, turn: dict) -> Any:
+        text = turn["observation"]
+        return _OURS + text if text.startswith(QUESTION) else text
+
+    def first_observation(self, answer: Any) -> Any:
+        """The question; of AgentGym's prompt what follows the last line that "Question:" opens."""
+        text = super().first_observation(answer)
+        if not isinstance(text, str):
+            return text
+        if text.startswith(_OURS):
+            return text.removeprefix(_OURS)
+        *_, question = _OPENING.split(text)
+        return f"{QUESTION}{question.strip()}" if question != text else text
 
 
 class SearchQA:
@@ -234,22 +248,13 @@ class SearchQA:
 
     @staticmethod
     def open_shared() -> None:
-        """Opens corpus and index, so that what is wrong with them is said at a server's start.
-
-        Raises:
-            RetrievalError, CorpusError: they cannot be had.
-            ValueError: an environment variable is not what it should be.
-        """
+        """A server without a corpus or an index fails at its start, not at the first search."""
         read_options()
         shared_retriever()
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation.
-
-        Raises:
-            TaskIndexError: task_index is not in 0 .. num_tasks - 1, or is that of a published
-                question whose file is not here.
-        """
+        """Starts the episode and returns the first observation; TaskIndexError also for a
+        published question whose file is not here."""
         require_task(type(self), task_index)
         self._stage = Stage()  # what fails below leaves no episode behind
         try:
@@ -267,18 +272,12 @@ class SearchQA:
 
     @property
     def _question_text(self) -> str:
-        """The question as it is shown: nothing in a file of questions is a tag either."""
         text = " ".join(harmless(self._question.question).split())
         return text if text.endswith("?") else f"{text}?"
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays a tag, or the first of a whole text: observation, reward, terminated, truncated,
-        info.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-            RetrievalError: the search failed, and nothing has changed.
-        """
+        """Plays the first tag of a text: observation, reward, terminated, truncated, info.
+        RetrievalError if the search failed; nothing has changed then."""
         self._stage.require_running()
         reward = 0.0
         try:
@@ -306,7 +305,7 @@ class SearchQA:
     def _search(self, query: str) -> str:
         query = query[: self._options.query_chars]
         num_words = self._options.passage_words
-        # Keep only what is shown: the rest counts for nobody, and a server has many sessions.
+        # Keep only what is shown: a server has many sessions.
         shown = tuple(
             Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words))
             for p, _ in shared_retriever().search(query, self._options.top_k)
@@ -341,12 +340,8 @@ class SearchQA:
         return list(dict.fromkeys(actions))
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of the question's plan: envs/searchqa/oracle.py.
-
-        Raises:
-            NotResetError, EpisodeEndedError: there is no running episode.
-            OracleLost: a published question, which has no plan; or nothing showed what is needed.
-        """
+        """A thought and the next action of the question's plan; OracleLost for a published
+        question, which has no plan, and where no search showed what is needed."""
         self._stage.require_running()
         return next_move(self._question, self._searches, self._options.query_chars)
 
@@ -355,7 +350,7 @@ class SearchQA:
         self._stage.require_episode()
 
         def shown(passage: Passage) -> dict[str, str]:
-            text = shortened(passage.text, self._options.passage_words)
+            text = harmless(first_words(passage.text, self._options.passage_words))
             return {"title": harmless(passage.title), "text": text}
 
         return {

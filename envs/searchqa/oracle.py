@@ -6,15 +6,10 @@
     step 1  anthem Ee Mungu Nguvu Yetu, ...        Kenya
     step 2  Kenya currency, ...                    Kenyan shilling
 
-A plan names Kenya from the start. The oracle searches for it only once a passage that it was shown
-in this episode named it, and answers what a passage said: who imitates a teacher that knows what
-nobody told it learns to guess. A passage counts for a step if what was searched for has all words
-of one of the step's queries. Other searches lead nowhere and change nothing: a policy's bad move
-costs a turn, and "Kenya" in a passage about tea is no anthem.
-
-What a search did not show is searched for in other words, until there are none left.
-
-Read next: envs/searchqa/questions.py, where the plans are.
+The plan names Kenya, but the oracle searches for it only once a passage of this episode named it:
+imitating a teacher that knows more than it was told teaches guessing. A passage counts for a step
+if its search has all words of one of the step's queries ("Kenya" in a passage about tea is no
+anthem). What a search did not show is searched for in other words, until there are none left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,10 +42,7 @@ class Finding(NamedTuple):
 def next_move(question: Question, searches: Sequence[Search], query_chars: int) -> tuple[str, str]:
     """A short thought (what was found, what is missing) and the next action.
 
-    Args:
-        searches: those of the episode, each query cut to `query_chars`.
-    Raises:
-        OracleLost: the question has no plan, or a step of it found nothing in any words.
+    `searches` are those of the episode, each query cut to `query_chars`.
     """
     if not question.plan:
         raise OracleLost("this question has no plan; the oracle knows those of envs/searchqa alone")

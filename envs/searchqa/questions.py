@@ -18,12 +18,10 @@ file names none. (A comparison's answer is a name, but its two steps must show t
      [{"queries": ["capital name Nairobi", ...], "finds": ["Kenya"]}, {"queries": [...]}]}
 
 How ours were made: a program (commit e80bf8e, envs/searchqa/generate.py) read facts out of the
-World Factbook and asked for them in one step, two or three, or compared two figures. A question was
-kept if it has one reading (the clue occurs in that field of no other page), its answer does not
-stand in it, no passage that shows the bridge holds the answer too, and for each step a query's
-first three passages by BM25 show what the step looks for. No answer belongs to many questions, so
-that guessing does not pay. Countries are for training or for testing (three in ten, by a hash of
-their code): no training question asks about a country that a test question asks about.
+World Factbook and asked for them in one to three steps, or compared two figures. A question was
+kept if it has one reading, its answer does not stand in it, no passage that shows the bridge holds
+the answer too, and for each step a query's first three passages by BM25 show what it looks for. No
+answer belongs to many questions. Countries are for training or for testing (three in ten).
 
 Id lists of ids/, written by `python -m envs.searchqa --write-ids`:
 
@@ -96,12 +94,7 @@ def num_questions() -> int:
 
 
 def find_question(index: int) -> Question:
-    """Any question by its number.
-
-    Raises:
-        IndexError: there is no such number.
-        LookupError: a published one whose file is not here, or has no such line.
-    """
+    """Any question by its number; LookupError for a published one that is not here."""
     return published(index) if index < FIRST_OWN else own_questions()[index - FIRST_OWN]
 
 
@@ -118,9 +111,6 @@ def data_set_of(index: int) -> Published:
     if not 0 <= index < FIRST_OWN:
         raise IndexError(f"{index} is no published question; they are 0 .. {FIRST_OWN - 1}")
     return PUBLISHED[bisect_right(PUBLISHED, index, key=lambda data_set: data_set.start) - 1]
-
-
-# Ours.
 
 
 @cache
@@ -158,17 +148,8 @@ def _own(entry: dict[str, Any]) -> Question:
     return Question(entry["question"], golden, entry["kind"], plan)
 
 
-# The published ones.
-
-
 def published(index: int) -> Question:
-    """A question of the reference's numbers.
-
-    Raises:
-        IndexError: the number is not one of theirs.
-        LookupError: the variable is not set, the file missing or too short.
-        CorpusError: the file's line is broken.
-    """
+    """A question of a published data set, from its file."""
     data_set = data_set_of(index)
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:

@@ -1,34 +1,24 @@
 """Retrieval: which passages of a corpus a query finds, by words here or by asking a service;
 and that service.
 
-    BM25      words that query and passage share, rare ones counting more
-    Remote    asks a service in Search-R1's format: the one below, or Search-R1's own server,
-              which also retrieves by meaning
+    BM25(passage) = Σ over the query's words of idf · tf / (tf + k1 (1 - b + b · length / mean))
 
-`search(query, top_k)` returns top_k passages (or the whole corpus where that has fewer), the best
-first. Equally good passages come in the order of the corpus, so a query without a known word gets
-the first ones: nothing that a policy writes is an error. A service that is down or an index that is
-damaged is a RetrievalError.
+with a word's count tf in the passage, Lucene's idf, k1 = 1.5, b = 0.75 (Robertson and Zaragoza,
+2009). The title counts three times: a text often only says "it". Scores are cached and mapped.
+Equally good passages come in the order of the corpus, so a query without a known word gets the
+first ones: nothing that a policy writes is an error.
 
-BM25 scores a passage by Σ over the query's words of idf(word) · tf / (tf + k1 (1 - b + b · length /
-mean length)), with a word's count tf in the passage, Lucene's idf, k1 = 1.5 and b = 0.75 (Robertson
-and Zaragoza, 2009). The title is counted three times: it says what a passage is about, and its text
-often only "it". Scores are computed once per word and passage and cached; later starts map them.
+Environment variables (envs/searchqa/README.md): SEARCHQA_RETRIEVAL_METHOD, bm25 or remote (default:
+remote if a URL is given); SEARCHQA_CORPUS_PATH; SEARCHQA_RETRIEVAL_URL, of a service in Search-R1's
+format: the one below, which lets many env servers share one index, or Search-R1's own, which also
+retrieves by meaning.
 
-Settings, by environment variable (envs/searchqa/README.md):
-    SEARCHQA_RETRIEVAL_METHOD   bm25 or remote (default: remote if a URL is given, else bm25)
-    SEARCHQA_CORPUS_PATH        JSON lines as Search-R1's (default: the CIA World Factbook)
-    SEARCHQA_RETRIEVAL_URL      remote: http://HOST:PORT
-
-The service lets many env servers, and Search-R1 itself, share one index:
-    POST /retrieve  {"queries": [..], "topk": 3, "return_scores": true}
+    POST /retrieve  {"queries": ["flag of Kenya"], "topk": 3, "return_scores": true}
                     -> {"result": [[{"document": {"id", "contents"}, "score"}, ..], ..]}
                     -> without return_scores the documents alone: [[{"id", "contents"}, ..], ..]
     GET  /          -> {"retriever": "BM25", "passages": 12309}
-Errors are status codes with {"error", "hint"}: 422 for a malformed body, 413 for one that is too
-large, 500 where the search itself fails, and those of envs/server.py.
 
-Run it:  python -m envs.searchqa.retrieval --port 8000
+Errors are status codes with {"error", "hint"}.  Run it:  python -m envs.searchqa.retrieval
 """
 
 import argparse
@@ -84,11 +74,7 @@ class Scored(NamedTuple):
 
 class Retriever(Protocol):
     def search(self, query: str, top_k: int) -> list[Scored]:
-        """The best passages for a query, the best first; see the module docstring.
-
-        Raises:
-            RetrievalError: there is no answer.
-        """
+        """The best passages, the best first: `top_k`, or all of a smaller corpus."""
 
 
 # -------------------------------------------------------------------------------------------- BM25
@@ -108,11 +94,7 @@ def words(text: str) -> list[str]:
 
 
 class BM25:
-    """Passages by the words that they share with a query; the index is built once and cached.
-
-    Raises:
-        RetrievalError: bm25s is not installed; the corpus is empty; the cached index is damaged.
-    """
+    """Passages by the words that they share with a query; the index is built once and cached."""
 
     def __init__(self, corpus: Corpus) -> None:
         bm25s = _bm25s()
@@ -137,7 +119,6 @@ class BM25:
             )
 
     def search(self, query: str, top_k: int) -> list[Scored]:
-        """See `Retriever`."""
         known = self._index.vocab_dict
         ids = list(dict.fromkeys(known[word] for word in words(query) if word in known))
         if not ids:
@@ -248,20 +229,10 @@ def _say(text: str) -> None:
 
 
 class Remote:
-    """Passages from a service that speaks Search-R1's format:
+    """Passages from a service that speaks Search-R1's format.
 
-        POST /retrieve  {"queries": ["flag of Kenya"], "topk": 3, "return_scores": true}
-        -> {"result": [[{"document": {"id": "7", "contents": "\\"Kenya\\"\\nA.."}, "score": 9.1}]]}
-
-    A lost connection and a 5xx are repeated for a few seconds: a search changes nothing. A service
-    that lacks passages is an error: a policy that searches in nothing would be scored.
-
-    Args:
-        url: http://HOST:PORT; a final /retrieve may stand there.
-        timeout_s: the longest that one search may take, repetitions included.
-        max_bytes: of one answer.
-    Raises:
-        RetrievalError: `url` is not an address.
+    A lost connection and a 5xx are repeated, at most for `timeout_s` altogether. Fewer passages
+    than asked for are an error: otherwise a policy that searches in nothing would be scored.
     """
 
     PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # before each repetition
@@ -275,7 +246,6 @@ class Remote:
         self._line = Line(self.url, timeout_s, max_bytes)
 
     def search(self, query: str, top_k: int) -> list[Scored]:
-        """See `Retriever`; an answer that is not what was asked for is a RetrievalError."""
         body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         answer = self._ask(body.encode())
         try:
@@ -360,11 +330,7 @@ class Body(BaseModel):
 
 
 def create_app(retriever: Retriever, hosts: frozenset[str] = frozenset()) -> FastAPI:
-    """The app that serves `retriever`.
-
-    Args:
-        hosts: names that it answers to, as a request's Host; none: any.
-    """
+    """The app that serves `retriever` to requests for these hosts; none: any."""
     app = FastAPI(title="Retrieval in Search-R1's format")
     app.add_middleware(Guard, hosts=hosts, max_bytes=MAX_BODY_BYTES)
     # As many searches at once as there are cores: one in a large corpus takes 4 bytes a passage.

@@ -1,5 +1,4 @@
-"""Deep search as text: the tags that the policy writes, the passages that it reads, and when an
-answer is right.
+"""Deep search as text: the policy's tags, the passages that it reads, and when an answer is right.
 
     the policy writes   ... <search> currency of Kenya </search>
                         ... <answer> Kenyan shilling </answer>
@@ -7,15 +6,10 @@ answer is right.
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-The first complete tag counts; what follows is not read. A tag inside another one has no clear
-meaning: `ParseError` tells the policy what is wrong.
-
-A passage is somebody else's text. Where it holds one of these tags, or "<|", which opens the
-special tokens of many chat templates, the bracket becomes another character: a passage must not be
-able to end the <information> that it stands in, or to speak as the policy.
-
-An answer is right if it equals one of the golden ones after Search-R1's normalisation (that of
-SQuAD, https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single blanks.
+The first complete tag counts. A passage is somebody else's text: in its tags, and in "<|", which
+opens the special tokens of many chat templates, the bracket becomes another character, so that it
+can neither end its <information> nor speak as the policy. An answer is right if it equals a golden
+one after Search-R1's normalisation (that of SQuAD, https://arxiv.org/abs/1606.05250).
 """
 
 import re
@@ -91,7 +85,7 @@ def information(passages: Sequence[Passage], max_words: int) -> str:
     """
     lines = (
         f"Doc {place}(Title: {harmless(passage.title[:MAX_TITLE])}) "
-        f"{shortened(passage.text, max_words)}"
+        f"{harmless(first_words(passage.text, max_words))}"
         for place, passage in enumerate(passages, start=1)
     )
     return f"<information>{chr(10).join(lines)}</information>"
@@ -100,11 +94,6 @@ def information(passages: Sequence[Passage], max_words: int) -> str:
 def first_words(text: str, max_words: int) -> str:
     """At most so many words, on one line, and of a language without blanks as much as they hold."""
     return " ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD]
-
-
-def shortened(text: str, max_words: int) -> str:
-    """The first words, harmless."""
-    return harmless(first_words(text, max_words))
 
 
 def harmless(text: str) -> str:
@@ -125,7 +114,6 @@ def normalize(answer: str) -> str:
 
 
 def exact_match(answer: str, golden: Sequence[str]) -> bool:
-    """Whether an answer is one of the golden ones, normalised."""
     return normalize(answer) in {normalize(each) for each in golden}
 
 
@@ -145,9 +133,6 @@ def _f1(words: Sequence[str], golden: Sequence[str]) -> float:
         return float(words == golden)
     common = (Counter(words) & Counter(golden)).total()
     return 2 * common / (len(words) + len(golden))
-
-
-# ------------------------------------------------------------ the policy's tags
 
 
 def read_tag(text: str) -> Tag:
@@ -195,22 +180,14 @@ def parse(model_text: str) -> str:
 
     >>> parse("Thinking of it ... <search>flag of Kenya</search> and then")
     '<search> flag of Kenya </search>'
-
-    Raises:
-        ParseError: as `read_tag`.
     """
     return written(*read_tag(model_text))
 
 
 def written(name: str, content: str) -> str:
-    """A tag as the policy should write it."""
     return f"<{name}> {content} </{name}>"
 
 
 def say(thought: str, action: str) -> str:
-    """What `parse` reads the action from, whatever the thought quotes.
-
-    >>> say("I look it up.", written("search", "flag of Kenya"))
-    'I look it up.\\n<search> flag of Kenya </search>'
-    """
+    """What `parse` reads the action from, whatever the thought quotes."""
     return f"{harmless(thought)}\n{action}" if thought else action
