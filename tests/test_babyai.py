@@ -497,9 +497,6 @@ def test_a_failed_mission_ends_without_reward():
     assert info == {"success": False, "score": 0.0}
 
 
-# ---- sessions
-
-
 # ---- the wire
 
 

@@ -513,6 +513,3 @@ def test_people_see_the_question_its_passages_and_its_answers(env):
         "num_turns": 2,
         "success": False,
     }
-
-
-# ---- what all sessions share

@@ -86,25 +86,6 @@ def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
     assert open_corpus(path).fingerprint == after.fingerprint
 
 
-MEMORY = """
-import random, sys
-from envs.searchqa.corpus import open_corpus
-
-def used():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-before = used()
-corpus = open_corpus(sys.argv[1])
-for number in random.Random(0).sample(range(len(corpus)), 2000):
-    assert corpus[number].title == f"Title {number}"
-print(len(corpus), used() - before)
-"""
-
-
-# The World Factbook.
-
-
 def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
     assert 12_000 < len(factbook) < 14_000
     passages = list(factbook)
@@ -114,13 +95,6 @@ def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
     [kenya] = [p for p in passages if p.title == "Kenya - Economy" and "(KES)" in p.text]
     assert "Exchange rates: Currency: Kenyan shillings (KES) per US dollar" in kenya.text
     assert not any("<" in p.text and ">" in p.text.partition("<")[2][:8] for p in passages)
-
-
-BUILD = """
-from envs.searchqa.corpus import factbook_corpus
-corpus = factbook_corpus()
-print(len(corpus), corpus.fingerprint, corpus[len(corpus) - 1].title, sep="|")
-"""
 
 
 def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):

@@ -30,9 +30,6 @@ def within(answer, text):
     return f" {normalize(answer)} " in f" {normalize(text)} "
 
 
-# Ours, as the file has them.
-
-
 def test_there_are_as_many_of_each_kind_as_promised():
     counts = Counter(kinds())
     assert set(counts) == set(KINDS)
@@ -85,12 +82,6 @@ def test_no_answer_stands_in_its_question():
             assert not told, each
 
 
-# Ours, against the book that they are made from.
-
-
-# The published ones.
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SEARCHQA_QUESTIONS_PATH", str(tmp_path / "data"))
@@ -107,13 +98,6 @@ def folder(tmp_path, monkeypatch):
             lines = lines[:3]
         (tmp_path / "data" / data_set.file).write_text("\n".join(lines) + "\n")
     return tmp_path / "data"
-
-
-def test_the_published_numbers_are_the_references():
-    starts = [data_set.start for data_set in PUBLISHED]
-    assert starts == [0, 3610, 14923, 29190, 36595, 49171, 51588, 51713, 130881]
-    assert [data_set.stop for data_set in PUBLISHED] == [*starts[1:], 221_328]
-    assert FIRST_OWN == 221_328
 
 
 def test_the_first_of_ours_follows_the_last_published_one(folder):

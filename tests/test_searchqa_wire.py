@@ -13,7 +13,6 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("bm25s", reason="NOT TESTED: make setup ENV=searchqa")
 
 from envclient import (
-    EnvError,
     EnvServerError,
     StepOutsideEpisode,
     connect,
@@ -107,27 +106,6 @@ def test_agentgyms_client_meets_words_for_its_mistakes_and_its_next_episode(clie
         assert (observation.startswith(INVALID), reward, done) == (True, 0, False)
     assert client.step("<answer> nobody </answer>") == (WRONG, 0, True)
     assert client.reset(BRIDGE + 1) == client.observe()
-    client.close()
-
-
-def test_what_is_wrong_with_a_request_is_a_status_and_not_a_reward(client):
-    fields = {"env_idx": client.env_idx}
-
-    def status(path, **body):
-        answer = client.http.post(path, json=fields | body)
-        assert {"error", "hint"} == answer.json().keys()
-        return answer.status_code, answer.json()["error"]
-
-    assert status("/step", action="<search> a </search>")[0] == 409
-    assert client.http.get("/observation", params=fields).status_code == 409
-    assert status("/reset")[0] == 422
-    assert status("/reset", id=10**7)[0] == 404
-    code, error = status("/reset", id=71)
-    assert code == 404 and "SEARCHQA_QUESTIONS_PATH" in error
-    assert status("/step", env_idx=0, action="<search> a </search>")[0] == 404
-    client.reset(BRIDGE)
-    client.step("<answer> nobody </answer>")
-    assert status("/step", action="<answer> nobody </answer>")[0] == 409
     client.close()
 
 
@@ -242,9 +220,6 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(theirs):
     assert steps[0] == "<search> war </search>"
 
 
-# ---- the wire alone
-
-
 # ---- ours at ours
 
 
@@ -260,21 +235,3 @@ def test_an_index_service_that_is_down_is_the_worlds_failure_and_never_a_reward(
             client.step("<answer> nobody </answer>")
         client.reset(BRIDGE)
         assert client.step("<answer> nobody </answer>")[1:3] == (0.0, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SEARCHQA_RETRIEVAL_METHOD", "magic"),
-        ("SEARCHQA_CORPUS_PATH", "/nowhere/corpus.jsonl"),
-        ("SEARCHQA_REWARD", "money"),
-    ],
-)
-def test_a_server_that_cannot_search_says_so_in_one_line_and_does_not_start(
-    monkeypatch, name, value
-):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(EnvError) as error, local_server("searchqa"):
-        pass
-    said = [line for line in str(error.value).splitlines() if "cannot serve searchqa" in line]
-    assert len(said) == 1 and value in said[0] and "Traceback" not in str(error.value)
