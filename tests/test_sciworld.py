@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from envclient import EnvServerError, connect, local_server
+from envclient import local_server
 from envs import EpisodeEndedError, load_tasks
 from envs.common import oracle_turns
 from envs.sciworld import jvm
@@ -356,9 +356,6 @@ def test_the_oracles_list_is_not_planned_anew_after_a_wrong_door(env, task_index
         _, _, terminated, truncated, info = env.step(env.oracle()[1])
         ended = terminated or truncated
     assert info["score"] == score
-    page = (ROOT / "tutorials/09_a_science_lab.md").read_text(encoding="utf-8")
-    said = "tasks 4065 and 4346 stop at 25 points, where 3766 recovers"
-    assert said in " ".join(page.split())
 
 
 def test_sixteen_threads_on_one_process_all_score_full(java):
@@ -394,12 +391,8 @@ def test_agentgyms_fields_on_the_wire(server):
     assert first["task_name"] == "find-living-thing" and first["var_num"] == 0
     assert first["task_description"].startswith("Your task is to find a(n) living thing.")
     assert first["observation"].startswith("This")
-    assert (first["reward"], first["score"], first["deleted"], first["done"]) == (
-        0,
-        0,
-        False,
-        False,
-    )
+    start = {"reward": 0, "score": 0, "deleted": False, "done": False}
+    assert start.items() <= first.items()
     step = post(server, "/step_visual", **created, action="look around").json()
     assert {"observation", "reward", "score", "done", "object_tree", "inventory", "moves"} <= set(
         step
@@ -412,59 +405,6 @@ def test_agentgyms_fields_on_the_wire(server):
     assert "object_tree" in httpx.get(server + "/object_tree", params=created).json()
     end = post(server, "/step", **created, action="focus on agent").json()
     assert (end["reward"], end["score"], end["done"]) == (0, -100, True)
-    assert post(server, "/step", **created, action="wait").status_code == 409
-    assert post(server, "/reset", **created, data_idx=14414).status_code == 404
-    assert post(server, "/step", **created, action="x" * 10**6).status_code == 413
-    assert [post(server, "/close", **created).json() for _ in range(2)] == [True, False]
-
-
-def children(pid: int) -> list[int]:
-    """The processes that `pid` has started and that still run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, ValueError):
-            continue
-        if entry.name.isdigit() and int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(entry.name))
-    return found
-
-
-def server_pid(url: str) -> int:
-    """The server process that this test process started and that listens at `url`."""
-    port = f"{int(url.rpartition(':')[2]):04X}"
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {f"socket:[{f[9]}]" for f in lines if f[1].endswith(":" + port) and f[3] == "0A"}
-    for pid in children(os.getpid()):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                if os.readlink(link) in inodes:
-                    return pid
-            except OSError:
-                continue
-    raise AssertionError(f"nobody listens at {url}")
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
-def test_killing_one_java_process_fails_its_sessions_only_and_a_reset_repairs_them(server):
-    with connect("sciworld", server) as a, connect("sciworld", server) as b:
-        a.reset(LIVING)
-        b.reset(LIVING)
-        processes = children(server_pid(server))
-        assert len(processes) == 2
-        os.kill(processes[0], 9)
-        errors = {}
-        for client in (a, b):
-            try:
-                client.step("Action: look around")
-            except EnvServerError as error:
-                errors[client] = error
-        ((client, error),) = errors.items()
-        assert error.status == 500 and "JvmLost" in str(error)
-        client.reset(LIVING)
-        for client in (a, b):
-            assert client.step("Action: look around").observation.startswith("This")
 
 
 # ---- a solution retold, against a small world: two rooms, names to be met before use
