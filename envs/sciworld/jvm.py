@@ -1,7 +1,7 @@
 """Java processes that host many environments: one lock each, a time limit, replacement on failure.
 
 ScienceWorld is a Java program. One Java process per environment takes 261 MB; an environment is
-only an object in that process, so a few processes can hold all sessions of a server, 20 MB each (RESULTS.md):
+only an object in that process, so a few can hold all sessions of a server, 20 MB each (RESULTS.md):
 
     session 0, 2, 4 ── seats ── lock ── Java process A
     session 1, 3, 5 ── seats ── lock ── Java process B
