@@ -589,13 +589,14 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps"),
-    *("kl_coef", "kl_loss_coef", "entropy_coef"),
+    *("kl_coef", "kl_loss_coef", "entropy_coef", "sft_coef"),
 )
-SHARES = ("gamma", "lam", "max_env_failures", "stop_at")
+SHARES = ("gamma", "lam", "max_env_failures")
 RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (POSITIVE, lambda x: x > 0, "be above 0, and finite"),
     (NOT_NEGATIVE, lambda x: x >= 0, "not be negative"),
     (SHARES, lambda x: 0 <= x <= 1, "lie between 0 and 1"),
+    (("stop_at",), lambda x: 0 < x <= 1, "be a share above 0, at most 1"),
 )
 
 
@@ -784,6 +785,9 @@ def read_command_line(
     else:
         default = _defaults_for(given, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
+    for name, value in given.items():
+        if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
+            raise Misuse(f"{flag(name)} takes at least one value; leave it out for its default")
     remarks = []
     for name, why in _without_effect(config):
         if name in given:
@@ -803,6 +807,11 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from config.without_effect()
 
 
+# What decides how many steps an epoch takes.
+COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
+COUNTED |= {"env", "tasks", "split", "subtasks"}
+
+
 def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
     """The values of the options that are not given: those of --config, then of a preset."""
     saved = dict[str, Any]()
@@ -810,6 +819,8 @@ def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
         if "preset" in given:
             raise Misuse("--config and --preset both set the defaults; give one")
         saved = options_from(file, kind) | {"config": file}
+        if "steps" in kind.may_be_zero and COUNTED & given.keys():
+            saved.pop("steps", None)  # as many as the other run's epochs took
     asked = saved | {name: value for name, value in given.items() if value}
     env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
     with refusing():
@@ -876,7 +887,7 @@ def _options_in(path: Path, where: str) -> tuple[str, dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Misuse(f"{where} cannot be read ({error})") from error
+        raise Misuse(f"{where}: {path.name} cannot be read ({error})") from error
     options = content.get("config", content) if isinstance(content, dict) else None
     if not isinstance(options, dict) or not options:
         raise Misuse(f"{where} is not a run's config.json: it holds no options")
@@ -906,7 +917,7 @@ def check_resumed(config: RunConfig) -> None:
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
     names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
     done = max((int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name)), default=0)
-    if config.steps < done:
+    if 0 < config.steps < done:  # 0: as many as --epochs take
         raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
 
 

@@ -144,7 +144,7 @@ def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
                     yield where, json.loads(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
         if isinstance(error, json.JSONDecodeError) and error.lineno > 1:
             where = f"line {error.lineno}"
         raise ValueError(f"{path}, {where} is not JSON ({error})") from None
@@ -285,7 +285,7 @@ def _problem_of_turn(turn: Any) -> str | None:
         return "is not an object"
     if "role" in turn and "from" not in turn:
         return 'must have "from" and "value"; a list of "role" and "content" is named "messages"'
-    value, ids = turn.get("value"), turn.get("ids", [])
+    value, ids = turn.get("value"), turn.get("ids") or []
     if isinstance(value, list):
         return "has a list as its value: join the texts of its parts"
     if str(turn.get("from")) not in ROLES or not isinstance(value, str):
@@ -331,7 +331,7 @@ def was_encoded_again(example: Example) -> bool:
     actions = parts_of(example.record)[1][1::2]
     trajectory = example.trajectory
     return any(
-        "ids" in turn and trajectory.input_ids[slice(*made.action_span)] != turn["ids"]
+        turn.get("ids") and trajectory.input_ids[slice(*made.action_span)] != turn["ids"]
         for turn, made in zip(actions, trajectory.turns, strict=True)
     )
 

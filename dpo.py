@@ -688,12 +688,13 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
         return []
     if isinstance(content, str) and content:
         return [{"from": speaker, "loss": speaker == "gpt", "value": content}]
-    if not content or not isinstance(content, list) or not isinstance(content[0], dict):
+    is_list = isinstance(content, list) and all(isinstance(turn, dict) for turn in content)
+    if not content or not is_list:
         raise ValueError(
             f"{repr(content)[:60]}: expected a text, or a list of "
             '{"from", "value"} or {"role", "content"}'
         )
-    return turns_of(content) if "role" in content[0] else content
+    return turns_of(content) if any("role" in turn for turn in content) else content
 
 
 def to_line(pair: Pair) -> Record:

@@ -165,6 +165,7 @@ class EvalConfig:
         key, too_long = c.api_key_env, c.max_tokens_per_turn >= c.max_trajectory_tokens
         for is_wrong, problem in (
             (len(c.compare) not in (0, 2), f"--compare takes two files, got {len(c.compare)}"),
+            (c.seed < 0, f"--seed {c.seed} must be 0 or more"),
             (not 0 <= c.temperature < math.inf, f"--temperature {c.temperature} must not be < 0"),
             (
                 c.samples > 1 and not c.temperature,
@@ -441,7 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             pool = None if config.env == ALL else start_pool(config, config.env, stack)
             is_done = config.env == ALL and done.keys() == ENVS.keys()
-            play = (lambda *_: []) if is_done else start_player(config, out, stack)
+            with refusing():
+                play = (lambda *_: []) if is_done else start_player(config, out, stack)
             options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
             write_json(out / "config.json", options)
             if pool is None:
@@ -451,9 +453,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if problem:
                 complain(PROG, problem)
             return exit_code
-    except (ValueError, *FAILURES) as error:
+    except (Misuse, *FAILURES) as error:
         complain(PROG, error)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, Misuse) else 1
     except KeyboardInterrupt:
         return 130
     finally:  # so that a command that failed at its start can be given again

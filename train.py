@@ -265,6 +265,11 @@ class RLWorker(Worker):
             frozen = load_policy(self.start, c.share_prefix).eval()
             self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
 
+    @property
+    def needs_start(self) -> bool:
+        """Also where the reference is loaded from there."""
+        return super().needs_start or self.has_reference
+
     def rounds_at(self, step: int) -> dict[str, int]:
         """Environment -> how many turns the agent may take in it at this step."""
         return {env: scheduler.rounds_at(step) for env, scheduler in self.schedulers.items()}

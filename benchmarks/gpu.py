@@ -16,6 +16,7 @@ Run it:  python benchmarks/gpu.py                        3B: minutes on a card o
 Without a GPU, `--shape tiny --context 1024` walks through it. Read next: recipes/memory.py.
 """
 
+import contextlib
 import gc
 import os
 import statistics
@@ -223,7 +224,8 @@ def play(model: Path, words: Sequence[str]) -> list[dict[str, float]]:
                 rows = [row for row in read_lines(run / "timings.jsonl") if row["step"]]
             return rows
         finally:
-            os.killpg(process.pid, 9)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.killpg(process.pid, 9)
             process.wait()
 
 

@@ -12,10 +12,14 @@ Read next: `envclient.py`, `sampling/fleet.py` and `sampling/chatapi.py`, which 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import io
 import json
 import math
 import re
 import socket
+import ssl
+import threading
 import time
 import urllib.request
 import weakref
@@ -69,6 +73,7 @@ class Line:
         max_bytes: of the body of one answer.
         maxsize: idle connections that are kept.
         proxy_url: as `proxy_of` returns it.
+        ssl_context: the certificates to trust; None: the system's.
     """
 
     def __init__(
@@ -79,19 +84,21 @@ class Line:
         *,
         maxsize: int = 1,
         proxy_url: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
         self.hung_up = False
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock = threading.Lock()
         # urllib3, not requests on top of it, which costs CPU time at every step, reads HTTP_PROXY
         # even for 127.0.0.1, and adds credentials from .netrc.
         if proxy_url:
             headers = urllib3.make_headers(proxy_basic_auth=urllib3.util.parse_url(proxy_url).auth)
             self._http: urllib3.PoolManager = urllib3.ProxyManager(
-                proxy_url, proxy_headers=headers, maxsize=maxsize
+                proxy_url, proxy_headers=headers, maxsize=maxsize, ssl_context=ssl_context
             )
         else:
-            self._http = urllib3.PoolManager(maxsize=maxsize)
+            self._http = urllib3.PoolManager(maxsize=maxsize, ssl_context=ssl_context)
         self._http.pool_classes_by_scheme = {
             "http": self._tracked(urllib3.HTTPConnectionPool),
             "https": self._tracked(urllib3.HTTPSConnectionPool),
@@ -144,7 +151,9 @@ class Line:
     def hang_up(self) -> None:
         """End all exchanges, which are Lost in their threads; nothing can be asked any more."""
         self.hung_up = True
-        for connection in list(self._sockets):
+        with self._lock:
+            sockets = list(self._sockets)
+        for connection in sockets:
             _shut(connection)
 
     def close(self) -> None:
@@ -173,14 +182,44 @@ class Line:
         class Connection(pool_class.ConnectionCls):
             def connect(self) -> None:
                 super().connect()
-                line._sockets.add(self.sock)
+                with line._lock:
+                    line._sockets.add(self.sock)
                 if line.hung_up:
                     _shut(self.sock)
+
+            def response_class(self, sock: socket.socket, **options: Any) -> Any:
+                response = http.client.HTTPResponse(sock, **options)
+                timed = _Timed(response.fp.detach(), sock)
+                response.fp = io.BufferedReader(timed)
+                return response
 
         class Pool(pool_class):
             ConnectionCls = Connection
 
         return Pool
+
+
+class _Timed(io.RawIOBase):
+    """A socket's bytes with one time-out for all of them: a socket's own starts again with every
+    byte, so that headers which drip in would never end."""
+
+    def __init__(self, raw: Any, sock: socket.socket) -> None:
+        self._raw, self._sock = raw, sock
+        self._end = time.monotonic() + (sock.gettimeout() or 0.0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> Any:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the time for the whole answer is over")
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _shut(connection: socket.socket) -> None:

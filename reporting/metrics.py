@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from envs import ENVS, env_name
-from reporting.logs import read_log, truncate_log
+from reporting.logs import LogError, read_log, truncate_log
 from reporting.plots import plot
 from reporting.trackers import Trackers
 from run import progress
@@ -260,6 +260,8 @@ class MetricsLogger:
         for path in paths:
             if resume_step is not None:
                 truncate_log(path, resume_step)
+            elif path.exists() and path.stat().st_size:
+                raise LogError(f"{path} is there already; choose another --run-dir")
             self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         flush(self.run_dir)
 

@@ -150,6 +150,8 @@ class Sentinels:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != vars(self).keys():
+            raise ValueError(f"the sentinels' state has the fields {sorted(state)}")
         vars(self).update(copy.deepcopy(dict(state)))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:

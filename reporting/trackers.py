@@ -88,7 +88,10 @@ class Trackers:
         path = run_dir / "trackers.json"
         if not path.exists():
             write_json(path, {"id": secrets.token_hex(4)})
-        run_id = json.loads(path.read_text())["id"]
+        try:
+            run_id = json.loads(path.read_text())["id"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrackerError(f"{path} is damaged; remove it to begin a new curve") from error
         options = json.loads(json.dumps(config or {}, default=str))
         for name in names:
             try:

@@ -204,6 +204,8 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
             "version that wrote it, or start a new run"
         )
     for name, value in expected.items():
+        if name not in state:
+            raise _unreadable(path, f"it says nothing of {name}")
         if state[name] != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
@@ -248,7 +250,16 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 # unpickles the index and the values beside the tensors without restrictions. Here the index may
 # name only what torch writes into it, and the values are read with `weights_only`.
 
+_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+            *("ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -260,8 +271,7 @@ _ALLOWED = {
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_metadata = module == Metadata.__module__ and "." not in name
-        if is_dtype or is_metadata or (module, name) in _ALLOWED:
+        if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
 
@@ -273,7 +283,11 @@ class _Reader(dcp.FileSystemReader):
         path = Path(self.path) / ".metadata"
         try:
             with open(path, "rb") as file:
-                return _IndexUnpickler(file).load()
+                index = _IndexUnpickler(file).load()
+            for place in index.storage_data.values():
+                if Path(place.relative_path).name != str(place.relative_path):
+                    raise ValueError(f"it points outside its folder: {place.relative_path}")
+            return index
         except Exception as error:  # a broken pickle fails in a dozen ways
             raise _unreadable(path, error) from error
 

@@ -15,6 +15,8 @@ Read first: run/worker.py. Read next: sft.py, dpo.py, agentevol.py.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,12 +119,15 @@ class MethodConfig(RunConfig):
             rounds = " ".join(map(str, own.rounds))
             if len(own.rounds) != 1 or own.rounds[0] < 1:
                 raise Misuse(f"--rounds {rounds}: {self.program} needs one number, at least 1")
+        least = getattr(self, "min_return", None)
+        is_fine = least is None or (math.isfinite(least) and (least >= 0 or self.method == "sft"))
+        self.require("min_return", is_fine, "must be finite, and no return is below 0")
         for name in AT_LEAST_1:
             self.require(name, getattr(self, name, 1) >= 1, "must be at least 1")
         for name in LISTS_OF_FILES:
             for file in getattr(self, name, ()):
-                if not self.has_material and not Path(file).exists():
-                    raise Misuse(f"{flag(name)} {file} is not there")
+                if not self.has_material and not os.access(file, os.R_OK):
+                    raise Misuse(f"{flag(name)} {file} is not there, or may not be read")
 
     def require(self, name: str, is_fine: bool, problem: str) -> None:
         if not is_fine:
@@ -210,6 +215,10 @@ class MethodWorker(Worker):
     """A worker that makes batches of examples, and plays for new ones."""
 
     config: MethodConfig
+
+    @property
+    def needs_start(self) -> bool:
+        return super().needs_start or getattr(self.config, "learn_from", "") == "base"
 
     def batch_of(self, examples: Sequence[Example]) -> Batch:
         """Examples as a batch, each with the "weight" of its record (1 where it has none)."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -42,6 +43,7 @@ from run.errors import (
     TrainingError,
     complain,
 )
+from run.files import weights_digest
 from run.worker import Worker
 from scale import distributed
 from scale.memory import check_room
@@ -118,6 +120,7 @@ class Session(Generic[WorkerType]):
         self.best: float | None = None
         self.best_step: int | None = None
         self.evaluated_step: int | None = None
+        self.start = weights_digest(Path(worker.start))
         every = config.eval_every if worker.eval_tasks else 0
         evaluated = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
         self.time_left = progress.TimeLeft(config.steps, evaluated)
@@ -154,7 +157,18 @@ class Session(Generic[WorkerType]):
         if loaded:
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
-            self.load_state_dict(state)
+            try:
+                self.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise TrainingError(
+                    f"the state of checkpoints/step_{self.completed_step:06d} is not what this "
+                    f"version writes ({error!r}): resume with the version that wrote it"
+                ) from None
+            if worker.needs_start and self.start and state.get("start", self.start) != self.start:
+                raise TrainingError(
+                    f"{worker.start} holds other weights than when this run began, and it needs "
+                    "those: put them back, or start a new run"
+                )
         if self.config.plays:  # the sampler wakes with these weights
             worker.sync_probed(self.completed_step, worker.openings)
         return bool(loaded)
@@ -324,6 +338,7 @@ class Session(Generic[WorkerType]):
         controller = self.worker.kl_controller
         state = {"kl_controller": controller.state_dict()} if controller else {}
         return state | {
+            "start": self.start,
             "best": self.best,
             "best_step": self.best_step,
             "evaluated_step": self.evaluated_step,

@@ -360,6 +360,11 @@ class Worker:
         if self.config.plays:
             self.engine.sleep()
 
+    @property
+    def needs_start(self) -> bool:
+        """Whether a resumed run needs the weights that it began with: adapters add to them."""
+        return bool(self.config.lora_rank)
+
     def export(self, folder: Path) -> None:
         """The policy as Hugging Face files. Collective."""
         policy = self.policy.model

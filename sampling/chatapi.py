@@ -35,6 +35,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from urllib.parse import urlsplit
 
+import httpx
+
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
 from envs.http import JSON_HEADERS, Answer, ExchangeError, Line, Lost, checked_url, parse, proxy_of
@@ -103,7 +105,10 @@ class ChatApi:
         self._limit = "max_tokens"
         self._has_answered = False
         self._headers = JSON_HEADERS | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._line = Line(base, timeout_s, proxy_url=proxy_of(base), maxsize=NUM_IDLE)
+        # Certificates that come with Python packages: a container may lack the system's.
+        context = httpx.create_ssl_context() if base.startswith("https") else None
+        proxy = proxy_of(base)
+        self._line = Line(base, timeout_s, maxsize=NUM_IDLE, proxy_url=proxy, ssl_context=context)
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int

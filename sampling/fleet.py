@@ -20,6 +20,7 @@ import json
 import math
 import os
 import queue
+import secrets
 import shlex
 import shutil
 import socket
@@ -36,6 +37,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engines import EngineError, Generation, Ids, SamplingSettings, Weights
@@ -124,12 +126,15 @@ def start_servers(
         servers = {}
         for i, (device, port) in enumerate(zip(devices, ports, strict=True)):
             words, environment = _on(device)
+            # A name of its own, so that another process on this port is not taken for it.
+            name = f"sampler-{secrets.token_hex(8)}"
             words += served.words("127.0.0.1", port, seed + i)
+            words += ["--served-model-name", name]
             process = stack.enter_context(child(SERVER_MODULE, *words, env=environment))
-            servers[f"http://127.0.0.1:{port}"] = process
-        for url, process in servers.items():
+            servers[f"http://127.0.0.1:{port}"] = process, name
+        for url, (process, name) in servers.items():
             try:
-                process.wait_until(partial(_is_up, url), START_TIMEOUT_S)
+                process.wait_until(partial(_is_up, url, name), START_TIMEOUT_S)
             except NotReady as error:
                 what = f"the server of {served.model_path} at {url} {error}"
                 raise EngineError(what) from None
@@ -153,11 +158,14 @@ def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-def _is_up(url: str) -> bool:
+def _is_up(url: str, name: str) -> bool:
     try:
-        return httpx.get(url + MODELS, timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
+        answer = httpx.get(url + MODELS, timeout=HEALTH_TIMEOUT_S, trust_env=False)
     except httpx.HTTPError:
         return False
+    if answer.is_success and name not in answer.text:
+        raise EngineError(f"another process listens at {url}")
+    return answer.is_success
 
 
 # ------------------------------------------------------------------------------------ one server
@@ -231,6 +239,7 @@ class Server:
                 reason in ("stop", "length")
                 and 0 < len(ids) == len(log_probs) <= body["max_tokens"]
                 and all(map(math.isfinite, log_probs))
+                and all(type(i) is int and i >= 0 for i in ids)
             )
         except (LookupError, TypeError):
             is_good = False
@@ -458,7 +467,11 @@ class FleetEngine:
         folder = self.weights_dir / f"weights-{time.time_ns()}"
         new = new_folder(folder)
         for n, (name, tensor) in enumerate(weights):
-            save_file({name: tensor.detach().cpu().contiguous()}, new / f"{n:05d}.safetensors")
+            file = new / f"{n:05d}.safetensors"
+            try:
+                save_file({name: tensor.detach().cpu().contiguous()}, file)
+            except SafetensorError as error:
+                raise EngineError(f"{file} could not be written ({error}); make room") from error
         self._written = new.rename(folder)
         for path in old:
             shutil.rmtree(path, ignore_errors=True)

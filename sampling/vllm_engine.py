@@ -154,6 +154,8 @@ class VLLMEngine:
             self._running.discard(output.request_id)
             best = output.outputs[0]
             ids, log_probs = list(best.token_ids), list(best.logprobs.logprobs)
+            if list(best.logprobs.token_ids) != ids:
+                raise EngineError(f"{output.request_id}: log-probs of other ids")
             if best.finish_reason not in ("stop", "length") or not ids:
                 raise EngineError(f"{output.request_id}: vLLM ended it with {best.finish_reason}")
             finished.append(Generation(output.request_id, ids, log_probs, best.finish_reason))

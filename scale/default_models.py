@@ -84,7 +84,8 @@ def has_weights(folder: Path) -> bool:
     """Whether all weights are there: an interrupted download lacks files that its index names."""
     for index in folder.glob("*.index.json"):
         names = set((_read(index) or {}).get("weight_map", {}).values())
-        return bool(names) and all((folder / name).exists() for name in names)
+        if names and all((folder / name).exists() for name in names):
+            return True
     files = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
     return any(not re.search(r"-\d+-of-\d+$", path.stem) for path in files)
 

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from models import load_policy, load_tokenizer, save_policy
 from run import checkpoint
@@ -250,15 +251,25 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("where", ["the index", "a value beside the tensors"])
-def test_code_in_a_checkpoint_is_not_run(tmp_path, model, where):
+# Names that the module of torch's own classes holds too: renamed, they would fetch `eval`.
+RENAMED = (
+    b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'__module__'\nS'builtins'\nstb"
+    b"ctorch.distributed.checkpoint.metadata\nos\n."
+)
+
+
+@pytest.mark.parametrize("where", ["the index", "a renamed module", "a value beside the tensors"])
+def test_code_in_a_checkpoint_is_not_run(tmp_path, model, where, monkeypatch):
+    monkeypatch.setattr(Metadata, "__module__", Metadata.__module__)  # put back at the end
     trap, parts, others = Trap(tmp_path / "ran"), make_parts(), make_parts()
-    if where != "the index":
+    if where == "a value beside the tensors":
         parts["policy"][1].param_groups[0]["extra"] = trap
         others["policy"][1].param_groups[0]["extra"] = 0.0
     index = save(tmp_path, 3, model, parts=parts) / "trainer_state/policy/.metadata"
     if where == "the index":
         index.write_bytes(pickle.dumps(trap).ljust(index.stat().st_size))
+    elif where == "a renamed module":
+        index.write_bytes(RENAMED)
     with pytest.raises(CheckpointError, match="trainer_state/policy.*of ours") as error:
         checkpoint.load(tmp_path, 3, others)
     assert not (tmp_path / "ran").exists() and "\n" not in str(error.value)

@@ -47,7 +47,7 @@ from evaluate import EvalConfig
 from losses import kl_estimate
 from scale import default_models
 from scale.default_models import SMALL_MODELS
-from scale.precision import DTYPES
+from scale.precision import FORMATS
 from schedulers import FixedRoundsScheduler, StepRoundsScheduler, make_scheduler
 from sft import SftConfig
 
@@ -98,7 +98,7 @@ def choices(kind, name):
 def test_the_choices_are_those_of_the_tables():
     assert choices(Config, "algorithm") == tuple(ESTIMATORS)
     assert choices(DpoConfig, "loss") == tuple(PREFERENCES)
-    assert choices(Config, "precision") == ("auto", *DTYPES)
+    assert choices(Config, "precision") == ("auto", *FORMATS)
     a, b = torch.tensor([[-1.0]]), torch.tensor([[-3.0]])
     estimates = [kl_estimate(a, b, name).item() for name in choices(Config, "kl_estimator")]
     assert estimates == pytest.approx([2.0, 2.0, math.exp(-2) + 1])
@@ -285,7 +285,7 @@ MISUSE = {
     "--run-dir empty/run": "--run-dir empty/run",
     "--resume": "--resume needs --run-dir",
     "--resume --run-dir nosuch": "--run-dir nosuch",
-    "--resume --run-dir damaged": "--run-dir damaged cannot be read",
+    "--resume --run-dir damaged": "--run-dir damaged: config.json cannot be read",
     "--resume --run-dir run --seed 4": "leave out --seed",
     "--config nosuch.json": "--config nosuch.json",
     "--config newer.json --preset none": "--config and --preset",

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 from test_sentinels import HEALTHY, stormy_run
 from toy_env import Letters, flags, options, read_metrics, serve, train_main, write_ids
 
@@ -19,6 +20,7 @@ from reporting.sentinels import RULES, Alarm
 from run import checkpoint, session
 from run.errors import TrainingError
 from run.rundir import Run
+from scale.default_models import resolve_model
 from train import RLWorker
 
 
@@ -283,6 +285,18 @@ def test_weights_that_are_not_finite_end_the_run_and_the_last_checkpoint_stays(
     assert train_main(flags(**options(tmp_path, url, steps=3, save_every=1))) == 1
     assert "step 2: weights of the policy are not finite" in capsys.readouterr().err
     assert checkpoint.steps_saved(tmp_path / "run") == [1]
+
+
+def test_a_run_that_needs_the_weights_it_began_with_notices_others(tmp_path, url, capsys):
+    """Adapters, and a reference, stand on them; without either the run has all that it needs."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    settings = options(tmp_path, url, steps=2, save_every=1, model=str(model), lora_rank=2)
+    assert train_main(flags(**settings | {"steps": 1})) == 0
+    weights = model / "model.safetensors"
+    save_file({name: tensor + 0.01 for name, tensor in load_file(weights).items()}, weights)
+    assert train_main(flags(**settings, resume=True)) == 1
+    assert "holds other weights than when this run began" in capsys.readouterr().err
 
 
 def test_a_tracker_that_cannot_be_reached_leaves_no_run_behind(tmp_path, url, capsys, monkeypatch):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -54,10 +55,15 @@ TAGGED = re.compile(r"\s*(?:<think>)?(.*?)(?:</think>)?\s*<(search|answer)>(.*?)
 # ----------------------------------------------------------------------------------------- a line
 
 
+def _finite(number: str) -> float | None:
+    value = float(number)  # 1e999 is infinite, which no JSON answer may hold
+    return value if math.isfinite(value) else None
+
+
 def parse(line: bytes | str) -> dict[str, Any] | None:
     """A JSON object; None for anything else. NaN and infinity become None."""
     try:
-        value = json.loads(line, parse_constant=lambda _: None)
+        value = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

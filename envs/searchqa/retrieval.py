@@ -30,6 +30,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,6 @@ def words(text: str) -> list[str]:
     >>> words("The Côte d'Ivoire's GDP, in 2023")
     ['the', 'cote', 'ivoire', 'gdp', 'in', '2023']
     """
-    text = text[:MAX_QUERY_CHARS]
     if not text.isascii():
         decomposed = unicodedata.normalize("NFKD", text)
         text = "".join(char for char in decomposed if not unicodedata.combining(char))
@@ -101,6 +101,8 @@ class BM25:
         if not len(corpus):
             raise RetrievalError("the corpus has no passages")
         self.corpus = corpus
+        # A search in a large corpus takes 4 bytes a passage, and a server has many sessions.
+        self._at_once = threading.Semaphore(os.cpu_count() or 1)
         key = json.dumps([_FORMAT, corpus.fingerprint, bm25s.__version__])
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.folder = cache_dir() / "searchqa" / f"bm25-{digest}"
@@ -120,13 +122,16 @@ class BM25:
 
     def search(self, query: str, top_k: int) -> list[Scored]:
         known = self._index.vocab_dict
-        ids = list(dict.fromkeys(known[word] for word in words(query) if word in known))
+        ids = list(
+            dict.fromkeys(known[word] for word in words(query[:MAX_QUERY_CHARS]) if word in known)
+        )
         if not ids:
             first = range(min(top_k, len(self.corpus)))
             return [Scored(self.corpus[number], 0.0) for number in first]
         # Sorted, since the last bit of a sum depends on its order, and ties on the last bit.
-        scores = self._index.get_scores_from_ids(sorted(ids[:MAX_QUERY_WORDS]))
-        places = best(scores, top_k)
+        with self._at_once:
+            scores = self._index.get_scores_from_ids(sorted(ids[:MAX_QUERY_WORDS]))
+            places = best(scores, top_k)
         return [Scored(self.corpus[int(place)], float(scores[place])) for place in places]
 
 
@@ -243,7 +248,7 @@ class Remote:
         except ValueError as error:
             raise RetrievalError(str(error)) from error
         self._timeout_s = timeout_s
-        self._line = Line(self.url, timeout_s, max_bytes)
+        self._line = Line(self.url, timeout_s, max_bytes, maxsize=64)
 
     def search(self, query: str, top_k: int) -> list[Scored]:
         body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True})
