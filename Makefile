@@ -44,7 +44,7 @@ test: lint  ## lint, types and the tests of every part, in eight minutes
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-long: setup  ## what CI runs beside them: real samplers, learning curves, runs that are killed
-	$(PYTEST) -m "long and not slow" $(ARGS)
+	$(RUN) -m pytest -q -m "long and not slow" $(ARGS)
 
 test-slow: setup  ## the tests that take long: real training runs, real servers under load
 	$(RUN) -m pytest -q -m slow $(ARGS)

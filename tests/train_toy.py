@@ -29,7 +29,7 @@ from reporting.metrics import MetricsLogger  # noqa: E402
 from run import checkpoint, files  # noqa: E402
 from run import worker as worker_module  # noqa: E402
 from run.session import Session  # noqa: E402
-from scale import distributed  # noqa: E402
+from scale import lora  # noqa: E402
 from train import RLWorker as Worker  # noqa: E402
 
 # Phase -> the function in which it happens; phases nest, and the innermost counts.
@@ -53,7 +53,7 @@ PLACES = {
     "in the rollout": ("rollout", TransformersEngine, "poll", 3),
     "between the policy's log-probs and the critic's": ("log-probs", train, "score_critic", 1),
     "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
-    "in the middle of the weight sync": ("sync", distributed, "whole", 5),
+    "in the middle of the weight sync": ("sync", lora, "whole", 5),
     "in the evaluation": ("evaluation", TransformersEngine, "poll", 2),
     "between the evaluation's two files": ("evaluation", files, "write_text", 2),
     "before the step is logged": (None, MetricsLogger, "log", 1),
