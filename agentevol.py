@@ -58,13 +58,13 @@ from run.methodworker import (
     MethodConfig,
     MethodWorker,
     count_learned,
-    fitting,
+    drop_too_long,
     read_examples,
     sync_if_measured,
 )
 from run.progress import phase
 from run.rundir import Run
-from run.session import Session, at_work
+from run.session import Session, open_session
 from run.session import command_line as run_command
 from scale import distributed
 from update import imitate
@@ -153,7 +153,7 @@ def train(config: EvolConfig) -> Run:
     """Evolve as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
     demonstrations = first_set(config)
-    with at_work(config, MethodWorker) as session:
+    with open_session(config, MethodWorker) as session:
         w = session.worker
         files = IterationFiles.of(session)
         session.evaluate_start()
@@ -220,7 +220,7 @@ def first_set(config: EvolConfig) -> list[Record]:
         chosen.append(replace(example, record=example.record | noted))
     if not chosen:
         raise Misuse(f"nothing in --data {describe_enough(config)}")
-    fit = fitting(config, chosen, "demonstrations", lambda example: [example])
+    fit = drop_too_long(config, chosen, "demonstrations", lambda example: [example])
     return [example.record for example in fit]
 
 
@@ -279,10 +279,10 @@ def selected(
     chosen: list[Record] = []
     per_task: Counter[str] = Counter()
     joined: set[Any] = set()
-    known = set() if played else {texts_of(record) for record in before}
+    texts_before = set() if played else {texts_of(record) for record in before}
     for record in good if blind else sorted(good, key=lambda r: -r["return"]):  # stable: as played
         key, task = _identity(record), record["item_id"]
-        if per_task[task] >= config.keep_per_task or key in joined or key[1] in known:
+        if per_task[task] >= config.keep_per_task or key in joined or key[1] in texts_before:
             continue
         per_task[task] += 1
         joined.add(key)

@@ -779,18 +779,18 @@ def read_command_line(
     have no effect. Raises as `parse_command_line`, and Misuse for a file of options that cannot
     be read."""
     words = sys.argv[1:] if argv is None else list(argv)
-    given = {name: " ".join(values) for name, values in named(words).items()}
+    arguments = {name: " ".join(values) for name, values in named(words).items()}
     if "--resume" in words:  # what is not given again is what the run was started with
-        default = saved_config(given.get("run_dir"), kind)
+        default = saved_config(arguments.get("run_dir"), kind)
     else:
-        default = _defaults_for(given, kind)
+        default = _defaults_for(arguments, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
             raise Misuse(f"{flag(name)} takes at least one value; leave it out for its default")
     remarks = []
     for name, why in _without_effect(config):
-        if name in given:
+        if name in arguments:
             option = flag(f"no_{name}" if getattr(config, name) is False else name)
             remarks.append(f"{option} has no effect here: {why}")
     return config, remarks
@@ -812,16 +812,16 @@ COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out"
 COUNTED |= {"env", "tasks", "split", "subtasks"}
 
 
-def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
+def _defaults_for(arguments: Mapping[str, str], kind: type[Options]) -> Options:
     """The values of the options that are not given: those of --config, then of a preset."""
     saved = dict[str, Any]()
-    if file := given.get("config"):
-        if "preset" in given:
+    if file := arguments.get("config"):
+        if "preset" in arguments:
             raise Misuse("--config and --preset both set the defaults; give one")
         saved = options_from(file, kind) | {"config": file}
-        if "steps" in kind.may_be_zero and COUNTED & given.keys():
+        if "steps" in kind.may_be_zero and COUNTED & arguments.keys():
             saved.pop("steps", None)  # as many as the other run's epochs took
-    asked = saved | {name: value for name, value in given.items() if value}
+    asked = saved | {name: value for name, value in arguments.items() if value}
     env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
     with refusing():
         return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)

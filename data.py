@@ -521,10 +521,10 @@ def demonstrations_for(
         manner_of: environment -> how its oracle plays.
     """
     records = []
-    for own in in_each(config):
-        prompt, num_replaced = prompt_of(own), len(get_env(own.env).PROMPT)
-        manner = manner_of(own.env)
-        for record in demonstrations(own.env, tasks_of(own), count, seed, own.env_addr, manner):
+    for c in in_each(config):
+        prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
+        manner = manner_of(c.env)
+        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, manner):
             if prompt is not None:
                 turns = record["conversations"][num_replaced:]
                 opening = [

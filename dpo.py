@@ -61,14 +61,14 @@ from run.methodworker import (
     MethodWorker,
     chat_of,
     count_learned,
+    drop_too_long,
     encode_all,
-    fitting,
     records_in,
     sync_if_measured,
 )
 from run.progress import phase
 from run.rundir import Run
-from run.session import Session, TrainingError, at_work
+from run.session import Session, TrainingError, open_session
 from run.session import command_line as run_command
 from scale import distributed
 from update import (
@@ -185,8 +185,8 @@ class DpoConfig(IteratedConfig):
 def train(config: DpoConfig) -> Run:
     """Prefer as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
-    given = None if config.learns_from_play else pairs_in_files(config)
-    with at_work(config, MethodWorker) as session:
+    file_pairs = None if config.learns_from_play else pairs_in_files(config)
+    with open_session(config, MethodWorker) as session:
         w = session.worker
         files = IterationFiles.of(session)
         session.evaluate_start()
@@ -198,7 +198,7 @@ def train(config: DpoConfig) -> Run:
             # ------------------------------------------------------------------------------ 1 pairs
             if current != iteration:
                 with session.saving_on_failure(), clock("time/rollout_s"):
-                    pairs, ref_sums, played = pairs_for(session, files, step, given)
+                    pairs, ref_sums, played = pairs_for(session, files, step, file_pairs)
                 metrics |= played if place == 0 else {}
                 current = iteration
 
@@ -398,8 +398,10 @@ def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str
                     "is better; a run's trajectories have one"
                 )
         members.sort(key=lambda example: -(example.total_return or 0.0))
-    met = {key: [Pair(*two) for two in combinations(group, 2)] for key, group in groups.items()}
-    return _select(met, config, counts)
+    candidates = {
+        key: [Pair(*two) for two in combinations(group, 2)] for key, group in groups.items()
+    }
+    return _select(candidates, config, counts)
 
 
 def pairs_of_experts(
@@ -411,11 +413,11 @@ def pairs_of_experts(
     """What an expert did against what the policy did from the same opening. Where one of the two
     has no return the expert counts as better, unless it said the same."""
     experts, others = _grouped(expert), _grouped(experience)
-    met = {
+    candidates = {
         key: [Pair(*two) for two in product(experts.get(key, ()), others.get(key, ()))]
         for key in experts.keys() | others.keys()
     }
-    return _select(met, config, counts)
+    return _select(candidates, config, counts)
 
 
 def _grouped(examples: Iterable[Example]) -> dict[Group, list[Example]]:
@@ -428,12 +430,14 @@ def _grouped(examples: Iterable[Example]) -> dict[Group, list[Example]]:
     return groups
 
 
-def _select(met: dict[Group, list[Pair]], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
+def _select(
+    candidates: dict[Group, list[Pair]], config: DpoConfig, counts: Counter[str]
+) -> list[Pair]:
     """The best pairs of each task: largest gap first, chance among equals."""
     tasks: dict[str, list[Pair]] = defaultdict(list)
-    for group in sorted(met):
+    for group in sorted(candidates):
         pairs = []
-        for pair in met[group]:
+        for pair in candidates[group]:
             seeds = {example.record.get("seed") for example in pair}
             if len(seeds - {None}) > 1:
                 counts["two seeds"] += 1
@@ -447,27 +451,27 @@ def _select(met: dict[Group, list[Pair]], config: DpoConfig, counts: Counter[str
     for task_id, pairs in tasks.items():
         random.Random(f"{config.seed}/{task_id}").shuffle(pairs)
         ordered += sorted(pairs, key=lambda pair: -round(pair.gap or 0.0, 6))
-    return list(_kept(ordered, config, counts))
+    return list(_usable(ordered, config, counts))
 
 
-def _kept(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> Iterator[Pair]:
+def _usable(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> Iterator[Pair]:
     """The pairs to learn from; each of the others is counted once."""
     per_task: Counter[str] = Counter()
     seen: set[Any] = set()
     for pair in pairs:
         total = pair.chosen.total_return
-        (opening, said), (_, other) = pair.chosen.parts, pair.rejected.parts
+        (opening, better), (_, worse) = pair.chosen.parts, pair.rejected.parts
         if pair.gap is not None and pair.gap <= max(ROUNDING, config.min_gap - ROUNDING):
             counts["gap"] += 1
         elif total is not None and total < config.min_return - ROUNDING:
             counts["low return"] += 1
-        elif said[::2] == other[::2] or (opening, said, other) in seen:  # [::2]: the actions
+        elif better[::2] == worse[::2] or (opening, better, worse) in seen:  # [::2]: the actions
             counts["equal texts"] += 1
         elif per_task[pair.task_id] >= config.pairs_per_task:
             counts["over pairs per task"] += 1
         else:
             per_task[pair.task_id] += 1
-            seen.add((opening, said, other))
+            seen.add((opening, better, worse))
             yield pair
 
 
@@ -479,13 +483,16 @@ def batch_of(pairs: Sequence[Pair], pad_id: int) -> Batch:
 
 
 def pairs_for(
-    session: Session[MethodWorker], files: IterationFiles, step: int, given: Sequence[Pair] | None
+    session: Session[MethodWorker],
+    files: IterationFiles,
+    step: int,
+    file_pairs: Sequence[Pair] | None,
 ) -> tuple[list[Pair], Tensor, dict[str, Any]]:
     """An iteration's pairs, the reference's log-probs (P, 2), and metrics of how they came about:
     read back from the run, or made by the policy as it is now, which is the reference.
 
     Args:
-        given: pairs from files; None: the policy plays.
+        file_pairs: pairs from files; None: the policy plays.
     Raises:
         TrainingError: there is no pair in the first iteration, and why; or the run has lost those
             of an iteration that has begun.
@@ -500,8 +507,8 @@ def pairs_for(
         return pairs, torch.tensor(sums).reshape(-1, 2), summary["metrics"]
     counts: Counter[str] = Counter()
     metrics: dict[str, Any] = {}
-    pairs = list(given or ())
-    if given is None:
+    pairs = list(file_pairs or ())
+    if file_pairs is None:
         played, metrics = w.explore(step)
         pairs = pairs_of(played, config, counts)
     left_out = describe(counts)
@@ -609,7 +616,7 @@ def pairs_in_files(config: DpoConfig) -> list[Pair]:
         problem = f"--min-return {config.min_return:g} chooses by return, and nothing here has one"
         raise Misuse(f"{problem}; leave it out")
     distributed.say(f"{len(pairs)} pairs" + (f"; left out: {left_out}" if left_out else ""))
-    return fitting(config, pairs, "pairs", lambda pair: pair)
+    return drop_too_long(config, pairs, "pairs", lambda pair: pair)
 
 
 def read_pairs(
@@ -635,7 +642,7 @@ def read_pairs(
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
 
-    return list(_kept(read(), config, counts))
+    return list(_usable(read(), config, counts))
 
 
 def pair_in(chat: ChatTemplate, content: Any, name: str) -> Pair:

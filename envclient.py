@@ -252,10 +252,13 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def served_env(self) -> str | None:
         """The environment that the server says it serves. AgentGym's servers do not say, and a
         proxy may say anything."""
-        with contextlib.suppress(NotSupported, EnvProtocolError, EnvServerError):
+        try:
             answer = self._request("GET", "/health", {})
             return answer.get("env") if isinstance(answer, dict) else None
-        return None
+        except (*UNREACHABLE, TooManySessions):
+            raise
+        except EnvError:
+            return None
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Begin an episode; returns its first observation. `seed` varies what the task leaves open;
@@ -571,7 +574,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     def _note_failure(self, address: Address, error: EnvError) -> None:
         """Let the address rest if the error is the server's, not one session's."""
         is_down = isinstance(error, UNREACHABLE)
-        is_down |= error.url.endswith(("/create", "/health")) and error.status != 429
+        is_down |= error.url.endswith("/create") and error.status != 429
         with self._changed:
             now = time.monotonic()
             address.last_error = error

@@ -205,9 +205,10 @@ def parse_options(argv: Sequence[str] | None) -> EvalConfig:
     """The options, checked, with what they name on this machine. Raises: Misuse; SystemExit from
     `parse_command_line`."""
     words = sys.argv[1:] if argv is None else list(argv)
-    given = named(words)
-    (env, *_) = [*given.get("env", []), None]
-    start = settings_of_run(given["run"][0], set(given), env) if given.get("run") else None
+    arguments = named(words)
+    (env, *_) = [*arguments.get("env", []), None]
+    run = arguments.get("run")
+    start = settings_of_run(run[0], set(arguments), env) if run else None
     config = parse_command_line(EvalConfig, words, PROG, start)
     config.check()
     if config.compare:
@@ -227,11 +228,11 @@ def tasks_to_play(config: EvalConfig) -> list[Task]:
     return load_tasks(config.env, split, config.tasks, config.subtasks)
 
 
-def settings_of_run(folder: str, given: set[str], env: str | None = None) -> EvalConfig:
+def settings_of_run(folder: str, named_options: set[str], env: str | None = None) -> EvalConfig:
     """The options under which a run evaluates itself.
 
     Args:
-        given: options of the command line; those that they exclude are not taken over.
+        named_options: options of the command line; those that they exclude are not taken over.
         env: if the run plays several environments, the one to evaluate.
     Raises: Misuse if there is no run, it has no checkpoint, or an environment must be named.
     """
@@ -243,9 +244,9 @@ def settings_of_run(folder: str, given: set[str], env: str | None = None) -> Eva
         if not chosen:
             names = " or ".join(own.env for own in configs)
             raise Misuse(f"--run {folder} plays several environments: name one, --env {names}")
-        c, given = chosen[0], given - {"env"}
+        c, named_options = chosen[0], named_options - {"env"}
     checkpoint = best_checkpoint(Path(folder))
-    if checkpoint is None and "model" not in given:
+    if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
     config = EvalConfig(
         run=folder,
@@ -260,9 +261,12 @@ def settings_of_run(folder: str, given: set[str], env: str | None = None) -> Eva
         seed=c.seed,
         samples=c.eval_samples,
     )
-    if "env" in given and env not in (None, c.env):  # which has a prompt and a horizon of its own
+    if "env" in named_options and env not in (
+        None,
+        c.env,
+    ):  # which has a prompt and a horizon of its own
         return replace(config, env=env, prompt=None, max_rounds=())
-    if given & {"tasks", "split"}:
+    if named_options & {"tasks", "split"}:
         return config
     if not c.eval_every and not c.eval_tasks:
         return replace(config, tasks=c.tasks, split=c.split, subtasks=c.subtasks)

@@ -42,12 +42,12 @@ from run.methodworker import (
     MethodConfig,
     MethodWorker,
     count_learned,
-    fitting,
+    drop_too_long,
     read_examples,
     sync_if_measured,
 )
 from run.rundir import Run
-from run.session import Session, at_work, is_due
+from run.session import Session, is_due, open_session
 from run.session import command_line as run_command
 from scale import distributed
 from update import imitate, score_policy
@@ -111,11 +111,13 @@ def train(config: SftConfig) -> Run:
     config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)
-    learned, held_out = split(config, fitting(config, examples, "conversations", lambda e: [e]))
+    learned, held_out = split(
+        config, drop_too_long(config, examples, "conversations", lambda e: [e])
+    )
     epoch = math.ceil(len(learned) / config.mini_batch_size)  # steps
     config = replace(config, steps=config.steps or config.epochs * epoch)
     require_same(digest, config)
-    with at_work(config, MethodWorker) as session:
+    with open_session(config, MethodWorker) as session:
         w = session.worker
         session.run.write_json(DATA, digest)
         session.evaluate_start()
@@ -155,7 +157,8 @@ def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example]
     """What is learned, and what is held out."""
     task_ids = [example.task_id for example in examples]
     learned, held_out = (
-        [examples[i] for i in part] for part in parted(task_ids, config.hold_out, config.seed)
+        [examples[i] for i in part]
+        for part in split_by_task(task_ids, config.hold_out, config.seed)
     )
     if held_out:
         num_tasks = len({example.task_id for example in held_out})
@@ -165,11 +168,11 @@ def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example]
     return learned, held_out
 
 
-def parted(task_ids: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+def split_by_task(task_ids: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
     """Places of the conversations that are learned, and of those held out. A task is on one side
     only: a run has tried it several times, often in the same words.
 
-    >>> learned, held_out = parted(["a", "b", "a", "c", "a", "d", "e", "b", "a", "f"], 0.2, seed=0)
+    >>> learned, held_out = split_by_task([*"abacadebaf"], 0.2, seed=0)
     >>> held_out, sorted(learned + held_out) == list(range(10))
     ([1, 7], True)
 

@@ -63,7 +63,7 @@ from run import rundir
 from run.clock import Clock
 from run.progress import phase
 from run.rundir import Run
-from run.session import StopRequests, at_work
+from run.session import StopRequests, open_session
 from run.session import command_line as run_command
 from run.worker import Worker
 from scale import distributed
@@ -84,7 +84,7 @@ def train(config: Config) -> Run:
         RunFailed: training ended early; what was saved stays.
     """
     c = config = checked(config)
-    with at_work(config, RLWorker) as session:
+    with open_session(config, RLWorker) as session:
         w = session.worker
         session.evaluate_start()
         for step in session.steps_left():

@@ -1,12 +1,11 @@
 """One HTTP exchange that ends, whatever the other side does; and JSON that can be trusted.
 
-Environment servers, samplers and chat models are other people's programs. `Line.ask` bounds the
-time of the whole answer (a socket's own time-out starts again with every byte) and its bytes, and
-follows no redirect. `parse` bounds the JSON: its depth, numbers that are not finite, half surrogate
-pairs that no tokenizer can encode. `checked_url` refuses addresses that hold a password, because
-addresses end up in logs and in config.json.
+Environment servers and chat models are other people's programs. `Line.ask` bounds the time of the
+whole answer and its bytes, and follows no redirect. `parse` bounds the JSON: its depth, numbers
+that are not finite, half surrogate pairs that no tokenizer can encode. `checked_url` refuses
+addresses that hold a password, because addresses end up in logs and in config.json.
 
-Read next: `envclient.py`, `sampling/fleet.py` and `sampling/chatapi.py`, which ask.
+Read next: `envclient.py` and `sampling/chatapi.py`, which ask.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ class Line:
             raise Lost("hung up")
         total_s = timeout_s or self.timeout_s
         connect_s = min(CONNECT_TIMEOUT_S, total_s)
-        end = time.monotonic() + total_s
         try:
             response = self._http.request(
                 method,
@@ -131,7 +129,7 @@ class Line:
                 preload_content=False,
             )
             try:
-                body = self._read_body(response, end, total_s)
+                body = self._read_body(response)
                 return Answer(response.status, response.headers, body)
             except BaseException:
                 response.close()  # its unread rest would be taken for the next answer
@@ -160,7 +158,7 @@ class Line:
         """Drop idle connections."""
         self._http.clear()
 
-    def _read_body(self, response: urllib3.BaseHTTPResponse, end: float, total_s: float) -> bytes:
+    def _read_body(self, response: urllib3.BaseHTTPResponse) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise Unbelievable(
@@ -171,12 +169,10 @@ class Line:
             body += piece
             if len(body) > self.max_bytes:
                 raise Unbelievable(f"the answer is larger than {self.max_bytes} bytes")
-            if time.monotonic() > end:
-                raise TimedOut(f"no answer within {total_s:.3g} s")
         return bytes(body)
 
     def _tracked(self, pool_class: Any) -> Any:
-        """`pool_class` whose connections `hang_up` can end."""
+        """`pool_class` whose connections `hang_up` can end, and whose answers end in time."""
         line = self
 
         class Connection(pool_class.ConnectionCls):

@@ -17,16 +17,16 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from envs import get_env
+from envs import env_name, get_env
 from envs.http import Answer
 from envs.sessions import (
     MAX_BODY_BYTES,
     Episodes,
     Sessions,
     body_too_large,
-    error_answer,
     query_fields,
 )
+from envs.sessions import Answer as JsonAnswer
 
 LOCAL = "local"  # the address of an environment in this process
 
@@ -48,7 +48,7 @@ class LocalLine:
     hung_up = False
 
     def __init__(self, env: str) -> None:
-        env_class = get_env(env)
+        env_class, self._env_name = get_env(env), env_name(env)
         sessions = Sessions(_called_here(env_class), max_sessions=1, idle_timeout_s=math.inf)
         self._episodes = Episodes(sessions)
         # Fast environments take turns with all others, as on a server's event loop. The rest wait
@@ -70,7 +70,7 @@ class LocalLine:
             if content and len(content) > MAX_BODY_BYTES:
                 answer = body_too_large()
             elif path == "/health":
-                answer = error_answer(404, "Not Found", "")
+                answer = JsonAnswer({"env": self._env_name})
             else:
                 answer = _result(self._episodes.answer(method, path, fields))
         return Answer(answer.status_code, {}, bytes(answer.body))

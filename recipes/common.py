@@ -4,6 +4,7 @@ A record holds how the run was started (command, commit, hardware, options), a r
 and each task's result in every held-out evaluation. evidence.py compares records.
 """
 
+import contextlib
 import datetime
 import json
 import shlex
@@ -16,8 +17,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from agentevol import EvolConfig  # noqa: E402
+from config import CHANGEABLE, Config, Misuse, checked, read_command_line  # noqa: E402
+from dpo import DpoConfig  # noqa: E402
 from run.checkpoint import steps_saved  # noqa: E402
 from run.files import write_text  # noqa: E402
+from sft import SftConfig  # noqa: E402
 from trajectory import LOST  # noqa: E402
 
 COMMITTED = ROOT / "recipes" / "results"
@@ -78,14 +83,37 @@ def run(command: Sequence[str]) -> None:
 
 
 def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
-    """train.py or another method's program, from its last checkpoint if it has one."""
+    """train.py or another method's program, from its last checkpoint if it has one. A run that was
+    started with other options is refused, complete or not."""
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
-        if max(steps_saved(run_dir), default=0) >= steps_of(run_dir):
+        words.append("--resume")
+        kinds = {kind.program: kind for kind in (Config, SftConfig, DpoConfig, EvolConfig)}
+        try:
+            with contextlib.chdir(ROOT):
+                options = checked(read_command_line(words, kinds[program])[0])
+        except Misuse as error:
+            raise SystemExit(f"{run_dir}: {error}") from None
+        if max(steps_saved(run_dir), default=0) >= options.steps:
             print(f"{run_dir} is complete", flush=True)
             return
-        words.append("--resume")
     run([sys.executable, program, *words])
+
+
+def require_alike(results: Sequence[Result]) -> Sequence[Result]:
+    """The results, which may be pooled: the options that they share are equal, except the seed and
+    what changes nothing that is learned. ValueError names what differs."""
+    # Lists of tasks were renamed; demonstrations lie beside the run, which makes the option that
+    # counts them idle. Results are paired by task in any case.
+    free = CHANGEABLE - {"steps", "learning_rate_decay_steps"}
+    free |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
+    configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
+    for config in configs[1:]:
+        shared = sorted((config.keys() & configs[0].keys()) - free)
+        if differ := [name for name in shared if config[name] != configs[0][name]]:
+            values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differ)
+            raise ValueError(f"runs that differ in more than the seed cannot be pooled: {values}")
+    return results
 
 
 def steps_of(run_dir: Path) -> int:

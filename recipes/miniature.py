@@ -34,6 +34,7 @@ from recipes.common import (  # noqa: E402
     markdown,
     read_json,
     record,
+    require_alike,
     run_program,
     write_json,
 )
@@ -167,6 +168,8 @@ def read_results(*folders: Path) -> Results:
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
         results[name, int(seed)] = read_json(path)
+    for arm in {arm for arm, _ in results}:
+        require_alike([results[key] for key in results if key[0] == arm])
     if chosen_rate("grpo", results) == read_json(BASE)["learning_rate"]:
         results |= {("grpo", s): results["short", s] for s in SEEDS if ("short", s) in results}
     return results

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpu  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from recipes import memory, miniature, worlds  # noqa: E402
-from recipes.common import COMMITTED, Result, markdown, read_json  # noqa: E402
+from recipes.common import COMMITTED, Result, markdown, read_json, require_alike  # noqa: E402
 from recipes.evidence import (  # noqa: E402
     Reading,
     Shares,
@@ -68,7 +68,7 @@ def results_of(folder: str, name: str) -> list[Result]:
     if also_uncommitted:
         folders.append(ROOT / worlds.RUNS / folder.replace("worlds", "results"))
     paths = sorted(path for where in folders for path in where.glob(f"{name}-[0-9].json"))
-    return [read_json(path) for path in paths]
+    return list(require_alike([read_json(path) for path in paths]))
 
 
 def seeds_in(results: Sequence[Result]) -> str:

@@ -2,7 +2,7 @@
 
     MethodConfig, IteratedConfig   their common options
     MethodWorker                   a worker that makes batches of examples, and explores
-    read_examples, fitting         --data or an oracle, as examples no longer than the token limit
+    read_examples, drop_too_long   --data or an oracle, as examples within the token limit
     IterationFiles                 what an iteration made, in runs/NAME/<name>/iteration_001.jsonl
 
 An iteration's material (an evolving set, or pairs with the reference's log-probs) is made once, by
@@ -115,9 +115,9 @@ class MethodConfig(RunConfig):
             Misuse: one line that says what to do.
         """
         super().check()
-        for own in in_each(self):
-            rounds = " ".join(map(str, own.rounds))
-            if len(own.rounds) != 1 or own.rounds[0] < 1:
+        for c in in_each(self):
+            rounds = " ".join(map(str, c.rounds))
+            if len(c.rounds) != 1 or c.rounds[0] < 1:
                 raise Misuse(f"--rounds {rounds}: {self.program} needs one number, at least 1")
         least = getattr(self, "min_return", None)
         is_fine = least is None or (math.isfinite(least) and (least >= 0 or self.method == "sft"))
@@ -281,7 +281,7 @@ def records_in(
 
 
 def encode_all(chat: ChatTemplate, records: Iterable[Record]) -> list[Example]:
-    """The only place where text from outside becomes tokens."""
+    """Records with their tokens, with a progress line."""
     records = list(records)
     with phase("encoding", len(records), "conversations") as tick:
         examples = []
@@ -335,7 +335,7 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
 Item = TypeVar("Item")
 
 
-def fitting(
+def drop_too_long(
     config: MethodConfig,
     items: Sequence[Item],
     what: str,

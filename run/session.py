@@ -53,7 +53,7 @@ Options = TypeVar("Options", bound=RunConfig)
 
 
 @contextlib.contextmanager
-def at_work(
+def open_session(
     config: Options,
     make_worker: Callable[[Options, rundir.Run, contextlib.ExitStack, StopRequests], WorkerType],
 ) -> Iterator[Session[WorkerType]]:
@@ -190,9 +190,9 @@ class Session(Generic[WorkerType]):
     def saving_on_failure(self, learned: bool = False) -> Iterator[None]:
         """Around work that can fail for outside reasons: no step that was learned is lost.
 
-        Errors raised before the step changes the weights end the run, and `at_work` saves the steps
-        before. Later errors (`learned`) wait until `finish_step` has logged and saved the step; the
-        resumed run makes up for what is missing.
+        Errors raised before the step changes the weights end the run, and `open_session` saves the
+        steps before. Later errors (`learned`) wait until `finish_step` has logged and saved the
+        step; the resumed run makes up for what is missing.
         """
         try:
             yield

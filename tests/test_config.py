@@ -243,6 +243,8 @@ MISUSE = {
     # out of range; what must be above 0 is below
     "--gamma 1.5 --algorithm ppo": "--gamma 1.5",
     "--stop-at nan": "--stop-at nan",
+    "--stop-at 0": "--stop-at 0",
+    "--subtasks": "--subtasks takes at least one value",
     "--kl-coef -0.1": "--kl-coef -0.1",
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
     # contradictions

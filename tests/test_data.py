@@ -152,6 +152,7 @@ OK = (("human", None, "a"), ("gpt", True, "b"))
 WRONG = {
     "broken JSON": ('{"item_id": ', "not JSON"),
     "nested without end": ('{"a": ' + "[" * 100_000, "not JSON"),
+    "a number of 5,000 digits": ('{"a": ' + "1" * 5000 + "}", "not JSON"),
     "no object": ("3", "'3': expected"),
     "another object": ('{"prompt": 1, "text": 2}', "['prompt', 'text']: expected"),
     "an unknown role": ('{"messages": [{"role": ["tool"]}]}', "message 0 has role ['tool']"),

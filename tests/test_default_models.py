@@ -126,6 +126,9 @@ def test_an_interrupted_download_is_not_a_model(tmp_path):
     assert not has_weights(tmp_path)
     (tmp_path / parts[1]).touch()
     assert has_weights(tmp_path)
+    other = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}  # of files left out
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(other))
+    assert has_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["recipes", "README.md", "~/nope", "a/b/c", "http://h/m", ""])

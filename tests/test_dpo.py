@@ -526,7 +526,7 @@ def test_every_comparison_is_a_pair_of_one_opening_and_a_gap_or_counted_once(tri
     if pairs:  # and the same from their file
         read = [pair_in(WORDS, json.loads(json.dumps(to_line(pair))), "") for pair in pairs]
         again.clear()
-        assert list(dpo._kept(read, config, again)) == read and not again
+        assert list(dpo._usable(read, config, again)) == read and not again
         for one, other in zip(pairs, read, strict=True):
             assert described([one]) == described([other])
             assert batch_of([one], 0).input_ids.tolist() == batch_of([other], 0).input_ids.tolist()
@@ -731,6 +731,10 @@ WRONG = {
         "chosen and rejected open with different prompts",
     ),
     "an empty chosen": (GOOD | {"chosen": []}, "chosen: []: expected"),
+    "a prompt with a text": (
+        GOOD | {"prompt": [{"from": "human", "value": "a"}, "b"]},
+        "expected a text, or a list of",
+    ),
     "turns that are none": (GOOD | {"rejected": ["open"]}, "rejected: ['open']: expected"),
     "turns that do not alternate": (
         GOOD | {"chosen": gpt("open") + gpt("go")},
@@ -803,6 +807,8 @@ def test_the_kinds_of_loss_are_the_choices_of_the_option():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        ({"sft_coef": -1.0}, "--sft-coef -1.0 must not be negative"),
+        ({"min_return": math.nan}, "--min-return nan must be finite"),
         ({"beta": math.inf}, "--beta inf must be above 0, and finite"),
         ({"min_gap": -0.5}, "--min-gap -0.5 must be a difference"),
         ({"label_smoothing": 0.5}, "--label-smoothing 0.5 must be in"),

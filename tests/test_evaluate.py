@@ -304,6 +304,7 @@ def test_resume_refuses_results_of_other_settings(option, said, worlds, writer, 
 
 BAD_COMMANDS = {
     "--samples 0": "--samples 0",
+    "--seed -1": "--seed -1",
     "--max-rounds 10 0": "--max-rounds (10, 0)",
     "--temperature nan": "--temperature nan",
     "--temperature 0 --samples 4": "4 times the same",

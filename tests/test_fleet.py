@@ -274,6 +274,8 @@ def test_a_server_that_falls_silent_is_left_out(servers, tmp_path):
         {"logprobs": None},
         {"token_ids": []},
         {"token_ids": [5, 6, 7]},
+        {"token_ids": [5, -6]},
+        {"token_ids": [5, "6"]},
         {"finish_reason": "error"},
         {"logprobs": {"token_logprobs": [-0.1, None]}},
         {"logprobs": {"token_logprobs": [-0.1, math.nan]}},
@@ -440,6 +442,7 @@ def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch, stand_in):
 @pytest.mark.parametrize(
     ("code", "what"),
     [
+        (STAND_IN.replace("= sys.argv\n", "= []\n"), "another process listens at"),
         ("raise SystemExit('no such card')", "no such card"),
         ("import time; print('loading', flush=True); time.sleep(60)", "loading"),
     ],

@@ -81,9 +81,14 @@ def test_a_bad_answer_is_one_named_error(name):
     assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
-def test_the_time_out_is_of_the_whole_answer():
+@pytest.mark.parametrize(
+    ("start", "drip"),
+    [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n"), (CHUNKED, b"1\r\nx\r\n"), (b"HT", b"T")],
+    ids=["body", "headers", "chunks", "status"],
+)
+def test_the_time_out_is_of_the_whole_answer(start, drip):
     """A socket's own time-out would begin again with every byte."""
-    slow = serving(HEAD + b"\r\n", b"x", pause_s=0.1, repeat=600)
+    slow = serving(start, drip, pause_s=0.1, repeat=90)
     with slow as url, pytest.raises(TimedOut, match="no answer within 1 s"):
         Line(url, 1.0).ask("GET", "/")
 

@@ -248,7 +248,7 @@ def test_held_out_tasks_in_files_are_noted(capsys):
         encode(chat, conversation(1)),
     ]
     for other, is_noted in ((config, True), (replace(config, eval_every=0), False)):
-        assert methodworker.fitting(other, examples, "x", lambda e: [e]) == examples
+        assert methodworker.drop_too_long(other, examples, "x", lambda e: [e]) == examples
         noted = "note: 1 of the 129 held-out tasks" in capsys.readouterr().out
         assert noted == is_noted
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import measure_memory
@@ -102,14 +103,35 @@ def test_a_record_says_what_was_spent_and_in_how_many_turns_each_goal_was_solved
         common.record(tmp_path)
 
 
-def test_a_run_that_is_there_is_resumed_with_its_own_words(tmp_path, monkeypatch):
-    ran = []
+def test_a_run_that_is_there_is_resumed_or_complete_and_one_of_other_options_is_refused(
+    tmp_path, monkeypatch, capsys
+):
+    ran, words = [], ["--seed", "1", "--model", "tiny"]
     monkeypatch.setattr(common, "run", ran.append)
-    common.run_program("dpo.py", ["--seed", "1"], tmp_path)
-    (tmp_path / "config.json").write_text('{"config": {"steps": 3}}')
-    common.run_program("dpo.py", ["--seed", "1"], tmp_path)
-    words = ["dpo.py", "--seed", "1", "--run-dir", str(tmp_path)]
-    assert [command[1:] for command in ran] == [words, [*words, "--resume"]]
+    common.run_program("dpo.py", words, tmp_path)
+    options = checked(read_command_line([*words, "--run-dir", str(tmp_path)], DpoConfig)[0])
+    about = {"method": "dpo", "config": asdict(options)}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    common.run_program("dpo.py", words, tmp_path)
+    command = ["dpo.py", *words, "--run-dir", str(tmp_path)]
+    assert [each[1:] for each in ran] == [command, [*command, "--resume"]]
+    with pytest.raises(SystemExit, match="--learning-rate"):
+        common.run_program("dpo.py", [*words, "--learning-rate", "1e-3"], tmp_path)
+    (tmp_path / f"checkpoints/step_{options.steps:06d}").mkdir(parents=True)
+    common.run_program("dpo.py", words, tmp_path)
+    assert "is complete" in capsys.readouterr().out and len(ran) == 2
+
+
+def test_only_runs_that_differ_in_the_seed_are_pooled():
+    runs = [
+        {"steps": 5, "config": {"seed": seed, "learning_rate": rate, "data": [f"{seed}.json"]}}
+        for seed, rate in ((0, 1e-4), (1, 1e-4), (2, 1e-5))
+    ]
+    assert common.require_alike(runs[:2]) == runs[:2]
+    with pytest.raises(ValueError, match="learning_rate 0.0001 and 1e-05"):
+        common.require_alike(runs)
+    with pytest.raises(ValueError, match="steps 5 and 6"):
+        common.require_alike([runs[0], runs[1] | {"steps": 6}])
 
 
 @pytest.mark.parametrize("name", [n for n, arm in miniature.ARMS.items() if ".py" in arm.program])

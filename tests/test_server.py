@@ -244,6 +244,10 @@ def test_a_malformed_body_is_422_and_says_which_field(client, body, error):
     assert_error(client.post("/step", content=body, headers=JSON), 422, error)
 
 
+def test_what_a_client_sends_to_create_is_ignored(client):
+    assert client.post("/create", content=b"a=1").status_code == 200
+
+
 def test_a_malformed_query_path_or_method_has_the_same_error_format(client):
     assert_error(client.get("/observation"), 422, "id: Field required")
     assert_error(client.get("/observation?id=x"), 422, "id: expected int")

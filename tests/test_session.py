@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,8 @@ from run.errors import TrainingError
 from run.rundir import Run
 from scale.default_models import resolve_model
 from train import RLWorker
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -310,3 +314,23 @@ def test_a_tracker_that_cannot_be_reached_leaves_no_run_behind(tmp_path, url, ca
     assert "wandb is not to be reached" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert train_main(flags(**settings)) == 0
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_second_ctrl_c_leaves_at_once_and_a_launchers_copy_of_the_first_is_ignored(launched):
+    code = (
+        "import os, signal, time; from run.session import StopRequests\n"
+        "with StopRequests() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.1); print('still here', stop.agreed())\n"
+    )
+    variables = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    variables |= {"WORLD_SIZE": "1"} if launched else {}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == (0 if launched else 130)
+    assert ("still here True" in done.stdout) == launched
+    assert ("stopped without saving" in done.stderr) == (not launched)

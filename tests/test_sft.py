@@ -102,13 +102,15 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
 def test_a_task_is_learned_or_held_out_and_never_both(share):
     """A run has tried each several times: the same words would be on both sides."""
     tasks = [f"{n % 17}" for n in range(100)]
-    learned, held_out = sft.parted(tasks, share, seed=3)
+    learned, held_out = sft.split_by_task(tasks, share, seed=3)
     assert not {tasks[n] for n in learned} & {tasks[n] for n in held_out}
     assert 0 < len(held_out) <= round(share * 100) and len(learned) + len(held_out) == 100
-    few = sft.parted(["a"] * 9 + ["b"] * 5, 0.01, seed=0)  # every task is more than its share
+    few = sft.split_by_task(
+        ["a"] * 9 + ["b"] * 5, 0.01, seed=0
+    )  # every task is more than its share
     assert few == (list(range(9)), list(range(9, 14)))
     with pytest.raises(Misuse, match="leaves none of 1"):
-        sft.parted(["a"], share, seed=0)
+        sft.split_by_task(["a"], share, seed=0)
 
 
 def test_without_an_environment_the_lowest_held_out_loss_is_the_best(

@@ -88,8 +88,9 @@ def test_broken_lines_are_skipped_and_counted(run, tmp_path):
     lines = Lines(path)
     assert (len(lines), lines.broken) == (2, 4)
     assert lines.read(1) == json.loads(good)
-    path.write_text('{"turns": [], "return": NaN, "success": false}\n')
-    assert Lines(path).row(0)["return"] is None
+    for number in ("NaN", "1e999"):
+        path.write_text(f'{{"turns": [], "return": {number}, "success": false}}\n')
+        assert Lines(path).row(0)["return"] is None
 
 
 def test_conversations_are_lines_too(tmp_path):
