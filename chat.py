@@ -22,7 +22,7 @@ They are found by rendering a conversation whose contents are markers and cuttin
 markers.
 
 Text of an environment is untrusted: `<|im_end|>` written by a web page is encoded as plain
-characters, never as the control token.
+characters, not as the control token, if the tokenizer marks that token as special.
 
 Read next: `batching.py`.
 """

@@ -389,9 +389,15 @@ def policy_objective(
         weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
     rows = None if s.weights is None else s.weights[:, None]  # (B, 1)
     # A positive factor of an advantage is one of the token's loss: the clip does not see it.
-    advantages, clip = s.advantages if rows is None else s.advantages * rows, objective.clip_ratio
+    advantages = s.advantages if rows is None else s.advantages * rows  # (B, T)
     clipped = policy_loss(
-        s.log_probs, s.old_log_probs, advantages, mask, clip, denominator, weights
+        s.log_probs,
+        s.old_log_probs,
+        advantages,
+        mask,
+        objective.clip_ratio,
+        denominator,
+        weights,
     )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:

@@ -85,7 +85,7 @@ class RolloutSettings:
     env_workers: int = 64  # environment calls in flight at a time
     max_env_failures: float = 0.2  # share of lost trajectories above which the run stops
     record_state: bool = False
-    weight_version: int = 0  # training steps behind the sampler's weights; noted in trajectories
+    weight_version: int = 0  # the sampler's weights are those after this step; noted
 
 
 @dataclass
@@ -395,7 +395,7 @@ class _Episode:
 
 # ------------------------------------------------------------- which tasks a step plays, in order
 #
-#     position(t, n) = (t - 1) · per_turn + n              n-th task of draw t, counted from 1
+#     position(t, n) = (t - 1) · size + n                  n-th task of draw t, counted from 1
 #     epoch, place   = divmod(position, count)
 #     index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
 #
@@ -404,27 +404,27 @@ class _Episode:
 # are dealt out to them, and each counts its own: weights 2, 1 give a a b a a b ...
 
 
-def drawn(
-    turn: int, counts: Sequence[int], per_turn: int, key: str, weights: Sequence[int] = ()
+def draw_indices(
+    t: int, counts: Sequence[int], size: int, key: str, weights: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
-    """(environment, index in its list) of each task that the `turn`-th draw takes. A draw may go on
+    """(environment, index in its list) of each task that the `t`-th draw takes. A draw may go on
     into the next epoch, so that every step plays as many tasks.
 
     Args:
         counts: tasks of each environment.
         weights: how many tasks of each environment follow one another; none: one of each.
 
-    >>> [index for _, index in drawn(1, [4], 2, "0") + drawn(2, [4], 2, "0")]  # an epoch
+    >>> [index for t in (1, 2) for _, index in draw_indices(t, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]
-    >>> [index for _, index in drawn(1, [2], 5, "0")]  # more than there are: two epochs and a half
+    >>> [index for _, index in draw_indices(1, [2], 5, "0")]  # two epochs and a half
     [1, 0, 1, 0, 1]
-    >>> drawn(1, [4, 2], 6, "0", [2, 1])
+    >>> draw_indices(1, [4, 2], 6, "0", [2, 1])
     [(0, 2), (0, 1), (1, 1), (0, 3), (0, 0), (1, 0)]
     """
     dealt = _round_of(len(counts), weights)
     orders: dict[tuple[int, int], list[int]] = {}
     taken = []
-    for position in range((turn - 1) * per_turn, turn * per_turn):
+    for position in range((t - 1) * size, t * size):
         env = dealt[position % len(dealt)]
         epoch, place = divmod(_times(env, position, dealt), counts[env])
         if (env, epoch) not in orders:
@@ -433,28 +433,26 @@ def drawn(
     return taken
 
 
-def epochs(
-    turn: int, counts: Sequence[int], per_turn: int, weights: Sequence[int] = ()
-) -> list[float]:
-    """How often each environment's tasks have been taken once the `turn`-th draw is done.
+def epochs(t: int, counts: Sequence[int], size: int, weights: Sequence[int] = ()) -> list[float]:
+    """How often each environment's tasks have been taken once the `t`-th draw is done.
 
     >>> epochs(1, [4, 2], 6, [2, 1])
     [1.0, 1.0]
     """
     dealt = _round_of(len(counts), weights)
-    return [_times(env, turn * per_turn, dealt) / count for env, count in enumerate(counts)]
+    return [_times(env, t * size, dealt) / count for env, count in enumerate(counts)]
 
 
-def portion(turn: int, count: int, per_turn: int, key: str) -> tuple[list[int], float]:
-    """Indices of the conversations or pairs that the `turn`-th step learns, at most `per_turn`, and
+def portion(t: int, count: int, size: int, key: str) -> tuple[list[int], float]:
+    """Indices of the conversations or pairs that the `t`-th step learns, at most `size`, and
     the epochs done after it. The steps of an epoch have equal sizes: a step is a mean over its
-    rows, so a single row in a last step would count as much as `per_turn` elsewhere.
+    rows, so a single row in a last step would count as much as `size` elsewhere.
 
-    >>> [portion(turn, 5, 4, "0")[0] for turn in (1, 2)], portion(2, 5, 4, "0")[1]
+    >>> [portion(t, 5, 4, "0")[0] for t in (1, 2)], portion(2, 5, 4, "0")[1]
     ([[2, 3], [4, 1, 0]], 1.0)
     """
-    steps = -(-count // per_turn)
-    epoch, place = divmod(turn - 1, steps)
+    steps = -(-count // size)
+    epoch, place = divmod(t - 1, steps)
     first, end = place * count // steps, (place + 1) * count // steps
     return _order_of(epoch, count, key)[first:end], epoch + end / count
 
@@ -476,7 +474,7 @@ def _order_of(epoch: int, count: int, key: str) -> list[int]:
 
 
 def draw(
-    turn: int,
+    t: int,
     tasks: Sequence[Task],
     num_tasks: int,
     group_size: int,
@@ -485,7 +483,7 @@ def draw(
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
-    """The requests of the `turn`-th draw, named by `step`; all samples of a group share the
+    """The requests of the `t`-th draw, named by `step`; all samples of a group share the
     environment's seed. A task that comes twice in a draw goes on counting its samples, because the
     sampler's random numbers depend on step, task and sample alone.
 
@@ -494,8 +492,8 @@ def draw(
         weights: of the environments, in the order in which `tasks` names them.
     """
     by_env = list(tasks_by_env(tasks).values())
-    requests, first, num_before = [], (turn - 1) * num_tasks, Counter[str]()
-    pairs = drawn(turn, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
+    requests, first, num_before = [], (t - 1) * num_tasks, Counter[str]()
+    pairs = draw_indices(t, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
     for n, (env, index) in enumerate(pairs):
         task, env_seed = by_env[env][index], seed * 1_000_003 + first + n
         k = num_before[task.task_id]

@@ -262,6 +262,7 @@ class MetricsLogger:
                 truncate_log(path, resume_step)
             elif path.exists() and path.stat().st_size:
                 raise LogError(f"{path} is there already; choose another --run-dir")
+        for path in paths:
             self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         flush(self.run_dir)
 

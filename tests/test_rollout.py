@@ -41,7 +41,7 @@ from rollout import (
     TooManyEnvFailures,
     check_failures,
     collect,
-    drawn,
+    draw_indices,
     sampling_seed,
 )
 from rollout import draw as draw_requests
@@ -568,7 +568,9 @@ def test_a_task_that_comes_twice_in_a_turn_has_samples_of_its_own():
 def test_each_environment_plays_all_its_tasks_before_one_comes_again(worlds, per_turn, key):
     """Against counters that walk from the first position to the last."""
     counts, weights = [count for count, _ in worlds], [weight for _, weight in worlds]
-    taken = [pair for turn in range(1, 9) for pair in drawn(turn, counts, per_turn, key, weights)]
+    taken = [
+        pair for turn in range(1, 9) for pair in draw_indices(turn, counts, per_turn, key, weights)
+    ]
     assert len(taken) == 8 * per_turn
     for start in range(0, len(taken) - sum(weights) + 1, sum(weights)):
         dealt = Counter(world for world, _ in taken[start : start + sum(weights)])
@@ -580,6 +582,6 @@ def test_each_environment_plays_all_its_tasks_before_one_comes_again(worlds, per
 
 
 def test_the_draws_of_one_environment_do_not_depend_on_there_being_others():
-    alone = [index for turn in range(1, 7) for _, index in drawn(turn, [5], 2, "0")]
-    beside = [pair for turn in range(1, 7) for pair in drawn(turn, [5, 3], 4, "0", [1, 1])]
+    alone = [index for turn in range(1, 7) for _, index in draw_indices(turn, [5], 2, "0")]
+    beside = [pair for turn in range(1, 7) for pair in draw_indices(turn, [5, 3], 4, "0", [1, 1])]
     assert [index for world, index in beside if world == 0] == alone
