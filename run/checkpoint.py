@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from run.errors import CheckpointError
-from run.files import aside, finish_folder, new_folder, remove_folder, sweep
+from run.files import aside, finish_folder, new_folder, remove_folder
 from scale import distributed
 
 FORMAT = 2  # of trainer_state
@@ -88,15 +88,20 @@ def save(
     _require_finite(step, parts)
     folder = folder_of(run_dir, step)
     tmp: Path | None = None
+
+    def finish() -> None:
+        document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
+        assert tmp is not None
+        (tmp / STATE).write_text(json.dumps(document, indent=1))
+        finish_folder(tmp, folder)
+
     try:
-        tmp = distributed.first("saving", lambda: _begin(folder))
+        tmp = distributed.first("saving", lambda: new_folder(folder))
         export(tmp)
         for name, part in parts.items():
             _write(tmp / "trainer_state" / name, part)
-        document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
-        distributed.first("saving", lambda: _finish(tmp, folder, document))
-    # A full disk has four names, and CheckpointException is not an Exception; ValueError:
-    # transformers refuses to save a model.
+        distributed.first("saving", finish)
+    # A full disk has four names; ValueError: transformers refuses to save a model.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         free = shutil.disk_usage(run_dir).free / 1e9
         raise CheckpointError(
@@ -121,13 +126,6 @@ def _require_finite(step: int, parts: Parts) -> None:
             )
 
 
-def _begin(folder: Path) -> Path:
-    sweep(folder.parents[1])
-    tmp = new_folder(folder)
-    (tmp / "trainer_state").mkdir()
-    return tmp
-
-
 def _write(folder: Path, part: tuple[Any, Any]) -> None:
     model, optimizer = part
     # For an optimizer that has taken no step torch would take one, so that there is a state to
@@ -142,11 +140,6 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
         )
 
 
-def _finish(tmp: Path, folder: Path, document: dict[str, Any]) -> None:
-    (tmp / STATE).write_text(json.dumps(document, indent=1))
-    finish_folder(tmp, folder)  # after a resume the same step may be saved again
-
-
 def mark_best(run_dir: Path, step: int) -> None:
     """Point checkpoints/best at `step`."""
     with aside(run_dir / "checkpoints" / "best") as new:
@@ -154,8 +147,7 @@ def mark_best(run_dir: Path, step: int) -> None:
 
 
 def prune(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best, and what kills have left."""
-    sweep(run_dir)
+    """Delete all but the newest `keep_last` checkpoints and the best."""
     best = (run_dir / "checkpoints" / "best").resolve().name
     for step in steps_saved(run_dir)[:-keep_last]:
         folder = folder_of(run_dir, step)
@@ -192,24 +184,20 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
         CheckpointError: it cannot be read; another algorithm, model or format.
     """
     path = folder_of(run_dir, step) / STATE
-    folder = path.parent
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        written_by = int(state["format"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
-    if written_by != FORMAT:
+    if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {written_by} and this program reads {FORMAT}: resume with the "
-            "version that wrote it, or start a new run"
+            f"{path.parent} has format {state.get('format')} and this program reads {FORMAT}: resume with "
+            "the version that wrote it, or start a new run"
         )
     for name, value in expected.items():
-        if name not in state:
-            raise _unreadable(path, f"it says nothing of {name}")
         if state[name] != value:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
-                f"{folder} was trained with {flag} {state[name]}, not {value}; start a new run"
+                f"{path.parent} was trained with {flag} {state[name]}, not {value}; start a new run"
             )
     return state
 
@@ -250,28 +238,23 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 # unpickles the index and the values beside the tensors without restrictions. Here the index may
 # name only what torch writes into it, and the values are read with `weights_only`.
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-            *("ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # the same, from Python 3.13 on
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, x in vars(torch).items() if isinstance(x, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # the same, from Python 3.13 on
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
 

@@ -3,8 +3,7 @@
     write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
 
 The rename is atomic: a reader finds the old content or the new one. A kill before it leaves a
-hidden file that `sweep` removes. A folder cannot be renamed onto another one, so the old one steps
-aside as .old-NAME between two renames; after a kill in that instant `sweep` gives it back.
+hidden file that `sweep` removes.
 
 Read next: `run/checkpoint.py`, whose folders many processes write this way.
 """
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 ASIDE = ".new-"  # prefix of anything unfinished
-BEFORE = ".old-"  # prefix of a folder that makes room for its successor
 
 
 def cache_dir() -> Path:
@@ -68,13 +66,10 @@ def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
     new = new_folder(folder)
     try:
         build(new)
-        flush_all(new)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        flush(folder.parent)
+        finish_folder(new, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -88,14 +83,11 @@ def new_folder(folder: Path) -> Path:
 
 
 def finish_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`, replacing the one that is there."""
-    flush_all(new)
-    before = folder.with_name(BEFORE + folder.name)
-    if folder.exists():
-        folder.rename(before)
+    """Rename `new` to `folder`, once its files are on the disk; OSError if that one has files."""
+    for path in (*new.rglob("*"), new):
+        flush(path)
     new.rename(folder)
     flush(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)  # `sweep` takes what stays
 
 
 def remove_folder(folder: Path) -> None:
@@ -112,14 +104,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Give back, or delete, what killed processes left in `folder`; nobody may be writing there."""
-    for before in list(folder.rglob(f"{BEFORE}*")):
-        name = before.with_name(before.name.removeprefix(BEFORE))
-        if name.exists():
-            shutil.rmtree(before, ignore_errors=True)
-        else:
-            before.rename(name)
-            flush(name.parent)
+    """Delete what killed processes left in `folder`; nobody may be writing there."""
     for unfinished in list(folder.rglob(f"{ASIDE}*")):
         if unfinished.is_dir() and not unfinished.is_symlink():
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -139,12 +124,6 @@ def weights_digest(folder: Path) -> str:
                 file.seek(size * place // 64)
                 digest.update(file.read(4096))
     return digest.hexdigest() if paths else ""
-
-
-def flush_all(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        flush(path)
-    flush(folder)
 
 
 def flush(path: Path) -> None:

@@ -14,13 +14,14 @@ Read next: `run/clock.py`, which measures the phases of a step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 EVERY_S = 30.0  # between two lines
@@ -29,27 +30,6 @@ FAIR_SHARE = 0.1  # of a phase must be done before the rest is estimated
 RECENT = 10  # steps whose time is typical of the next ones
 
 # ------------------------------------------------------------------------------ a line every 30 s
-
-
-class _Line:
-    """What the phases of this process share."""
-
-    def __init__(self) -> None:
-        self.heading, self.last_s = "", monotonic()  # when a line was last printed
-        self.open: list[Phase] = []  # phases under way, the innermost last
-
-
-_line = _Line()
-
-
-def heading(text: str) -> None:
-    """Begin every line with this, as "step 12/60, 41 min left", until the next heading."""
-    _line.heading = text
-
-
-def spoke() -> None:
-    """Another line was just printed: the next one is due in 30 s."""
-    _line.last_s = monotonic()
 
 
 class Phase:
@@ -65,29 +45,63 @@ class Phase:
         self.done += done
         self.figures = self.figures | figures  # a new dict: the thread may be reading the old one
 
-    def left_s(self) -> float | None:
-        """Seconds that the rest takes at this rate; None while it is too early to say."""
-        if not self.total or self.done < FAIR_SHARE * self.total:
-            return None
-        return (monotonic() - self.began) * max(self.total - self.done, 0) / self.done
-
     def line(self) -> str:
-        """`warm start: 12/32 steps, loss 0.41, 3 min left`."""
-        if self.total is None:
-            state = [f"{duration(monotonic() - self.began)} so far"]
-        else:
+        """`warm start: 12/32 steps, loss 0.41, 3 min left`; what is left, once enough is done."""
+        seconds = monotonic() - self.began
+        state = [f"{duration(seconds)} so far"]
+        if self.total is not None:
             state = [f"{self.done:.0f}/{self.total:.0f} {self.unit}"]
         state += [f"{name} {value}" for name, value in self.figures.items()]
-        left = self.left_s()
-        state += [] if left is None else [f"{duration(left)} left"]
-        return ": ".join([*filter(None, [_line.heading]), self.label, ", ".join(state)])
+        if self.total and self.done >= FAIR_SHARE * self.total:
+            left = seconds * max(self.total - self.done, 0) / self.done
+            state.append(f"{duration(left)} left")
+        return f"{self.label}: {', '.join(state)}"
 
-    def beat(self) -> None:
-        """Print the line if one is due and no inner phase is open."""
-        if _line.open[-1:] == [self] and monotonic() - _line.last_s >= EVERY_S:
-            spoke()
-            with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone
-                print(self.line(), flush=True)
+
+class _Screen:
+    """What the phases of this process share."""
+
+    heading = ""
+    last_s = monotonic()  # when a line was last printed
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []  # under way, the innermost last
+
+
+_screen = _Screen()
+
+
+def heading(text: str) -> None:
+    """Begin every line with this, as "step 12/60, 41 min left", until the next heading."""
+    _screen.heading = text
+
+
+def spoke() -> None:
+    """Another line was just printed: the next one is due in 30 s."""
+    _screen.last_s = monotonic()
+
+
+def _look() -> None:
+    """Print the line of the innermost phase if one is due."""
+    innermost = _screen.phases[-1:]
+    if innermost and monotonic() - _screen.last_s >= EVERY_S:
+        spoke()
+        start = f"{_screen.heading}: " if _screen.heading else ""
+        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone
+            print(start + innermost[0].line(), flush=True)
+
+
+@functools.cache
+def _watch() -> None:
+    """Start the thread that looks, once per process. It may get stuck in a pipe that nobody reads,
+    so nothing waits for it."""
+
+    def look_for_ever() -> None:
+        while True:
+            sleep(LOOK_S)
+            _look()
+
+    threading.Thread(target=look_for_ever, name="progress", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -99,25 +113,15 @@ def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Ca
     if not label or int(os.environ.get("RANK", 0)) > 0:
         yield lambda done=1.0, **figures: None
         return
-    if not _line.heading and not _line.open:  # outside of a run the silence begins here
+    if not _screen.heading and not _screen.phases:  # outside of a run the silence begins here
         spoke()
     current = Phase(label, total, unit)
-    _line.open.append(current)
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(LOOK_S):
-            current.beat()
-
-    # A daemon, waited for only briefly: it may be stuck in a pipe that nobody reads.
-    thread = threading.Thread(target=beat, name="phase", daemon=True)
-    thread.start()
+    _screen.phases.append(current)
+    _watch()
     try:
         yield current.tick
     finally:
-        ended.set()
-        thread.join(timeout=LOOK_S)
-        _line.open.remove(current)
+        _screen.phases.remove(current)
 
 
 @contextlib.contextmanager
@@ -138,16 +142,13 @@ def playing(label: str, total: int) -> Iterator[Callable[[Any], None]]:
 
 
 class TimeLeft:
-    """How long a run still takes, from the steps it has made (rows of timings.jsonl).
+    """How long a run still takes, from the steps it has made.
 
         left after step t = (T - t) · median(recent steps, without evaluation)
                             + evaluations still due · median(evaluations)
 
     The median, because single steps are slow by accident; recent steps, because the horizon grows.
-
-    Args:
-        steps: number of the last step.
-        evaluated: numbers of the steps that an evaluation follows.
+    `steps` is T, `evaluated` the numbers of the steps that an evaluation follows.
     """
 
     def __init__(self, steps: int, evaluated: Sequence[int] = ()) -> None:
@@ -156,22 +157,14 @@ class TimeLeft:
 
     def note(self, timings: Mapping[str, Any]) -> None:
         """A step's row of timings.jsonl, or the time of an evaluation alone."""
-        evaluation, step_s = timings.get("time/eval_s"), timings.get("time/step_s")
+        evaluation = timings.get("time/eval_s")
         if evaluation is not None:
             self.eval_s.append(evaluation)
-        if step_s is not None:
-            self.step_s.append(step_s - (evaluation or 0.0))
+        if "time/step_s" in timings:
+            self.step_s.append(timings["time/step_s"] - (evaluation or 0.0))
 
     def after(self, step: int) -> float | None:
-        """Seconds from the end of `step` to the end of the run; None before a step was timed.
-
-        >>> left = TimeLeft(steps=60, evaluated=[20, 40, 60])
-        >>> for seconds in (90, 40, 42, 41, 300):
-        ...     left.note({"time/step_s": seconds})
-        >>> left.note({"time/step_s": 142, "time/eval_s": 100})
-        >>> left.after(50)
-        520.0
-        """
+        """Seconds from the end of `step` to the end of the run; None before a step was timed."""
         if not self.step_s:
             return None
         evaluations = sum(at > step for at in self.evaluated)
@@ -195,38 +188,39 @@ def duration(seconds: float) -> str:
 
 # -------------------------------------------------------------------------------- a row for a step
 
-Columns = tuple[tuple[str, str, str], ...]  # heading, name, format
+Columns = Sequence[tuple[str, str, int, str]]  # heading, name, width, format
 
-# "signal": groups that carry signal / groups.
-COLUMNS: Columns = (
-    ("return", "train/return_mean", "8.3f"),
-    ("success", "train/success_rate", "8.1%"),
-    ("turns", "train/turns_mean", "6.1f"),
-    ("signal", "signal", "7"),
-    ("loss", "policy/loss", "9.4f"),
-    ("kl", "policy/kl", "9.5f"),
-    ("entropy", "policy/entropy", "8.3f"),
-    ("grad", "policy/grad_norm", "8.3f"),
-    ("rollout s", "time/rollout_s", "10.1f"),
-    ("update s", "time/update_s", "9.1f"),
-    ("eval", "eval/avg", "7.1%"),
-)
-_RETURN, _SUCCESS, _, _, _LOSS, _, _ENTROPY, _GRAD, _, *_TIMES = COLUMNS
-_IMITATION = (_LOSS, _ENTROPY, _GRAD, ("epoch", "data/epoch", "7.2f"))
-COLUMNS_OF: dict[str, Columns] = {
-    "rl": COLUMNS,
-    "sft": (*_IMITATION, ("held-out loss", "eval/loss", "13.4f"), *_TIMES),
-    "dpo": (
-        _LOSS,
-        ("margin", "preference/margin", "8.3f"),
-        ("ordered", "preference/accuracy", "8.1%"),
-        ("log-prob chosen", "preference/chosen_log_prob", "15.2f"),
-        ("rejected", "preference/rejected_log_prob", "9.2f"),
-        _GRAD,
-        _RETURN,
-        *_TIMES,
+CELLS = {  # heading -> name, width, format; "signal": groups that carry signal / groups
+    "return": ("train/return_mean", 9, ".3f"),
+    "success": ("train/success_rate", 9, ".1%"),
+    "turns": ("train/turns_mean", 7, ".1f"),
+    "signal": ("signal", 8, ""),
+    "loss": ("policy/loss", 10, ".4f"),
+    "kl": ("policy/kl", 10, ".5f"),
+    "entropy": ("policy/entropy", 9, ".3f"),
+    "grad": ("policy/grad_norm", 9, ".3f"),
+    "rollout s": ("time/rollout_s", 11, ".1f"),
+    "update s": ("time/update_s", 10, ".1f"),
+    "eval": ("eval/avg", 8, ".1%"),
+    "epoch": ("data/epoch", 8, ".2f"),
+    "held-out loss": ("eval/loss", 15, ".4f"),
+    "margin": ("preference/margin", 9, ".3f"),
+    "ordered": ("preference/accuracy", 9, ".1%"),
+    "log-prob chosen": ("preference/chosen_log_prob", 17, ".2f"),
+    "rejected": ("preference/rejected_log_prob", 10, ".2f"),
+    "set": ("data/evolving", 7, ""),
+}
+_IMITATION = ("loss", "entropy", "grad", "epoch")
+_PREFERENCE = ("margin", "ordered", "log-prob chosen", "rejected")
+_END = ("update s", "eval")
+HEADINGS = {
+    "rl": (
+        *("return", "success", "turns", "signal"),
+        *("loss", "kl", "entropy", "grad", "rollout s", *_END),
     ),
-    "agentevol": (_RETURN, _SUCCESS, ("set", "data/evolving", "6"), *_IMITATION, *_TIMES),
+    "sft": (*_IMITATION, "held-out loss", *_END),
+    "dpo": ("loss", *_PREFERENCE, "grad", "return", *_END),
+    "agentevol": ("return", "success", "set", *_IMITATION, *_END),
 }
 STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
 HEADER_EVERY = 20
@@ -238,17 +232,21 @@ def columns_of(method: str, envs: Sequence[str] = ()) -> Columns:
     >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
     ['textcraft', 'babyai', 'turns']
     """
-    if len(envs) < 2:
-        return COLUMNS_OF[method]
-    returns = [(env, f"train/return_mean/{env}", "8.3f") for env in envs]
-    columns: list[tuple[str, str, str]] = []
-    for column in COLUMNS_OF[method]:
-        columns += returns if column == _RETURN else [] if column == _SUCCESS else [column]
-    return tuple(columns)
+    columns: list[tuple[str, str, int, str]] = []
+    for head in HEADINGS[method]:
+        name, width, spec = CELLS[head]
+        if head == "return" and len(envs) > 1:
+            columns += [(env, f"{name}/{env}", max(width, len(env) + 2), spec) for env in envs]
+        elif head != "success" or len(envs) < 2:
+            columns.append((head, name, width, spec))
+    return columns
+
+
+COLUMNS = columns_of("rl")
 
 
 def table_header(columns: Columns = COLUMNS) -> str:
-    cells = [head.rjust(_width(head, spec)) for head, _, spec in columns]
+    cells = [head.rjust(width) for head, _, width, _ in columns]
     return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
 
 
@@ -259,27 +257,15 @@ def table_row(
     left_s: float | None = None,
     columns: Columns = COLUMNS,
 ) -> str:
-    """One aligned line of metrics and timings; "-" stands for what is missing or not finite.
-
-    Args:
-        last_step: of the run; the first cell is then 12/60.
-        left_s: seconds that the run still takes.
-    """
-    cells = [(str(step) if last_step is None else f"{step}/{last_step}").rjust(STEP)]
-    for head, name, spec in columns:
-        cells.append(_cell(values, name, spec).rjust(_width(head, spec)))
+    """One aligned line of metrics and timings, with the time that the run still takes. "-" stands
+    for what is missing or not finite."""
+    cells = [(f"{step}/{last_step}" if last_step else str(step)).rjust(STEP)]
+    for _, name, width, spec in columns:
+        cell, value = "-", values.get(name)
+        if name == "signal" and values.get("train/groups") is not None:
+            groups = values["train/groups"]
+            cell = f"{groups - values.get('train/groups_zero_variance', 0)}/{groups}"
+        elif value is not None and math.isfinite(value):
+            cell = format(value, spec)
+        cells.append(cell.rjust(width))
     return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
-
-
-def _cell(values: Mapping[str, Any], name: str, spec: str) -> str:
-    if name == "signal" and values.get("train/groups") is not None:
-        flat = values.get("train/groups_zero_variance", 0)
-        return f"{values['train/groups'] - flat}/{values['train/groups']}"
-    value = values.get(name)
-    if value is None or not math.isfinite(value):
-        return "-"
-    return format(value, spec).strip()
-
-
-def _width(head: str, spec: str) -> int:
-    return max(len(head) + 2, int(spec.split(".")[0]) + 1)

@@ -161,7 +161,7 @@ def _open(config: RunConfig) -> Run:
         run = Run(path, not config.resume, program=config.program)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
-    files.sweep(path / "checkpoints")  # what a kill has left in between
+    files.sweep(path)  # what a kill has left
     about = {"method": config.method, "config": asdict(config), **circumstances()}
     if config.resume:  # the circumstances of the run's first command may be others
         saved = json.loads((path / "config.json").read_text(encoding="utf-8"))

