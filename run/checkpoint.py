@@ -190,8 +190,8 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
         raise _unreadable(path, error) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path.parent} has format {state.get('format')} and this program reads {FORMAT}: resume with "
-            "the version that wrote it, or start a new run"
+            f"{path.parent} has format {state.get('format')} and this program reads {FORMAT}: "
+            "resume with the version that wrote it, or start a new run"
         )
     for name, value in expected.items():
         if state[name] != value:
