@@ -24,11 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.common import Result
-from reporting.scoring import bootstrap, paired_bootstrap
+from reporting.scoring import bootstrap, brackets, paired_bootstrap, percent
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
-T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+# The 97.5 % points of Student's t for n seeds; for more than ten, the last is a little wide.
+T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 # ------------------------------------------------------------------------------------ reading a run
@@ -110,22 +111,6 @@ def pooled(results: Sequence[Result], reading: Reading) -> Shares:
     return mean_over_seeds([reading(result) for result in results])
 
 
-def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """Paired bootstrap over the goals that both have."""
-    both = before.keys() & after.keys()
-    return paired_bootstrap({i: before[i] for i in both}, {i: after[i] for i in both})
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t; from 10 degrees of freedom on by an expansion around the
-    normal distribution's, which is off by 0.003 there.
-
-    >>> student(2), round(student(10), 2), round(student(30), 2)
-    (4.3, 2.23, 2.04)
-    """
-    return T[freedom] if freedom in T else 1.96 + 2.372 / freedom + 2.823 / freedom**2
-
-
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Mean of the seeds' figures with Student's interval, which one seed does not have.
 
@@ -135,34 +120,22 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     mean, n = statistics.fmean(values), len(values)
     if n == 1:
         return {"value": mean, "low": None, "high": None}
-    half = student(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    half = T[min(n, 10)] * statistics.stdev(values) / math.sqrt(n)
     return {"value": mean, "low": mean - half, "high": mean + half}
 
 
 def smallest_effect(values: Sequence[float], seeds: int) -> float:
     """The difference between two arms of so many seeds each whose interval over seeds just excludes
     0: t(n-1) · s · √(2/n), with s from these values."""
-    return student(seeds - 1) * statistics.stdev(values) * math.sqrt(2 / seeds)
+    return T[min(seeds, 10)] * statistics.stdev(values) * math.sqrt(2 / seeds)
 
 
 # ------------------------------------------------------------------------------------------- words
 
 
-def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    if estimate["low"] is None:
-        return "-"
-    sign = "+" if signed else ""
-    return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
-
-
-def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    """`54.1 [48.0, 60.1]`, in percent or points."""
-    return f"{100 * estimate['value']:{'+' if signed else ''}.1f} {brackets(estimate, signed)}"
-
-
 def change(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     """Goals, before, after, difference: four cells of a table."""
-    gain = difference(before, after)
+    gain = paired_bootstrap(before, after)
     ends = [percent(bootstrap(list(items.values()))) for items in (before, after)]
     return [str(gain["items"]), *ends, percent(gain, signed=True)]
 
@@ -187,7 +160,7 @@ def compare(
         return "- (no seed in common)"
     a = [reading(sides[0][seed]) for seed in common]
     b = [before(sides[1][seed]) for seed in common]
-    goals = difference(mean_over_seeds(b), mean_over_seeds(a))
+    goals = paired_bootstrap(mean_over_seeds(b), mean_over_seeds(a))
     gains = [
         statistics.fmean(after.values()) - statistics.fmean(earlier.values())
         for after, earlier in zip(a, b, strict=True)

@@ -9,6 +9,7 @@ A test says when a page is stale. Read first: evidence.py, which says what an in
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +32,9 @@ from recipes.evidence import (  # noqa: E402
     change,
     common_budget,
     compare,
-    difference,
     end,
     mean_over_seeds,
     only,
-    percent,
     pooled,
     seeds_cell,
     shares,
@@ -45,8 +44,8 @@ from recipes.evidence import (  # noqa: E402
 )
 from recipes.laboratory import PLAYED, tier_of  # noqa: E402
 from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score  # noqa: E402
-from reporting.plots import GREY, PALETTE, band, figure, plot_estimates  # noqa: E402
-from reporting.scoring import bootstrap, pass_at_k  # noqa: E402
+from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
+from reporting.scoring import bootstrap, paired_bootstrap, pass_at_k, percent  # noqa: E402
 from run.files import write_text  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
@@ -148,17 +147,13 @@ def controls_of_default() -> list[str]:
 
 
 def plot_worlds(path: Path) -> None:
-    curves = []
-    for env, color in COLORS.items():
-        by_seed = [
-            {e["step"]: e["items"] for e in r["held_out"]} for r in results_of("worlds", env)
-        ]
-        steps = sorted(set.intersection(*(set(seed) for seed in by_seed)))
-        means = {step: mean_over_seeds([seed[step] for seed in by_seed]) for step in steps}
-        points = [{"step": step, **bootstrap(list(m.values()))} for step, m in means.items()]
-        curves.append((env, color, points))
-    labels = ("training steps", "held-out tasks solved, %")
-    plot_estimates(path, curves, "step", labels, "95 % intervals over tasks")
+    with figure(path, 7.5, 4.5) as picture:
+        axis = picture.subplots()
+        for env, color in COLORS.items():
+            band(axis, curve_of(results_of("worlds", env)), color, env, scale=100)
+        axis.set(xlabel="training steps", ylabel="held-out tasks solved, %")
+        axis.set_title("95 % intervals over tasks", fontsize=9, fontweight="normal")
+        picture.legend(loc="outside lower center", ncols=len(COLORS))
 
 
 # --------------------------------------------------------------------------------- the laboratory
@@ -298,7 +293,7 @@ def teacher() -> list[str]:
         for within in (SOON, LATE):
             reading: Reading = partial(end, within=within)
             reading = reading if tier == "all" else of_tier(reading, tier)
-            gap = difference(reading(runs["teacher"][0]), pooled(runs["rl"], reading))
+            gap = paired_bootstrap(reading(runs["teacher"][0]), pooled(runs["rl"], reading))
             cells.append(percent(gap, signed=True))
         rows.append((tier, *cells))
     titles = f"rl − the teacher, points (over goals) | in {SOON} turns | in {LATE} turns"
@@ -368,37 +363,36 @@ def plot_laboratory(name: str, path: Path) -> None:
         unit, label = ("seconds", "seconds of training")
     panels: list[tuple[str, str, int]] = [("all held-out", "", SOON), ("all held-out", "", LATE)]
     panels += [("middle", "middle", LATE)] if name == "horizons" else []
-    size = (4.0 * len(panels), 4.2)
-    with figure(path, size, ncols=len(panels), squeeze=False) as (picture, axes):
-        for axis, (title, tier, within) in zip(axes[0], panels, strict=True):
-            colors = (*PALETTE, GREY, "#a0522d")[: len(drawn)]
-            for place, ((arm, results), color) in enumerate(
-                zip(drawn.items(), colors, strict=True)
-            ):
+    aside = 0.01 * max(r["curve"][-1][unit] for results in drawn.values() for r in results)
+    with figure(path, 4.0 * len(panels), 4.2) as picture:
+        axes = picture.subplots(ncols=len(panels))
+        for axis, (title, tier, within) in zip(axes, panels, strict=True):
+            colors = (*PALETTE, GREY, "#a0522d")
+            for place, ((arm, results), color) in enumerate(zip(drawn.items(), colors)):
                 points = curve_of(results, unit, tier, within)
-                band(axis, points, color, arm, 100, fill=False, shift=3.0 * place)
+                moved = [(x + place * aside, estimate) for x, estimate in points]  # side by side
+                band(axis, moved, color, arm, 100, fill=False)
             for taught in runs.get("teacher", ()):
                 value = 100 * statistics.fmean(end(taught, within).values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(f"{title} goals, in {within} turns")
-            axis.margins(x=max(0.05, 0.012 * len(drawn)))  # points are shifted, not to hide others
             axis.set(ylabel="solved, %", xlabel=label)
             axis.locator_params(axis="x", nbins=5)
-        lines = axes[0][0].get_legend_handles_labels()
-        rows = -(-len(lines[0]) // 6)  # more than six names are wider than the picture
-        picture.legend(*lines, loc="outside lower center", ncols=-(-len(lines[0]) // rows))
+        lines = axes[0].get_legend_handles_labels()
+        picture.legend(*lines, loc="outside lower center", ncols=min(5, len(lines[0])))
 
 
 def curve_of(
-    results: Sequence[Result], unit: str, tier: str, within: int
+    results: Sequence[Result], unit: str = "", tier: str = "", within: float = math.inf
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(mean spent, estimate over goals) at each evaluation that all seeds have."""
+    """(mean spent, estimate over goals) at each evaluation that all seeds have; without a unit
+    (step, estimate)."""
     by_seed = [{e["step"]: shares(e, within) for e in r["held_out"]} for r in results]
     points = []
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
         goals = mean_over_seeds([seed[step] for seed in by_seed])
-        goals = {i: v for i, v in goals.items() if tier in ("", tier_of(i))}
-        spent = statistics.fmean(spent_at(r, step, unit) for r in results)
+        goals = {i: v for i, v in goals.items() if not tier or tier == tier_of(i)}
+        spent = statistics.fmean(spent_at(r, step, unit) for r in results) if unit else step
         points.append((spent, bootstrap(list(goals.values()))))
     return points
 

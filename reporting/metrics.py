@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from envs import ENVS, env_name
-from reporting.logs import LogError, read_log, truncate_log
+from reporting.logs import read_log, truncate_log
 from reporting.plots import plot
 from reporting.trackers import Trackers
 from run import progress
@@ -125,6 +125,7 @@ PER_ENV = (
 METRICS |= {f"{name}/{env}": f"in {env}: {METRICS[name]}" for name in PER_ENV for env in ENVS}
 
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
+FILES = {"metrics.jsonl": METRICS, "timings.jsonl": TIMINGS}
 
 NGRAM = 4  # length of what counts as repeated, in tokens
 
@@ -132,13 +133,11 @@ NGRAM = 4  # length of what counts as repeated, in tokens
 def by_env(
     name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
-    """Metrics from a number per environment (None: unknown): pooled, and each one's if there are
-    several.
+    """A number per environment (None: unknown) as metrics: pooled, and with several environments
+    also each one's.
 
     >>> by_env("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
     {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
-    >>> by_env("eval/avg", {"textcraft": 0.25}, max)
-    {'eval/avg': 0.25}
     """
     each = {f"{name}/{env}": value for env, value in values.items()} if len(values) > 1 else {}
     known = [value for value in values.values() if value is not None]
@@ -156,10 +155,9 @@ def summarize_trajectories(
     """
     valid = [t for t in trajectories if t.is_valid]
     turns = [turn for t in valid for turn in t.turns]
-    repeats = [
-        repeated_tokens(t.input_ids[slice(*turn.action_span)]) for t in valid for turn in t.turns
-    ]
-    num_tokens = sum(total for _, total in repeats)
+    actions = [t.input_ids[slice(*turn.action_span)] for t in valid for turn in t.turns]
+    repeated = sum(map(num_repeated_tokens, actions))
+    sampled = sum(map(len, actions))
     returns_of_group: dict[int, list[float]] = defaultdict(list)
     for t in valid:
         returns_of_group[t.group_id].append(t.total_return)
@@ -172,7 +170,7 @@ def summarize_trajectories(
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
-        "train/repeated_token_rate": sum(n for n, _ in repeats) / max(num_tokens, 1),
+        "train/repeated_token_rate": repeated / max(sampled, 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
@@ -192,25 +190,23 @@ def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
     }
 
 
-def repeated_tokens(token_ids: Sequence[int]) -> tuple[int, int]:
-    """(repeated, total) tokens of one action. A token is repeated if it lies in a 4-gram (4 tokens
-    in a row) that also starts at an earlier place in the same action; the two may overlap.
+def num_repeated_tokens(action_ids: Sequence[int]) -> int:
+    """Tokens that lie in a 4-gram (4 tokens in a row) that also starts at an earlier place in the
+    same action; the two may overlap.
 
-    >>> repeated_tokens([7, 7, 7, 7, 7, 7, 7, 7]), repeated_tokens([5, 6, 5, 6, 5, 6, 5, 6])
-    ((7, 8), (6, 8))
-    >>> repeated_tokens([1, 2, 3, 4, 9, 1, 2, 3, 4, 8])
-    (4, 10)
+    >>> num_repeated_tokens([7, 7, 7, 7, 7, 7, 7, 7])
+    7
+    >>> num_repeated_tokens([1, 2, 3, 4, 9, 1, 2, 3, 4, 8])
+    4
     """
-    ids = [int(token) for token in token_ids]
     before: set[tuple[int, ...]] = set()
-    repeated = counted_to = 0  # tokens left of counted_to are already counted
-    for start in range(len(ids) - NGRAM + 1):
-        ngram, end = tuple(ids[start : start + NGRAM]), start + NGRAM
+    repeated: set[int] = set()  # places in the action
+    for start in range(len(action_ids) - NGRAM + 1):
+        ngram = tuple(action_ids[start : start + NGRAM])
         if ngram in before:
-            repeated += end - max(start, counted_to)
-            counted_to = end
+            repeated.update(range(start, start + NGRAM))
         before.add(ngram)
-    return repeated, len(ids)
+    return len(repeated)
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -218,18 +214,14 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 class MetricsLogger:
-    """Appends to `metrics.jsonl` and `timings.jsonl` of a run and prints the table.
+    """The two logs of a run, its table on the terminal, and its picture.
 
-    >>> import tempfile
-    >>> run_dir = tempfile.mkdtemp()
-    >>> logger = MetricsLogger(run_dir)
-    >>> logger.log(1, {"train/return_mean": 0.25, "policy/loss": float("nan")})
-    >>> Path(run_dir, "metrics.jsonl").read_text()
-    '{"step": 1, "train/return_mean": 0.25, "policy/loss": null}\\n'
-    >>> logger.log(2, {"train/reward": 0.25})
-    Traceback (most recent call last):
-    ValueError: 'train/reward' is not a name for metrics.jsonl; define it in metrics.py first
-    >>> logger.close()
+    Args:
+        resume_step: the checkpoint's step; later lines are dropped. None: a new run.
+        writes: False on the processes that must not write: they only check names.
+        trackers: get a copy of each step's row; closed with the logger.
+        columns: of the table.
+    Raises: LogError if a line other than the last is not a JSON object with a step.
     """
 
     def __init__(
@@ -240,39 +232,18 @@ class MetricsLogger:
         trackers: Trackers | None = None,
         columns: progress.Columns = progress.COLUMNS,
     ) -> None:
-        """
-        Args:
-            resume_step: the checkpoint's step; later lines are dropped. None: a new run.
-            writes: False on the processes that must not write: they only check names.
-            trackers: get a copy of each step's row; closed with the logs.
-            columns: of the table.
-        Raises: LogError if a line other than the last is not a JSON object with a step.
-        """
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.writes = Path(run_dir), writes
+        self._trackers, self._columns, self._rows_printed = trackers, columns, 0
         make_folder(self.run_dir)
-        self._rows_printed, self._columns = 0, columns
-        self._trackers = trackers
-        self._files: dict[str, Any] = {}
-        self.writes = writes
-        if not writes:
-            return
-        paths = [self.run_dir / name for name in ("metrics.jsonl", "timings.jsonl")]
-        for path in paths:
+        for name in FILES if writes else ():
             if resume_step is not None:
-                truncate_log(path, resume_step)
-            elif path.exists() and path.stat().st_size:
-                raise LogError(f"{path} is there already; choose another --run-dir")
-        for path in paths:
-            self._files[path.name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+                truncate_log(self.run_dir / name, resume_step)
+            (self.run_dir / name).touch()
         flush(self.run_dir)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """A line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
         self._append("metrics.jsonl", step, metrics)
-
-    def timings(self, step: int, timings: dict[str, Any]) -> None:
-        """A line of `timings.jsonl`. Raises ValueError for a name that is not in TIMINGS."""
-        self._append("timings.jsonl", step, timings)
 
     def amend(self, step: int, metrics: dict[str, Any]) -> None:
         """Add to the last line of `metrics.jsonl`, which must be `step`'s: an evaluation that a
@@ -282,12 +253,8 @@ class MetricsLogger:
         path = self.run_dir / "metrics.jsonl"
         last = read_log(path)[-1]
         assert last.pop("step") == step, f"step {step} is not the last of {path}"
-        self._files["metrics.jsonl"].close()
-        truncate_log(path, step - 1, then=_line("metrics.jsonl", step, last | metrics))
-        self._files["metrics.jsonl"] = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        plot(self.run_dir)
-        if self._trackers:
-            self._trackers.send(step, _numbers(metrics))
+        truncate_log(path, step - 1, then=_line(path.name, step, last | metrics))
+        self._show(step, metrics)
 
     def show_step(
         self,
@@ -298,7 +265,7 @@ class MetricsLogger:
         left_s: float | None = None,
     ) -> None:
         """The end of a step: its line of `timings.jsonl`, its row of the table, the picture."""
-        self.timings(step, timings)
+        self._append("timings.jsonl", step, timings)
         if not self.writes:
             return
         if self._rows_printed % progress.HEADER_EVERY == 0:
@@ -307,9 +274,7 @@ class MetricsLogger:
         values = metrics | timings
         print(progress.table_row(step, values, last_step, left_s, self._columns), flush=True)
         progress.spoke()
-        plot(self.run_dir)
-        if self._trackers:
-            self._trackers.send(step, _numbers(metrics | timings))
+        self._show(step, values)
 
     def __enter__(self) -> Self:
         return self
@@ -318,39 +283,38 @@ class MetricsLogger:
         self.close()
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
         if self._trackers:
             self._trackers.close()
 
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        plot(self.run_dir)
+        if self._trackers:
+            self._trackers.send(step, _numbers(values))
+
     def _append(self, name: str, step: int, values: dict[str, Any]) -> None:
+        """On the disk before the step's checkpoint, which must not outlive its line."""
         line = _line(name, step, values)
         if self.writes:
-            file = self._files[name]
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())  # before the step's checkpoint, which must not outlive it
-
-
-def is_of_an_env(name: str) -> bool:
-    """Whether it is a number of one environment, which may be one outside envs/: `name/ENV`."""
-    return name.rpartition("/")[0] in PER_ENV
+            with open(self.run_dir / name, "a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _line(file: str, step: int, values: dict[str, Any]) -> str:
-    allowed = METRICS if file == "metrics.jsonl" else TIMINGS
     for name in values:
-        if name not in allowed and not (allowed is METRICS and is_of_an_env(name)):
+        is_of_an_env = file == "metrics.jsonl" and name.rpartition("/")[0] in PER_ENV
+        if name not in FILES[file] and not is_of_an_env:
             raise ValueError(f"{name!r} is not a name for {file}; define it in metrics.py first")
     return json.dumps({"step": step} | _numbers(values), allow_nan=False) + "\n"
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
     """JSON numbers from ints, floats or one-element tensors; None for what is not finite."""
-    numbers: dict[str, float | int | None] = {}
-    for name, value in values.items():
+
+    def number(value: Any) -> float | int | None:
         if value is None or isinstance(value, int):
-            numbers[name] = value
-        else:
-            numbers[name] = float(value) if math.isfinite(float(value)) else None
-    return numbers
+            return value
+        return float(value) if math.isfinite(value) else None
+
+    return {name: number(value) for name, value in values.items()}

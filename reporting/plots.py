@@ -37,6 +37,7 @@ STYLE: dict[str, Any] = {
     "legend.facecolor": "white",
     "legend.edgecolor": "none",
     "legend.framealpha": 0.85,  # readable also where it covers a curve
+    "legend.fontsize": 9,
 }
 Estimate = Mapping[str, Any]  # {"value", "low", "high"}
 
@@ -45,60 +46,39 @@ Estimate = Mapping[str, Any]  # {"value", "low", "high"}
 
 
 @contextlib.contextmanager
-def figure(path: Path, size: tuple[float, float], **grid: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure in our style and its axes, saved as `path` (PNG) when the block ends.
-
-    Args:
-        size: inches.
-        grid: arguments of `matplotlib.pyplot.subplots`, or of `subplot_mosaic` with `mosaic`.
-    """
+def figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure in our style (inches), saved as `path` (PNG) when the block ends."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        make = plt.subplot_mosaic if "mosaic" in grid else plt.subplots
-        picture, axes = make(figsize=size, layout="constrained", **grid)
-        try:
-            yield picture, axes
-            with aside(path) as new:
-                picture.savefig(new, dpi=130)
-        finally:
-            plt.close(picture)
+    with matplotlib.rc_context(STYLE):
+        picture = Figure(figsize=(width, height), layout="constrained")
+        yield picture
+        with aside(path) as new:
+            picture.savefig(new, dpi=130)
 
 
 def curve(
-    axis: Any,
-    points: Sequence[tuple[float, float]],
-    color: str,
-    label: str,
-    ls: str = "-",
-    raw: bool = True,
+    axis: Any, points: Sequence[tuple[float, float]], color: str, label: str, ls: str = "-"
 ) -> None:
-    """The running mean of (x, y) over a tenth of the points (5 to 50), and the points themselves
-    as a light line if `raw`."""
+    """(x, y) as a light line, and their running mean over a tenth of the points (5 to 50)."""
     if not points:
         return
     xs, ys = zip(*points, strict=True)
     window = min(50, max(5, len(ys) // 10))
-    if raw:
-        axis.plot(xs, ys, color=color, alpha=0.25, lw=1, ls=ls)
+    axis.plot(xs, ys, color=color, alpha=0.25, lw=1, ls=ls)
     marker = "o" if len(ys) == 1 else None
     axis.plot(xs, running_mean(ys, window), color=color, lw=2, ls=ls, marker=marker, label=label)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """
-    The mean of each value and up to window - 1 values before it.
+    """The mean of each value and up to window - 1 values before it.
 
     >>> running_mean([1.0, 2.0, 6.0, 10.0], window=2)
     [1.0, 1.5, 4.0, 8.0]
     """
-    return [
-        math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window)
-        for i in range(len(values))
-    ]
+    windows = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [math.fsum(window) / len(window) for window in windows]
 
 
 def band(
@@ -108,58 +88,36 @@ def band(
     label: str,
     scale: float = 1.0,
     fill: bool = True,
-    shift: float = 0.0,
 ) -> None:
     """A curve of estimates (x, estimate) with their intervals; points without a value are left out.
 
     Args:
         scale: of y; 100 for percent.
         fill: shade between the intervals; too much for several curves in one place.
-        shift: to the right, in points of the page, so that intervals at one x stand side by side.
     """
-    from matplotlib.transforms import ScaledTranslation
-
     points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
+    if not points:
+        return
     xs = [x for x, _ in points]
     middle, low, high = ([scale * e[k] for _, e in points] for k in ("value", "low", "high"))
-    moved = axis.transData + ScaledTranslation(shift / 72, 0, axis.figure.dpi_scale_trans)
     if fill:
         axis.fill_between(xs, low, high, color=color, alpha=0.12, lw=0)
-    axis.vlines(xs, low, high, color=color, lw=1.2, transform=moved)
-    style = {"color": color, "marker": "o", "ms": 4, "lw": 1.8, "transform": moved}
-    axis.plot(xs, middle, label=label, **style)
-    axis.update_datalim([*zip(xs, low), *zip(xs, high)])  # what is shifted does not count by itself
-    axis.autoscale_view()
-
-
-def plot_estimates(
-    path: Path,
-    curves: Sequence[tuple[str, str, Sequence[Estimate]]],
-    x: str,
-    labels: tuple[str, str],
-    note: str,
-) -> None:
-    """Curves (label, color, points) on one axis, in percent; a point is an estimate with a field
-    named `x`. The note stands above the figure."""
-    with figure(path, (7.5, 4.5)) as (picture, axis):
-        for label, color, points in curves:
-            band(axis, [(point[x], point) for point in points], color, label, scale=100)
-        axis.set(xlabel=labels[0], ylabel=labels[1])
-        picture.legend(loc="outside lower center", ncols=len(curves))
-        axis.set_title(note, fontsize=9, fontweight="normal", color="#57606a")
+    axis.vlines(xs, low, high, color=color, lw=1.2)
+    axis.plot(xs, middle, color=color, marker="o", ms=4, lw=1.8, label=label)
 
 
 def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
     """curves.png: success over test-time compute, over turns (left) and over samples (right)."""
-    with figure(path, (10, 4), ncols=2, sharey=True) as (picture, (left, right)):
+    with figure(path, 10, 4) as picture:
+        left, right = picture.subplots(ncols=2, sharey=True)
         turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
         band(left, turns, GREEN, f"avg@{summary['samples']} within max_rounds turns")
         band(right, [(point["k"], point) for point in summary["pass_curve"]], ORANGE, "pass@k")
+        left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
+        right.set(xlabel="samples per task (k)")
         for axis in (left, right):
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend()
-        left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-        right.set(xlabel="samples per task (k)")
         picture.suptitle(
             f"{summary.get('env', '')} · {summary.get('model', '')}: "
             f"{summary['overall']['items']} tasks, 95 % intervals over tasks"
@@ -183,10 +141,6 @@ class RunFiles:
         """(step, value) of a metric, where it has a value."""
         return [(row["step"], row[name]) for row in self.metrics if row.get(name) is not None]
 
-    def held_out(self, name: str) -> list[tuple[int, Estimate]]:
-        """(step, estimate) of the evaluations; name is avg or pass."""
-        return [(e["step"], e["overall"][name]) for e in self.evaluations]
-
     def envs(self) -> list[str]:
         """The environments of a run that plays several, by name; otherwise none."""
         prefix = "train/return_mean/"
@@ -198,8 +152,8 @@ class RunFiles:
         return [
             (e["step"], row["avg"])
             for e in self.evaluations
-            for name, row in e.get("worlds", {}).items()
-            if env in (name, env_name(name))
+            for name, row in e["worlds"].items()
+            if env == env_name(name)
         ]
 
 
@@ -214,7 +168,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     # A run that was cut back on resume may hold evaluations of steps that it will do again.
     evaluations = [e for e in evaluations if e["step"] <= last_step]
     evaluations.sort(key=lambda e: e["step"])
-    options, method = saved.get("config", saved), saved.get("method", "rl")
+    options, method = saved.get("config", {}), saved.get("method", "rl")
     return RunFiles(path, options, method, metrics, evaluations)
 
 
@@ -228,12 +182,13 @@ def plot(run_dir: str | Path) -> Path:
     """Draw a run's `reward.png`; returns its path."""
     run = read_run(run_dir)
     target = run.path / "reward.png"
-    mosaic = [["main"] * 3, ["left", "middle", "right"]]
-    with figure(target, (9, 6), mosaic=mosaic, height_ratios=[2, 1]) as (picture, axes):
+    with figure(target, 9, 6) as picture:
+        mosaic = [["main"] * 3, ["left", "middle", "right"]]
+        axes = picture.subplot_mosaic(mosaic, height_ratios=[2, 1])
         picture.suptitle(_title(run), fontsize=11)
         draw_main = _draw_envs if run.envs() else _draw_main
-        panels = PANELS.get(run.method, PANELS["rl"])
-        for axis, draw in zip(axes.values(), (draw_main, *panels), strict=True):
+        axes["main"].set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
+        for axis, draw in zip(axes.values(), (draw_main, *PANELS[run.method]), strict=True):
             draw(axis, run)
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
@@ -242,48 +197,46 @@ def plot(run_dir: str | Path) -> Path:
     return target
 
 
+def _title(run: RunFiles) -> str:
+    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
+    o = run.options
+    rounds = " ".join(map(str, [o.get("rounds_scheduler") or "", *(o.get("rounds") or [])]))
+    model = Path(o.get("model") or "").name
+    parts = [o.get("env"), o.get("algorithm") or run.method, rounds, model]
+    last_step = run.metrics[-1]["step"] if run.metrics else 0
+    return f"{' · '.join(str(part) for part in parts if part)}   ({last_step} steps)"
+
+
 def _draw_main(axis: Any, run: RunFiles) -> None:
     """How well it does on the tasks it trains on and on held-out tasks."""
-    axis.set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
     returns, successes = run.series("train/return_mean"), run.series("train/success_rate")
     curve(axis, returns, BLUE, "training: return")
     if successes != returns:  # one curve where the only reward is 1 for success
         curve(axis, successes, SKY, "training: success", ls="--")
     samples = run.evaluations[-1]["samples"] if run.evaluations else 1
-    # pass@k grows with k, and the start is often measured with fewer samples.
-    same = {e["step"] for e in run.evaluations if e["samples"] == samples}
-    passes = [(step, e["value"]) for step, e in run.held_out("pass") if step in same]
-    passes = [(step, value) for step, value in passes if value is not None]
-    if passes and samples > 1:
+    if samples > 1:
+        # pass@k grows with k, and the start is often measured with fewer samples.
+        same = [e for e in run.evaluations if e["samples"] == samples]
+        steps, passes = [e["step"] for e in same], [e["overall"]["pass"]["value"] for e in same]
         label = f"held-out tasks: pass@{samples}"
-        axis.plot(*zip(*passes, strict=True), color=PURPLE, lw=1.2, ls="--", label=label)
-    if any(e["value"] is not None for _, e in run.held_out("avg")):
-        band(axis, run.held_out("avg"), ORANGE, f"held-out tasks: avg@{samples}, 95 % interval")
+        axis.plot(steps, passes, color=PURPLE, lw=1.2, ls="--", label=label)
+    avg = [(e["step"], e["overall"]["avg"]) for e in run.evaluations]
+    band(axis, avg, ORANGE, f"held-out tasks: avg@{samples}, 95 % interval")
     horizon = run.series("horizon/max_rounds")
     stages = [(turns, next(group)[0]) for turns, group in groupby(horizon, key=lambda p: p[1])]
     for turns, step in stages if len(stages) > 1 else []:
         axis.axvline(step - 0.5, color=GREY, ls=":", lw=1.2)
-        axis.annotate(
-            f"at most {turns} turn{'s' * (turns > 1)}",
-            (step - 0.5, 1.1),
-            (4, 0),
-            textcoords="offset points",
-            color="#57606a",
-            fontsize=8.5,
-            va="top",
-        )
+        axis.text(step - 0.5, 1.1, f" at most {turns} turn{'s' * (turns > 1)}", va="top")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="best", fontsize=9)
+        axis.legend(loc="best")
 
 
 def _draw_envs(axis: Any, run: RunFiles) -> None:
     """The same of each of several environments; the return in training is dashed."""
-    axis.set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
     for env, color in zip(run.envs(), PALETTE, strict=False):
-        points = run.series(f"train/return_mean/{env}")
-        curve(axis, points, color, f"{env}, training: return", ls="--", raw=False)
+        curve(axis, run.series(f"train/return_mean/{env}"), color, f"{env}, training: return", "--")
         band(axis, run.held_out_in(env), color, f"{env}, held-out tasks: avg, 95 % interval")
-    axis.legend(loc="best", fontsize=9)
+    axis.legend(loc="best")
 
 
 def _draw_turns(axis: Any, run: RunFiles) -> None:
@@ -293,15 +246,16 @@ def _draw_turns(axis: Any, run: RunFiles) -> None:
         steps, turns = zip(*horizon, strict=True)
         axis.step(steps, turns, where="mid", color=GREY, ls="--", lw=1.4, label="at most")
         axis.set_ylim(0, 1.45 * max(turns))  # room for the legend above the line
-        axis.legend(loc="upper right", ncols=2, fontsize=8.5)
+        axis.legend(loc="upper right", ncols=2)
 
 
 def _draw_signal(axis: Any, run: RunFiles) -> None:
     """Where all samples of a task have the same return, comparing them teaches nothing."""
     axis.set_title("Share of groups that teach")
     rows = [row for row in run.metrics if row.get("train/groups")]
-    flat = [row.get("train/groups_zero_variance", 0) / row["train/groups"] for row in rows]
-    shares = [(row["step"], 1 - share) for row, share in zip(rows, flat, strict=True)]
+    shares = [
+        (row["step"], 1 - row["train/groups_zero_variance"] / row["train/groups"]) for row in rows
+    ]
     curve(axis, shares, GREEN, "groups whose returns differ")
     axis.set_ylim(-0.05, 1.05)
 
@@ -311,66 +265,41 @@ def _draw_entropy_and_kl(axis: Any, run: RunFiles) -> None:
     axis.set_title("Entropy, nats a token")
     curve(axis, run.series("policy/entropy"), BLUE, "entropy")
     axis.set_ylim(bottom=0)
-    kl = run.series("policy/kl")
-    if not kl:  # only runs with a KL term have one
-        return
-    axis.set_title("Entropy")
-    axis.set_title("KL to start", loc="right", color=ORANGE)
-    axis.tick_params(axis="y", colors=BLUE)
-    kl_axis = axis.twinx()
-    kl_axis.spines["right"].set_visible(True)
-    kl_axis.grid(False)
-    kl_axis.tick_params(axis="y", colors=ORANGE)
-    curve(kl_axis, kl, ORANGE, "KL")
-    kl_axis.set_ylim(bottom=0)
+    if kl := run.series("policy/kl"):  # only runs with a KL term have one
+        axis.set_title("Entropy")
+        axis.set_title("KL to start", loc="right", color=ORANGE)
+        axis.tick_params(axis="y", colors=BLUE)
+        kl_axis = axis.twinx()
+        kl_axis.spines["right"].set_visible(True)
+        kl_axis.grid(False)
+        kl_axis.tick_params(axis="y", colors=ORANGE)
+        curve(kl_axis, kl, ORANGE, "KL")
+        kl_axis.set_ylim(bottom=0)
 
 
-def _panel(title: str, *series: tuple[str, str]) -> Panel:
-    """A panel of metrics with their labels."""
+def _panel(title: str, **names: str) -> Panel:
+    """A panel of metrics: label -> name."""
 
     def draw(axis: Any, run: RunFiles) -> None:
         axis.set_title(title)
-        logged = [(run.series(name), label) for name, label in series if run.series(name)]
-        for (points, label), color in zip(logged, (BLUE, ORANGE), strict=False):
-            curve(axis, points, color, label)
-        if len(logged) > 1:
-            axis.legend(loc="best", fontsize=8.5)
+        for (label, name), color in zip(names.items(), (BLUE, ORANGE), strict=False):
+            curve(axis, run.series(name), color, label)
+        if len(axis.get_legend_handles_labels()[0]) > 1:
+            axis.legend(loc="best")
 
     return draw
 
 
-_LOSS = _panel("Loss, nats a token", ("policy/loss", "learned"), ("eval/loss", "held out"))
+_LOSS = _panel("Loss, nats a token", learned="policy/loss", held_out="eval/loss")
+_GRADIENT = _panel("Gradient norm", norm="policy/grad_norm")
+_LOG_PROBS = {"chosen": "preference/chosen_log_prob", "rejected": "preference/rejected_log_prob"}
 PANELS: dict[str, tuple[Panel, Panel, Panel]] = {
     "rl": (_draw_turns, _draw_signal, _draw_entropy_and_kl),
-    "sft": (_LOSS, _draw_entropy_and_kl, _panel("Gradient norm", ("policy/grad_norm", "norm"))),
-    "agentevol": (
-        _LOSS,
-        _draw_entropy_and_kl,
-        _panel("Evolving set", ("data/evolving", "trajectories")),
-    ),
+    "sft": (_LOSS, _draw_entropy_and_kl, _GRADIENT),
+    "agentevol": (_LOSS, _draw_entropy_and_kl, _panel("Evolving set", size="data/evolving")),
     "dpo": (
-        _panel("Margin, nats", ("preference/margin", "margin")),
-        _panel("Share of pairs in order", ("preference/accuracy", "share")),
-        _panel(
-            "Log-probs, nats",
-            ("preference/chosen_log_prob", "chosen"),
-            ("preference/rejected_log_prob", "rejected"),
-        ),
+        _panel("Margin, nats", margin="preference/margin"),
+        _panel("Share of pairs in order", share="preference/accuracy"),
+        _panel("Log-probs, nats", **_LOG_PROBS),
     ),
 }
-
-
-def _title(run: RunFiles) -> str:
-    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
-    o = run.options
-    rounds = " ".join(map(str, o.get("rounds") or []))
-    scheduler, model = o.get("rounds_scheduler"), o.get("model")
-    parts = [
-        o.get("env"),
-        o.get("algorithm") or (run.method if run.method != "rl" else None),
-        f"{scheduler} {rounds}" if scheduler and rounds else scheduler,
-        Path(model).name if model and Path(model).is_absolute() else model,
-    ]
-    title = " · ".join(str(part) for part in parts if part) or run.path.resolve().name
-    last_step = run.metrics[-1]["step"] if run.metrics else 0
-    return f"{title}   ({last_step} steps)"

@@ -37,7 +37,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,9 @@ FEW = 5  # fewer tasks than this that differ from all others say too little for 
 
 
 def bootstrap(
-    values: Sequence[float],
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
-    bounds: tuple[float, float] = (0.0, 1.0),
+    values: Sequence[float], seed: int = 0, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> Estimate:
-    """
-    Mean over items with its 95 % percentile interval.
+    """Mean over items with its 95 % percentile interval.
 
     Args:
         values: one number per item (task).
@@ -77,24 +73,23 @@ def bootstrap(
         low, high = (q * x[0] + (1 - q) * bound for bound in bounds)
     else:
         low, high = _interval_of_few(x, bounds) or np.percentile(
-            _resampled_means(x, num_resamples, seed), (2.5, 97.5)
+            _resampled_means(x, seed), (2.5, 97.5)
         )
     return {"value": float(x.mean()), "low": float(low), "high": float(high), "items": len(x)}
 
 
-def _resampled_means(x: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
-    """(num_resamples,); the draws depend only on m and the seed, so equal tasks are drawn in every
-    table."""
+def _resampled_means(x: np.ndarray, seed: int) -> np.ndarray:
+    """(R,); the draws depend only on m and the seed, so equal tasks are drawn in every table."""
     if len(x) <= 300:
-        return _resamples(len(x), num_resamples, seed) @ x
+        return _resamples(len(x), seed) @ x
     generator = np.random.default_rng(seed)  # a slice at a time, to spare memory
-    slices = [min(500, num_resamples - done) for done in range(0, num_resamples, 500)]
-    return np.concatenate([_draw(generator, len(x), rows) @ x for rows in slices])
+    slices = (_draw(generator, len(x), 500) for _ in range(0, NUM_RESAMPLES, 500))
+    return np.concatenate([weights @ x for weights in slices])
 
 
 @lru_cache(maxsize=8)
-def _resamples(num_items: int, num_resamples: int, seed: int) -> np.ndarray:
-    return _draw(np.random.default_rng(seed), num_items, num_resamples)
+def _resamples(num_items: int, seed: int) -> np.ndarray:
+    return _draw(np.random.default_rng(seed), num_items, NUM_RESAMPLES)
 
 
 def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
@@ -115,9 +110,8 @@ def _interval_of_few(x: np.ndarray, bounds: tuple[float, float]) -> tuple[float,
 
 
 def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
-    """
-    Clopper and Pearson's 95 % interval of a share: the shares for which seeing so many successes or
-    more, and so many or fewer, both have a chance of at least 2.5 %.
+    """Clopper and Pearson's 95 % interval of a share: the shares for which seeing so many successes
+    or more, and so many or fewer, both have a chance of at least 2.5 %.
 
     >>> [round(end, 3) for end in binomial_interval(1, 31)]
     [0.001, 0.167]
@@ -134,38 +128,27 @@ def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
             low, high = (p, high) if sum(terms) > chance else (low, p)
         return (low + high) / 2
 
-    return (
-        0.0 if successes == 0 else share_where(successes - 1, 0.975),
-        1.0 if successes == trials else share_where(successes, 0.025),
-    )
+    return share_where(successes - 1, 0.975), share_where(successes, 0.025)
 
 
-def paired_bootstrap(
-    before_by_item: Mapping[str, float],
-    after_by_item: Mapping[str, float],
-    n: int = NUM_RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
-    """
-    Mean difference after - before over the same tasks, with its 95 % interval.
+def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
+    """Mean difference after - before over the tasks that both have, with its 95 % interval.
 
     Pairing removes what makes tasks differ: two agents can have wide, overlapping intervals and
     still differ for certain, because one is better on nearly every task.
 
     Args:
-        before_by_item, after_by_item: task_id -> a number in 0..1 (the share of solved samples);
-            both of the same tasks.
+        before, after: task_id -> a number in 0..1 (the share of solved samples).
     """
-    differences = [after_by_item[task] - before_by_item[task] for task in sorted(before_by_item)]
-    return bootstrap(differences, n, seed, bounds=(-1.0, 1.0))
+    both = sorted(before.keys() & after.keys())
+    return bootstrap([after[task] - before[task] for task in both], bounds=(-1.0, 1.0))
 
 
 # ------------------------------------------------------------------------ trajectories to a summary
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """
-    Chance that k of the samples, drawn without replacement, hold a solved one.
+    """Chance that k of the samples, drawn without replacement, hold a solved one.
 
     >>> pass_at_k(num_samples=4, num_solved=1, k=2)
     0.5
@@ -177,48 +160,54 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 class Item:
     """One task: the valid trajectories played on it, cut at some horizon."""
 
+    env: str
     subtask: str
-    solved: list[bool]
-    returns: list[float]
-    turns: list[int]
+    solved: list[bool] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
 
     @property
     def avg(self) -> float:
-        return sum(self.solved) / len(self.solved)
+        return _mean(self.solved)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def _items(trajectories: Sequence[Trajectory], horizon: float = math.inf) -> dict[str, Item]:
     """task_id -> what happened within `horizon` turns; tasks without a valid sample are absent."""
     items: dict[str, Item] = {}
     for t in trajectories:
-        if t.stop_reason is None or t.stop_reason in LOST:
-            continue
-        item = items.setdefault(t.task_id, Item(t.subtask, [], [], []))
-        turns = [turn for n, turn in enumerate(t.turns, start=1) if n <= horizon]
-        item.solved.append(t.success and len(t.turns) <= horizon)
-        item.returns.append(sum(turn.reward for turn in turns))
-        item.turns.append(len(turns))
+        if not _is_lost(t):
+            item = items.setdefault(t.task_id, Item(t.env, t.subtask))
+            turns = [turn for n, turn in enumerate(t.turns, start=1) if n <= horizon]
+            item.solved.append(t.success and len(t.turns) <= horizon)
+            item.returns.append(sum(turn.reward for turn in turns))
+            item.turns.append(len(turns))
     return items
+
+
+def _is_lost(trajectory: Trajectory) -> bool:
+    return trajectory.stop_reason is None or trajectory.stop_reason in LOST
 
 
 def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
     """pass@k over the tasks that have at least k valid samples."""
     enough = [item for item in items if len(item.solved) >= k]
     chances = [pass_at_k(len(item.solved), sum(item.solved), k) for item in enough]
-    return bootstrap(chances, seed=seed)
+    return bootstrap(chances, seed)
 
 
 def _row(items: Sequence[Item], samples: int, seed: int) -> dict[str, Any]:
-    trajectories = sum(len(item.solved) for item in items)
-    turns = sum(sum(item.turns) for item in items)
-    returns = [sum(item.returns) / len(item.returns) for item in items]
+    turns = [n for item in items for n in item.turns]
     return {
         "items": len(items),
-        "trajectories": trajectories,
-        "avg": bootstrap([item.avg for item in items], seed=seed),
+        "trajectories": len(turns),
+        "avg": bootstrap([item.avg for item in items], seed),
         "pass": _pass_estimate(items, samples, seed),
-        "return_mean": sum(returns) / len(returns) if returns else None,
-        "turns_mean": turns / trajectories if trajectories else None,
+        "return_mean": _mean([_mean(item.returns) for item in items]) if items else None,
+        "turns_mean": _mean(turns) if turns else None,
     }
 
 
@@ -229,8 +218,7 @@ def summarize(
     step: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """
-    The content of `eval/step_*.json`.
+    """The content of `eval/step_*.json`.
 
     Args:
         trajectories: all that were played, lost ones included; tasks may differ in their number.
@@ -246,18 +234,14 @@ def summarize(
     """
     items = _items(trajectories)
     every = list(items.values())
-    env_of = {t.task_id: t.env for t in trajectories}
+    num_envs = Counter(subtask for _, subtask in {(item.env, item.subtask) for item in every})
     by_env: dict[str, list[Item]] = defaultdict(list)
-    envs_of: dict[str, set[str]] = defaultdict(set)  # sub-task -> environments that have it
-    for task_id, item in items.items():
-        by_env[env_of[task_id]].append(item)
-        envs_of[item.subtask].add(env_of[task_id])
     by_subtask: dict[str, list[Item]] = defaultdict(list)
-    for task_id, item in items.items():
-        is_unique = len(envs_of[item.subtask]) == 1
-        name = item.subtask if is_unique else f"{env_of[task_id]}: {item.subtask}"
-        by_subtask[name].append(item)
-    lost = [t for t in trajectories if t.stop_reason is None or t.stop_reason in LOST]
+    for item in every:
+        by_env[item.env].append(item)
+        is_unique = num_envs[item.subtask] == 1
+        by_subtask[item.subtask if is_unique else f"{item.env}: {item.subtask}"].append(item)
+    lost = [t for t in trajectories if _is_lost(t)]
     return {
         "step": step,
         "samples": samples,
@@ -283,8 +267,8 @@ def summarize(
                 "samples": len(item.solved),
                 "solved": sum(item.solved),
                 "avg": item.avg,
-                "return_mean": sum(item.returns) / len(item.returns),
-                "turns_mean": sum(item.turns) / len(item.turns),
+                "return_mean": _mean(item.returns),
+                "turns_mean": _mean(item.turns),
             }
             for task_id, item in items.items()
         },
@@ -328,17 +312,22 @@ def _cells(row: Mapping[str, Any]) -> str:
 
 
 def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    """
-    In percent; signed: in points, with a sign.
+    """In percent; signed: in points, with a sign.
 
     >>> percent({"value": 0.541, "low": 0.48, "high": 0.601})
     '54.1 [48.0, 60.1]'
     """
     if estimate["value"] is None:
         return "-"
+    return f"{100 * estimate['value']:{'+' if signed else ''}.1f} {brackets(estimate, signed)}"
+
+
+def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
+    """The interval alone, which one seed does not have."""
+    if estimate["low"] is None:
+        return "-"
     sign = "+" if signed else ""
-    value, low, high = (f"{100 * estimate[key]:{sign}.1f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
 
 
 # Settings of an evaluation that change what its shares mean.
@@ -349,33 +338,24 @@ SETTINGS = (
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
-    """
-    One line: how much better the second result is, on the tasks that both have.
+    """One line: how much better the second result is, on the tasks that both have.
 
     Raises: ValueError if a file is not a result of a whole evaluation, or no task is in both.
     """
-    results = [_read_result(path) for path in (before_path, after_path)]
-    before, after = ({k: item["avg"] for k, item in r["items"].items()} for r in results)
+    a, b = _read_result(before_path), _read_result(after_path)
+    before, after = ({task: i["avg"] for task, i in result["items"].items()} for result in (a, b))
     both = before.keys() & after.keys()
     if not both:
         raise ValueError(f"{before_path} and {after_path} have no task in common")
-    before_both, after_both = ({task: x[task] for task in both} for x in (before, after))
-    difference = paired_bootstrap(before_both, after_both)
-    left_out = len(before.keys() | after.keys()) - len(both)
-    means = [100 * sum(x.values()) / len(x) for x in (before_both, after_both)]
-    a, b = results
-    differing = [
-        f"another {name}" if name == "prompt" else f"{name} {a.get(name)} and {b.get(name)}"
-        for name in SETTINGS
-        if a.get(name) != b.get(name) and (name == "prompt" or (name in a and name in b))
-    ]
-    value, interval = percent(difference, signed=True).split(" ", 1)
-    return (
-        f"{means[0]:.1f} % -> {means[1]:.1f} %: {value} points {interval}, paired over "
-        f"{difference['items']} tasks"
-        + (f" ({left_out} tasks in one file only, left out)" if left_out else "")
-        + (f"; measured differently: {', '.join(differing)}" if differing else "")
-    )
+    means = [100 * _mean([shares[task] for task in both]) for shares in (before, after)]
+    value, interval = percent(paired_bootstrap(before, after), signed=True).split(" ", 1)
+    line = f"{means[0]:.1f} % -> {means[1]:.1f} %: {value} points {interval}"
+    line += f", paired over {len(both)} tasks"
+    if num_left_out := len(before.keys() ^ after.keys()):
+        line += f" ({num_left_out} tasks in one file only, left out)"
+    if differing := [name for name in SETTINGS if a.get(name) != b.get(name)]:
+        line += f"; measured with another {', '.join(differing)}"
+    return line
 
 
 def _read_result(path: str | Path) -> dict[str, Any]:
@@ -391,4 +371,4 @@ def _read_result(path: str | Path) -> dict[str, Any]:
             f"{path} is of an evaluation that was stopped; its episodes are not a fair sample, "
             "since solved episodes are shorter and end first"
         )
-    return result
+    return dict(result)

@@ -150,9 +150,8 @@ class Sentinels:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != vars(self).keys():
-            raise ValueError(f"the sentinels' state has the fields {sorted(state)}")
-        vars(self).update(copy.deepcopy(dict(state)))
+        """Raises TypeError for fields that this version does not have."""
+        vars(self).update(vars(Sentinels(**copy.deepcopy(dict(state)))))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """The alarms of one step, or of an evaluation alone. A metric that is missing, None or not
@@ -162,21 +161,21 @@ class Sentinels:
 
     def _readings(self, metrics: Mapping[str, Any]) -> Iterator[Reading]:
         """Each measurement against the run's past, which it then joins."""
-        if norm := _finite(metrics.get("policy/grad_norm")):  # 0: every mini-batch was skipped
+        known = _finite(metrics)
+        if norm := known.get("policy/grad_norm"):  # 0: every mini-batch was skipped
             if len(self.grad_norms) >= NUM_GRAD_NORMS:
                 usual = max(median(self.grad_norms), MIN_GRAD_NORM)
                 text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
                 yield "grad_norm", norm, RULES["grad_norm"].limits(times=usual), text
             self.grad_norms = [*self.grad_norms, norm][-RECENT_GRAD_NORMS:]
 
-        skipped = _skipped(metrics)
+        skipped = _skipped(metrics, known)
         if skipped is not None:
             text = f"{skipped:g} mini-batches skipped: their loss or gradient was not finite"
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
-        # A mini-batch skipped half-way leaves the means too small: an entropy of 0 in such a step
-        # is not a collapse.
-        means = {} if skipped else metrics
-        entropy = _finite(means.get("policy/entropy"))
+        if skipped:  # means lack what came after the break: an entropy of 0 is not a collapse
+            known = {name: v for name, v in known.items() if not name.startswith("policy/")}
+        entropy = known.get("policy/entropy")
         if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
             self.entropies.append(entropy)
         elif entropy is not None:
@@ -186,32 +185,30 @@ class Sentinels:
             yield "entropy_floor", entropy, low.limits(times=start), text
             yield "entropy_explosion", entropy, high.limits(plus=start), text
 
-        repeated = metrics.get("train/repeated_token_rate")
-        for name, logged, text in (
-            ("approx_kl", means.get("policy/approx_kl"), "nats/token moved by one update"),
-            ("kl", means.get("policy/kl"), "nats/token away from the reference"),
-            ("repeated_tokens", repeated, "of the sampled tokens repeat their own action"),
+        for name, metric, text in (
+            ("approx_kl", "policy/approx_kl", "nats/token moved by one update"),
+            ("kl", "policy/kl", "nats/token away from the reference"),
+            ("repeated_tokens", "train/repeated_token_rate", "of sampled tokens are repeats"),
         ):
-            if (value := _finite(logged)) is not None:
-                yield name, value, RULES[name].limits(), f"{value:.3g} {text}"
+            if metric in known:
+                yield name, known[metric], RULES[name].limits(), f"{known[metric]:.3g} {text}"
 
-        errors = _finite(metrics.get("train/parse_error_rate"))
-        if errors is not None:
+        if "train/parse_error_rate" in known:
+            valid = 1 - known["train/parse_error_rate"]
             limits = RULES["valid_actions"].limits_below(self.best_valid)
-            text = f"{1 - errors:.1%} of the actions parse, at best it was {self.best_valid:.1%}"
-            yield "valid_actions", 1 - errors, limits, text
-            recent = self.valid_rates = [*self.valid_rates, 1 - errors][-RECENT_RATES:]
-            self.best_valid = max(self.best_valid, _standard(recent))
+            text = f"{valid:.1%} of the actions parse, at best it was {self.best_valid:.1%}"
+            yield "valid_actions", valid, limits, text
+            self.best_valid = _best(self.best_valid, self.valid_rates, valid)
 
-        held_out = _finite(metrics.get("eval/avg"))
-        if held_out is not None:
+        if "eval/avg" in known:
+            held_out = known["eval/avg"]
             limits = RULES["held_out"].limits_below(self.best_held_out)
             text = f"{held_out:.1%} held-out success, at best it was {self.best_held_out:.1%}"
             yield "held_out", held_out, limits, text
             self.best_held_out = max(self.best_held_out, held_out)
 
         groups, flat, success = (
-            _finite(metrics.get(f"train/{name}"))
+            known.get(f"train/{name}")
             for name in ("groups", "groups_zero_variance", "success_rate")
         )
         if groups and flat is not None and success is not None:  # otherwise all were lost
@@ -220,8 +217,7 @@ class Sentinels:
             limits = (warn_at, stop_at if self.best_success > stop_at else -math.inf)
             text = f"{success:.1%} success and no group with signal, at best it was "
             yield "no_signal", value, limits, f"{text}{self.best_success:.1%}"
-            recent = self.success_rates = [*self.success_rates, success][-RECENT_RATES:]
-            self.best_success = max(self.best_success, _standard(recent))
+            self.best_success = _best(self.best_success, self.success_rates, success)
 
     def _judge(self, step: int, reading: Reading) -> Alarm | None:
         """Count the streaks of one rule."""
@@ -242,23 +238,24 @@ class Sentinels:
         return None
 
 
-def _skipped(metrics: Mapping[str, Any]) -> float | None:
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that were measured, from numbers or one-element tensors."""
+    numbers = {name: float(value) for name, value in metrics.items() if value is not None}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _skipped(metrics: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
     """Number of mini-batches that were not finite; None if there was no update."""
-    counts = [metrics.get(f"{part}/skipped_steps") for part in ("policy", "critic")]
-    skipped = sum(_finite(count) or 0.0 for count in counts)
-    shown = [metrics.get(name) for name in ("policy/loss", "policy/grad_norm")]
-    if any(value is not None and _finite(value) is None for value in shown):
-        return max(skipped, 1.0)
-    tried = _finite(metrics.get("policy/optimizer_steps")) or _finite(shown[1])
+    skipped = sum(known.get(f"{part}/skipped_steps", 0.0) for part in ("policy", "critic"))
+    for name in ("policy/loss", "policy/grad_norm"):
+        if metrics.get(name) is not None and name not in known:
+            return max(skipped, 1.0)
+    tried = known.get("policy/optimizer_steps") or known.get("policy/grad_norm")
     return skipped if skipped or tried else None
 
 
-def _finite(value: Any) -> float | None:
-    """A float from a number or one-element tensor; None for None, NaN and infinity."""
-    number = math.nan if value is None else float(value)
-    return number if math.isfinite(number) else None
-
-
-def _standard(recent: list[float]) -> float:
-    """The median of the last rates, once there are 5."""
-    return median(recent) if len(recent) == RECENT_RATES else 0.0
+def _best(best: float, recent: list[float], rate: float) -> float:
+    """The best median of 5 rates, after `rate` has joined the recent ones."""
+    recent.append(rate)
+    del recent[:-RECENT_RATES]
+    return max(best, median(recent)) if len(recent) == RECENT_RATES else best

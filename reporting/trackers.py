@@ -46,29 +46,28 @@ def start(
             writer.flush()
 
         return send, writer.close
+    common = {"project": PROJECT, "config": dict(config), "resume": "allow"}
     if name == "wandb":
         import wandb
 
-        off = ("save_code", "x_save_requirements")
-        on = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
-        settings = dict.fromkeys(off, False) | dict.fromkeys(on, True)
+        off = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
+        settings = wandb.Settings(
+            host="hidden",
+            console="off",
+            save_code=False,
+            x_save_requirements=False,
+            x_disable_machine_info=True,
+            **dict.fromkeys(off, True),
+        )
         run = wandb.init(
-            **{"project": PROJECT, "name": run_dir.name, "id": run_id, "config": dict(config)},
-            resume="allow",
-            dir=str(run_dir),
-            settings=wandb.Settings(
-                host="hidden", console="off", x_disable_machine_info=True, **settings
-            ),
+            name=run_dir.name, id=run_id, dir=str(run_dir), settings=settings, **common
         )
         run.define_metric("*", step_metric="step")  # wandb's own count of rows only ever grows
         return lambda step, values: run.log({"step": step, **values}), run.finish
     import trackio
 
-    run = trackio.init(
-        **{"project": PROJECT, "name": f"{run_dir.name}-{run_id}", "config": dict(config)},
-        resume="allow",
-        **dict.fromkeys(("embed", "auto_log_cpu", "auto_log_gpu"), False),
-    )
+    without = dict.fromkeys(("embed", "auto_log_cpu", "auto_log_gpu"), False)
+    run = trackio.init(name=f"{run_dir.name}-{run_id}", **common, **without)
     return lambda step, values: run.log(dict(values), step=step), run.finish
 
 
@@ -76,24 +75,15 @@ class Trackers:
     """The trackers of one run. Raises: TrackerError if one does not start."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        run_dir: Path,
-        config: Values | None = None,
-        resume_step: int | None = None,
+        self, names: Sequence[str], run_dir: Path, config: Values, resume_step: int | None = None
     ) -> None:
         self.trackers: dict[str, Tracker] = {}
-        if not names:
-            return
         path = run_dir / "trackers.json"
-        if not path.exists():
+        if names and not path.exists():
             write_json(path, {"id": secrets.token_hex(4)})
-        try:
-            run_id = json.loads(path.read_text())["id"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise TrackerError(f"{path} is damaged; remove it to begin a new curve") from error
-        options = json.loads(json.dumps(config or {}, default=str))
+        options = json.loads(json.dumps(config, default=str))
         for name in names:
+            run_id = json.loads(path.read_text())["id"]
             try:
                 self.trackers[name] = start(name, run_dir, run_id, options, resume_step)
             except Exception as error:  # others' packages may raise anything
@@ -102,10 +92,10 @@ class Trackers:
 
     def send(self, step: int, values: Values) -> None:
         """The row of a step, or more of it; only numbers are sent."""
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-        for name in list(self.trackers):
+        numbers = {name: v for name, v in values.items() if isinstance(v, int | float)}
+        for name, (send, _) in list(self.trackers.items()):
             try:
-                self.trackers[name][0](step, numbers)
+                send(step, numbers)
             except Exception as error:
                 print(f"--log-to {name} failed and is left out: {_line(error)}", flush=True)
                 del self.trackers[name]
@@ -119,5 +109,5 @@ class Trackers:
                 print(f"--log-to {name} did not close: {_line(error)}", flush=True)
 
 
-def _line(error: BaseException) -> str:
+def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

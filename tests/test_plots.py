@@ -5,7 +5,7 @@ import json
 import pytest
 
 from reporting.metrics import MetricsLogger
-from reporting.plots import BLUE, plot, plot_estimates, plot_evaluation
+from reporting.plots import plot, plot_evaluation
 
 
 def estimate(value):
@@ -24,19 +24,6 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_estimates_are_drawn_in_percent_where_they_have_a_value(tmp_path, drawn):
-    points = [{"turns": n, **estimate(n / 10)} for n in (2, 4)]
-    points.insert(1, {"turns": 3, "value": None, "low": None, "high": None})
-    plot_estimates(tmp_path / "a.png", [("base", BLUE, points)], "turns", ("turns", "%"), "a note")
-    (axis,) = drawn[0].axes
-    (line,) = axis.get_lines()
-    assert (line.get_label(), line.get_color()) == ("base", BLUE)
-    assert list(line.get_xdata()) == [2, 4]
-    assert list(line.get_ydata()) == pytest.approx([20, 40])
-    bars = [path.vertices[:, 1] for path in axis.collections[1].get_paths()]
-    assert [list(bar) for bar in bars] == [pytest.approx([10, 30]), pytest.approx([30, 50])]
-
-
 def test_an_evaluation_is_drawn_over_turns_and_over_samples(tmp_path, drawn):
     summary = {
         "samples": 2,
@@ -44,20 +31,24 @@ def test_an_evaluation_is_drawn_over_turns_and_over_samples(tmp_path, drawn):
         "rounds_curve": [{"max_rounds": n, "avg": estimate(n / 10)} for n in (2, 4)],
         "pass_curve": [{"k": k, **estimate(k / 4)} for k in (1, 2)],
     }
+    nothing = {"value": None, "low": None, "high": None}
+    summary["rounds_curve"].insert(1, {"max_rounds": 3, "avg": nothing})
     plot_evaluation(summary, tmp_path / "curves.png")
     left, right = drawn[0].axes
     assert list(left.get_lines()[0].get_xdata()) == [2, 4]
     assert list(right.get_lines()[0].get_ydata()) == [0.25, 0.5]
+    bars = [path.vertices[:, 1] for path in left.collections[1].get_paths()]
+    assert [list(bar) for bar in bars] == [pytest.approx([0.1, 0.3]), pytest.approx([0.3, 0.5])]
 
 
 def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     always = {"train/turns_mean": 3.0, "train/groups": 4, "train/groups_zero_variance": 1}
-    with MetricsLogger(tmp_path) as logger:
-        for step in range(1, 13):
-            row = {"train/return_mean": step / 12, "policy/entropy": 0.5, "policy/kl": 0.01 * step}
-            row["train/success_rate"] = None if step == 4 else step / 12
-            row["horizon/max_rounds"] = 6 if step <= 6 else 10
-            logger.log(step, always | row)
+    logger = MetricsLogger(tmp_path)
+    for step in range(1, 13):
+        row = {"train/return_mean": step / 12, "policy/entropy": 0.5, "policy/kl": 0.01 * step}
+        row["train/success_rate"] = None if step == 4 else step / 12
+        row["horizon/max_rounds"] = 6 if step <= 6 else 10
+        logger.log(step, always | row)
     (tmp_path / "eval").mkdir()
     # Step 18 was evaluated by a run that was cut back to step 12.
     for step, samples, avg, passed in (
@@ -69,7 +60,7 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
         (tmp_path / "eval" / f"step_{step:06d}.json").write_text(json.dumps(result))
     options = {"env": "textcraft", "algorithm": "grpo", "rounds": [6, 10]}
     options["rounds_scheduler"] = "fixed"
-    (tmp_path / "config.json").write_text(json.dumps(options))
+    (tmp_path / "config.json").write_text(json.dumps({"config": options}))
     assert plot(tmp_path) == tmp_path / "reward.png"
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     names = {"metrics.jsonl", "timings.jsonl", "config.json", "eval", "reward.png"}
@@ -83,15 +74,14 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     assert list(lines["at most"].get_ydata()) == [6] * 6 + [10] * 6
     assert list(lines["training: success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     assert list(lines["groups whose returns differ"].get_ydata()) == [0.75] * 12
-    stages = {text.get_text(): text.xy[0] for text in figure.axes[0].texts}
+    stages = {text.get_text().strip(): text.get_position()[0] for text in figure.axes[0].texts}
     assert stages == {"at most 6 turns": 0.5, "at most 10 turns": 6.5}
     assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
     assert list(lines["KL"].get_xdata()) == list(range(1, 13))
 
 
 def test_where_all_reward_is_for_success_the_two_are_one_curve(tmp_path, drawn):
-    with MetricsLogger(tmp_path) as logger:
-        logger.log(1, {"train/return_mean": 0.5, "train/success_rate": 0.5})
+    MetricsLogger(tmp_path).log(1, {"train/return_mean": 0.5, "train/success_rate": 0.5})
     plot(tmp_path)
     assert len(drawn[0].axes) == 4  # none for the KL, which was not logged
     labels = drawn[0].axes[0].get_legend_handles_labels()[1]

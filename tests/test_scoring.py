@@ -104,7 +104,7 @@ def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, at_mo
     covered = 0
     for _ in range(400):
         solved = [float(generator.random() < p) for _ in range(num_items)]
-        e = bootstrap(solved, num_resamples=1000)
+        e = bootstrap(solved)
         covered += e["low"] <= p <= e["high"]
     assert 0.92 <= covered / 400 <= at_most
 
@@ -151,8 +151,8 @@ def test_compare_names_what_was_measured_differently_and_refuses_what_was_stoppe
     for name, options in (("a", same), ("b", same | {"max_rounds": [30], "prompt": "Craft."})):
         files.append(write_result(tmp_path / f"{name}.json", {"t_1": 0.0, "t_2": 1.0}))
         files[-1].write_text(json.dumps(json.loads(files[-1].read_text()) | options))
-    assert compare(*files).endswith("measured differently: max_rounds [5] and [30], another prompt")
-    assert "differently" not in compare(files[0], files[0])
+    assert compare(*files).endswith("measured with another max_rounds, prompt")
+    assert "another" not in compare(files[0], files[0])
     files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"complete": False}))
     with pytest.raises(ValueError, match=r"b.json is of an evaluation that was stopped"):
         compare(*files)

@@ -312,7 +312,7 @@ RECORDED = Path(__file__).parent / "data" / "sentinels.jsonl"  # 60 steps of Tex
 def recorded(name):
     """(step, metrics) of a run; `shuffled-0` is a control with shuffled rewards."""
     rows = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    return [(row["step"], row) for row in rows if row["run"] == name]
+    return [(row["step"], row) for row in rows if row.pop("run") == name]
 
 
 @pytest.mark.parametrize("name", ["rl-0", "sft-0"])
