@@ -18,6 +18,12 @@ Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, ot
 Episode End: terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
     door or object); truncated after max_steps primitive actions.
 Arguments: reset(task_index, seed=0). The index decides everything; `seed` changes nothing.
+Id Lists: ids/babyai_*.json, made once by the program of commit 7b8c4ed, __main__.py.
+    test, train                 AgentGym-RL's sizes, 90 and 810: 18 levels with seeds 0 to 4 and 5
+                                to 49, inferred from the published counts (levels.py).
+    simple_test, simple_train   a curriculum for a laptop: tasks of GoTo and Pickup that the oracle
+                                solves in 1, 2 or 3 turns, as many of each as far as a level has
+                                them. No test task has a training seed, or starts like one.
 
 Differences from AgentGym's server, whose numbers are therefore not the same:
     Success is any positive return; there only a reward above 0.5 ends an episode. minigrid's wrong

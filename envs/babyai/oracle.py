@@ -18,7 +18,6 @@ The answer depends on the episode's history alone, which is replayed in a level 
 
 from __future__ import annotations
 
-from collections import deque
 from copy import deepcopy
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -231,12 +230,10 @@ class Bot(BabyAIBot):
       the parts of the mission that are left, and first puts down what is carried. If even that one
       fails, the next is given a start: unlock the door whose key is known, or open a box.
     - It undoes what it did not ask for. A door toggled against its plan is left as it is.
-    - Its search copies its queue at every step.
     """
 
     def __init__(self, level: Level, seen: np.ndarray | None = None, start: str = "") -> None:
         super().__init__(level.env)
-        self.width = level.env.grid.width
         self.stack = self._counted = _Stack(self.stack)
         if seen is not None:
             self.vis_mask |= seen
@@ -271,35 +268,6 @@ class Bot(BabyAIBot):
         grid = self.mission.unwrapped.grid
         things = (grid.get(int(x), int(y)) for x, y in np.argwhere(self.vis_mask))
         return any(t and t.type == "key" and t.color == thing.color for t in things)
-
-    def _breadth_first_search(
-        self, initial_states: Any, accept_fn: Any, ignore_blockers: bool
-    ) -> tuple[Any, Any, dict]:
-        """minigrid's search, the same to the last tie, without copying the queue."""
-        grid, width, seen = self.mission.unwrapped.grid.grid, self.width, self.vis_mask.tolist()
-        queue: deque[Any] = deque(
-            (int(i), int(j), int(di), int(dj), None) for i, j, di, dj in initial_states
-        )
-        before: dict = {}
-        while queue:
-            i, j, di, dj, previous = queue.popleft()
-            here = (i, j)
-            if here in before:
-                continue
-            before[here] = previous
-            thing = grid[j * width + i]
-            if accept_fn(here, thing):
-                path = [here]
-                while (place := before[path[-1]]) is not None:
-                    path.append(place)
-                return path, here, before
-            blocks = thing is not None and not (
-                thing.is_open if thing.type == "door" else thing.type != "wall" and ignore_blockers
-            )
-            if seen[i][j] and not blocks:
-                for k, m in ((di, dj), (dj, di), (-dj, -di), (-di, -dj)):  # straight on first
-                    queue.append((i + k, j + m, k, m, here))
-        return None, None, before
 
     def replan(self, action_taken: int | None = None) -> int:
         """The next move; `action_taken` DONE changes no subgoal, as if nothing had been played."""

@@ -19,6 +19,7 @@ An impossible action says why, costs nothing and changes nothing.
 
 import re
 from collections import Counter, deque
+from functools import cached_property
 from typing import Any, NamedTuple
 
 # ---------------------------------------------------------------------------------------- the level
@@ -172,10 +173,9 @@ class View:
     def __init__(self, level: Level) -> None:
         self.carrying = level.env.carrying
         self._origin, self._direction = level.position, level.direction
-        self.cells = self._visible(level.env.grid)
+        self.cells = self._visible(level.env)
         self.objects = self._named()
         self.by_name = {seen.name: seen for seen in self.objects}
-        self._reached: dict[Pose, tuple[Pose, int] | None] | None = None
 
     def absolute(self, pose: Pose) -> tuple[tuple[int, int], int]:
         """Position (x, y) and direction 0..3 in the full grid."""
@@ -184,27 +184,16 @@ class View:
         position = (x + dx * ahead - dy * right, y + dy * ahead + dx * right)
         return position, (self._direction + facing) % 4
 
-    def _visible(self, grid: Any) -> dict[Cell, Any]:
-        width, height, things = grid.width, grid.height, grid.grid
-        (x, y), (dx, dy) = self._origin, DIRECTIONS[self._direction]
+    def _visible(self, env: Any) -> dict[Cell, Any]:
+        view, is_visible = env.gen_obs_grid()  # (column, row) from the left and from far ahead
         cells: dict[Cell, Any] = {}
-        lit = [False] * SIZE  # of the row at hand; index HALF is straight ahead
-        lit[HALF] = True
-        for ahead in range(SIZE):
-            row: list[Any] = []
-            for right in range(-HALF, HALF + 1):
-                i, j = x + dx * ahead - dy * right, y + dy * ahead + dx * right
-                inside = 0 <= i < width and 0 <= j < height
-                row.append(things[j * width + i] if inside else OUTSIDE)
-            lit_next = [False] * SIZE
-            for order, side in ((range(SIZE - 1), 1), (range(SIZE - 1, 0, -1), -1)):
-                for k in order:
-                    if lit[k] and (row[k] is None or row[k].see_behind()):
-                        lit[k + side] = lit_next[k + side] = lit_next[k] = True
-            for k in range(SIZE):
-                if lit[k] and row[k] is not OUTSIDE:
-                    cells[ahead, k - HALF] = row[k]
-            lit = lit_next
+        for column in range(SIZE):
+            for row in range(SIZE):
+                cell = (SIZE - 1 - row, column - HALF)
+                (x, y), _ = self.absolute((*cell, 0))
+                if is_visible[column, row] and 0 <= x < env.grid.width and 0 <= y < env.grid.height:
+                    cells[cell] = view.get(column, row)
+        cells[0, 0] = env.grid.get(*self._origin)  # there minigrid shows what is carried
         return cells
 
     def _named(self) -> list[Seen]:
@@ -221,43 +210,41 @@ class View:
             objects.append(Seen(f"{kind} {counts[kind]}", thing, (ahead, right), position))
         return objects
 
+    @cached_property
     def reachable(self) -> dict[Pose, tuple[Pose, int] | None]:
         """Every pose that free cells in view lead to, nearest first, with the pose before it and
         the primitive action between the two (None for the pose now)."""
-        if self._reached is None:
-            self._reached = {(0, 0, 0): None}
-            queue = deque(self._reached)
-            while queue:
-                pose = ahead, right, facing = queue.popleft()
-                cell = (ahead + STEPS[facing][0], right + STEPS[facing][1])
-                moves = [
-                    (FORWARD, (*cell, facing)),
-                    (LEFT, (ahead, right, (facing - 1) % 4)),
-                    (RIGHT, (ahead, right, (facing + 1) % 4)),
-                ]
-                if cell not in self.cells or not is_free(self.cells[cell]):
-                    del moves[0]
-                for move, after in moves:
-                    if after not in self._reached:
-                        self._reached[after] = pose, move
-                        queue.append(after)
-        return self._reached
+        reached: dict[Pose, tuple[Pose, int] | None] = {(0, 0, 0): None}
+        queue = deque(reached)
+        while queue:
+            pose = ahead, right, facing = queue.popleft()
+            cell = (ahead + STEPS[facing][0], right + STEPS[facing][1])
+            moves = [
+                (LEFT, (ahead, right, (facing - 1) % 4)),
+                (RIGHT, (ahead, right, (facing + 1) % 4)),
+            ]
+            if cell in self.cells and is_free(self.cells[cell]):
+                moves.insert(0, (FORWARD, (*cell, facing)))
+            for move, after in moves:
+                if after not in reached:
+                    reached[after] = pose, move
+                    queue.append(after)
+        return reached
 
     def way(self, seen: Seen) -> tuple[list[int], Pose] | None:
         """The fewest primitive actions to face the object, and the pose at their end; None if no
         free way is in view."""
-        reached = self.reachable()
         ahead, right = seen.cell
         ends = {(ahead - a, right - r, facing) for facing, (a, r) in enumerate(STEPS)}
-        if not ends & reached.keys():
+        end = next((pose for pose in self.reachable if pose in ends), None)  # the nearest
+        if end is None:
             return None
-        end = next(pose for pose in reached if pose in ends)  # breadth first: the nearest
         moves: list[int] = []
-        step = reached[end]
+        step = self.reachable[end]
         while step is not None:
             pose, move = step
             moves.append(move)
-            step = reached[pose]
+            step = self.reachable[pose]
         return moves[::-1], end
 
     def words(self) -> str:
@@ -326,19 +313,6 @@ def _letters(thing: Any) -> str:
     if thing.type == "door" and (thing.is_open or thing.is_locked):
         kind = "O" if thing.is_open else "L"
     return kind + ("E" if thing.color == "grey" else thing.color[0].upper())
-
-
-class _Outside:
-    """Beyond the grid; opaque as a wall."""
-
-    type = "wall"
-
-    @staticmethod
-    def see_behind() -> bool:
-        return False
-
-
-OUTSIDE = _Outside()
 
 
 # -------------------------------------------------------------------------------------- the actions
