@@ -1,9 +1,9 @@
 """The options of a training run: their meaning, defaults and checks, and the command line.
 
-One field of a dataclass is one option; the docstring below it is its help text. `RunConfig` holds
-what every method needs, `Config` adds what train.py needs; sft.py, dpo.py and agentevol.py declare
-their own. A command line is read once (`read_command_line`) and checked once (`checked`).
-Options that it does not name come from a preset:
+One field of a dataclass is one option; the comment beside it, or the text below it, is its help.
+`RunConfig` holds what every method needs, `Config` adds what train.py needs; sft.py, dpo.py and
+agentevol.py declare their own. A command line is read once (`read_command_line`) and checked once
+(`checked`). Options that it does not name come from a preset:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
              a GPU, and for the small models anywhere
@@ -21,51 +21,28 @@ import io
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import docstring_parser
 import pydantic
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from envs import (
-    ENVS,
-    Task,
-    env_name,
-    get_env,
-    load_tasks,
-    name_of_list,
-    names_of,
-    problem_of_messages,
-    settings_of,
-)
+import envs
+from envs import Task, env_name, names_of, settings_of
 from envs.http import checked_url
 from envs.local import LOCAL, check_local
 from run.errors import Misuse as Misuse
 from run.errors import refusing as refusing
-from scale.default_models import SMALL_MODELS, check_length, check_model, is_at_hub
+from scale.default_models import SMALL_MODELS, check_length, check_model
 from schedulers import make_scheduler
 
 T = TypeVar("T", bound=Any)
 Options = TypeVar("Options", bound="RunConfig")
-LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # options of the other methods
-
-# The algorithms that use an option; a test compares these with advantages.ESTIMATORS.
-GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)
-USED_BY = {
-    "gamma": ("ppo", "reinforce_plus_plus"),
-    "lam": ("ppo",),
-    "critic_learning_rate": WITH_CRITIC,
-    "value_clip": WITH_CRITIC,
-    "skip_zero_variance": GROUPED,
-}
 # `--env textcraft babyai` is kept as "textcraft+babyai".
 EnvNames = Annotated[
     str,
@@ -84,42 +61,34 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# ------------------------------------------------------------------------------------- the options
+
+
 @dataclass(frozen=True)
 class Portions:
     """How an update is cut into optimizer steps and micro-batches."""
 
-    temperature: float = 1.0
-    """of the sampler, in training and evaluation [paper: 1.0]"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this global norm [paper: 1.0]"""
-    mini_batch_size: int = 64
-    """trajectories per optimizer step (trajectories) [paper: 8 tasks, i.e. 64]"""
+    temperature: float = 1.0  # of the sampler, in training and evaluation [paper: 1.0]
+    max_grad_norm: float = 1.0  # gradients are clipped to this global norm [paper: 1.0]
+    mini_batch_size: int = 64  # trajectories per optimizer step [paper: 8 tasks, i.e. 64]
     max_tokens_per_micro_batch: int = 2048
     """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
-    share_prefix: bool = True
-    """compute what the samples of a task have in common once, where that is faster"""
+    share_prefix: bool = True  # compute what a task's samples have in common once, if faster
 
 
 @dataclass(frozen=True)
 class Objective(Portions):
     """What an RL update maximises."""
 
-    clip_ratio: float = 0.2
-    """epsilon of the clipped objective [paper: 0.2]"""
-    value_clip: float = 0.5
-    """how far the critic may move from its old value (units of return) [paper: 0.5]"""
-    kl_loss_coef: float = 0.0
-    """weight of the KL to the start policy in the loss [paper: 1e-3]"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """of the KL in the loss; the KL in the reward uses k1 [paper: k3]"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus [paper: 1e-3]"""
-    sampler_is_cap: float = 2.0
-    """cap of the importance weights from sampler to trainer; 0 switches them off [paper: none]"""
+    clip_ratio: float = 0.2  # epsilon of the clipped objective [paper: 0.2]
+    value_clip: float = 0.5  # how far the critic may move (units of return) [paper: 0.5]
+    kl_loss_coef: float = 0.0  # weight of the KL to the start policy in the loss [paper: 1e-3]
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of the KL in the loss [paper: k3]
+    entropy_coef: float = 0.0  # weight of the entropy bonus [paper: 1e-3]
+    sampler_is_cap: float = 2.0  # of importance weights, sampler to trainer; 0: off [paper: none]
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
     """what counts equally in the policy loss, a token or a trajectory [paper: seq-mean]"""
-    ppo_epochs: int = 1
-    """passes over each step's trajectories [paper: 1]"""
+    ppo_epochs: int = 1  # passes over each step's trajectories [paper: 1]
 
     def num_optimizer_steps(self, num_rows: int) -> int:
         """Optimizer steps that a batch of `num_rows` trajectories gets."""
@@ -141,19 +110,14 @@ class RunConfig(Portions):
     preset: Literal["laptop", "paper", "none"] = "laptop"
     """laptop: for two CPU cores, the default without a GPU and for smollm2-135m and tiny anywhere;
     paper: AgentGym-RL's settings, the default with a GPU; none: the defaults in config.py"""
-    config: str | None = None
-    """config.json of another run, whose options become the defaults"""
+    config: str | None = None  # config.json of another run, whose options become the defaults
     # The environment and its tasks
     env: EnvNames = "textcraft"
     """environments to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class"""
-    env_weights: tuple[int, ...] = ()
-    """with several environments: tasks of each that follow one another, e.g. 2 1 (none: 1 each)"""
-    tasks: str | None = None
-    """training tasks: a JSON id list, or the name of one of the environment's; overrides --split"""
-    split: Literal["train", "test"] | None = None
-    """id list that comes with the environment [paper: train]"""
-    subtasks: tuple[str, ...] = ()
-    """train on these sub-tasks only, e.g. --subtasks "depth 1" "depth 2" (none: all)"""
+    env_weights: tuple[int, ...] = ()  # tasks of each --env in turn, e.g. 2 1 (none: 1 each)
+    tasks: str | None = None  # for training: a JSON id list, or a list of the environment by name
+    split: Literal["train", "test"] | None = None  # the environment's id list [paper: train]
+    subtasks: tuple[str, ...] = ()  # train on these alone, e.g. --subtasks "depth 1" (none: all)
     env_addr: tuple[str, ...] = ()
     """addresses of environment servers, http://host:port, with several --env NAME=http://host:port;
     none: a server is started here; local: the environment runs in this process"""
@@ -161,74 +125,48 @@ class RunConfig(Portions):
     """file with another prompt than the environment's: JSON [{"role", "content"}, ...], or a text
     that replaces its instruction"""
     # The model
-    model: str = "smollm2-135m"
-    """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen/Qwen2.5-3B-Instruct]"""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """the sampler: vLLM in this process, or plain transformers"""
-    engine_url: tuple[str, ...] = ()
-    """addresses of vLLM servers that sample, http://host:port (none: a sampler in each process)"""
-    engine_devices: tuple[str, ...] = ()
-    """GPUs for vLLM servers that are started and stopped here, e.g. --engine-devices 2 3"""
+    model: str = "smollm2-135m"  # or tiny, a checkpoint folder, a hub id [paper: Qwen2.5-3B]
+    engine: Literal["vllm", "transformers"] = "vllm"  # the sampler in this process
+    engine_url: tuple[str, ...] = ()  # addresses of vLLM servers that sample, http://host:port
+    engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that the run starts, e.g. 2 3
     warm_start: str = "auto"
     """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
     never; or a folder"""
     # How it learns
-    steps: int = 60
-    """training steps in total, also on resume (steps) [paper: 300]"""
-    rounds: tuple[int, ...] = (6,)
-    """most turns of a trajectory; several for scaling_inter_stepwise [paper: 30, or 10 20 30]"""
-    lora_rank: int = 0
-    """train adapters of this rank, with ten times the learning rate; 0: all weights [paper: 0]"""
+    steps: int = 60  # training steps in total, also on resume (steps) [paper: 300]
+    rounds: tuple[int, ...] = (6,)  # most turns of a trajectory; several widen [paper: 10 20 30]
+    lora_rank: int = 0  # train adapters, at ten times the learning rate; 0: all weights [paper: 0]
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format that the networks compute in; auto: the faster one on this machine, measured"""
     gradient_checkpointing: bool = False
     """keep only layer inputs for the backward pass: less memory, a third more time [paper: on]"""
-    max_tokens_per_turn: int = 80
-    """sampled tokens per turn (tokens) [paper: 512]"""
-    max_trajectory_tokens: int = 1536
-    """tokens of a trajectory, the prompt included (tokens) [paper: 10752]"""
-    learning_rate: float = 4e-5
-    """of the policy, AdamW [paper: 1e-6]"""
+    max_tokens_per_turn: int = 80  # sampled tokens per turn (tokens) [paper: 512]
+    max_trajectory_tokens: int = 1536  # with the prompt (tokens) [paper: 10752]
+    learning_rate: float = 4e-5  # of the policy, AdamW [paper: 1e-6]
     learning_rate_decay_steps: int = 60
     """linear decay to 1/N of the rate in N steps, then constant; 0: no decay (steps) [paper: 0]"""
     # Limits
-    max_sync_error: float = 0.1
-    """stop when sampler and trainer log-probs differ by more after a weight sync (mean, nats)"""
-    max_env_failures: float = 0.2
-    """stop when a larger share of a step's trajectories is lost to the environment (0..1)"""
-    on_collapse: Literal["stop", "warn", "off"] = "stop"
-    """what the sentinels of a collapsing run do (reporting/sentinels.py)"""
+    max_sync_error: float = 0.1  # of |sampler - trainer| log-probs after a sync (mean, nats)
+    max_env_failures: float = 0.2  # share of a step lost to the environment, at most (0..1)
+    on_collapse: Literal["stop", "warn", "off"] = "stop"  # what the sentinels do
     # Evaluation, files
-    eval_every: int = 20
-    """evaluate held-out tasks every N steps, before the first and after the last; 0: never"""
-    eval_tasks: str | None = None
-    """id list of held-out tasks (none: the test split, or the environment's short list)"""
-    eval_subtasks: tuple[str, ...] | None = None
-    """evaluate these sub-tasks only (none: those of --subtasks)"""
-    eval_samples: int = 4
-    """trajectories per held-out task (trajectories) [paper: 1]"""
-    eval_start_samples: int = 1
-    """the same in the evaluation before the first step (trajectories)"""
-    eval_rounds: int | None = None
-    """most turns in evaluation (turns; none: the longest of --rounds) [paper: 30]"""
-    stop_at: float | None = None
-    """stop once this share of the held-out tasks is solved (0..1; none: after --steps)"""
-    save_every: int = 20
-    """write a checkpoint every N steps, and after the last (steps) [paper: 25]"""
-    keep_last: int = 2
-    """checkpoints to keep besides the best"""
-    run_dir: str | None = None
-    """folder of the run (none: runs/<env>-<method>-<date-time>)"""
-    resume: bool = False
-    """continue the run in --run-dir from its newest checkpoint"""
+    eval_every: int = 20  # evaluate held-out tasks every N steps, first and after all; 0: never
+    eval_tasks: str | None = None  # id list (none: the test split, or the environment's short one)
+    eval_subtasks: tuple[str, ...] | None = None  # evaluate these alone (none: --subtasks)
+    eval_samples: int = 4  # trajectories per held-out task (trajectories) [paper: 1]
+    eval_start_samples: int = 1  # the same in the evaluation before the first step (trajectories)
+    eval_rounds: int | None = None  # most turns in it (none: the longest of --rounds) [paper: 30]
+    stop_at: float | None = None  # stop at this held-out success (0..1; none: after --steps)
+    save_every: int = 20  # write a checkpoint every N steps, and after the last [paper: 25]
+    keep_last: int = 2  # checkpoints to keep besides the best
+    run_dir: str | None = None  # folder of the run (none: runs/<env>-<method>-<date-time>)
+    resume: bool = False  # continue the run in --run-dir from its newest checkpoint
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """also send each step's metrics there; the packages are optional (reporting/trackers.py)"""
-    seed: int = 0
-    """of task order, environments and sampling"""
+    seed: int = 0  # of task order, environments and sampling
     deterministic: bool = False
     """bitwise repeatable (tested on CPUs): transformers engine, float32, sequences sampled alone"""
-    record_state: bool = False
-    """keep the environment's state for the viewer (inventory, map) in the trajectory files"""
+    record_state: bool = False  # keep the environment's state (inventory, map) for the viewer
 
     @property
     def name(self) -> str:
@@ -255,7 +193,7 @@ class RunConfig(Portions):
 
     @property
     def trajectories_per_step(self) -> int:
-        """That a step learns from, at most."""
+        """The most that a step learns from."""
         return self.mini_batch_size
 
     @property
@@ -273,28 +211,18 @@ class RunConfig(Portions):
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
 
     def check(self) -> None:
-        """Raise Misuse for values that cannot work, alone or together."""
-        with refusing():
-            _check_environments(self)
-        for names, is_fine, words in RANGES:
-            for name in names:
-                value = getattr(self, name, None)
-                if value is None or (value == 0 and name in self.may_be_zero):
-                    continue
-                if not (is_fine(value) and math.isfinite(value)):
-                    raise Misuse(f"{flag(name)} {value} must {words}")
-        if self.stop_at is not None and not self.eval_every:
+        """Raise ValueError for values that cannot work, alone or together."""
+        check_ranges(self)
+        check_environments(self)
+        if self.stop_at and not self.eval_every:
             raise Misuse("--stop-at waits for held-out success; set --eval-every above 0")
-        if self.max_tokens_per_turn >= self.max_trajectory_tokens:
-            raise Misuse(
-                f"--max-tokens-per-turn {self.max_tokens_per_turn} does not fit into "
-                f"--max-trajectory-tokens {self.max_trajectory_tokens}"
-            )
+        turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
+        if turn >= trajectory:
+            raise Misuse(f"--max-tokens-per-turn {turn} >= --max-trajectory-tokens {trajectory}")
         if self.engine_url and self.engine_devices:
             raise Misuse("--engine-url and --engine-devices exclude each other")
         if (self.engine_url or self.engine_devices) and self.engine != "vllm":
-            why = "--deterministic" if self.deterministic else f"--engine {self.engine}"
-            raise Misuse(f"--engine-url and --engine-devices are vLLM servers; leave out {why}")
+            raise Misuse("--engine-url and --engine-devices need --engine vllm; no --deterministic")
         for name in self.log_to:
             if importlib.util.find_spec(name) is None:
                 raise Misuse(f"--log-to {name} needs the package: pip install {name}")
@@ -306,6 +234,17 @@ class RunConfig(Portions):
     def notes(self) -> Iterator[str]:
         """Lines about a run that may not be what the user meant."""
         return iter(())
+
+
+# The algorithms that use an option; a test compares these with advantages.ESTIMATORS.
+GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)
+USED_BY = {
+    "gamma": ("ppo", "reinforce_plus_plus"),
+    "lam": ("ppo",),
+    "critic_learning_rate": WITH_CRITIC,
+    "value_clip": WITH_CRITIC,
+    "skip_zero_variance": GROUPED,
+}
 
 
 @dataclass(frozen=True)
@@ -320,29 +259,19 @@ class Config(RunConfig, Objective):
     """advantage estimator and what goes with it [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
     """how the horizon changes during training [paper: both]"""
-    steps_scaling_inter: int = 100
-    """training steps at each horizon of scaling_inter_stepwise (steps) [paper: 100]"""
-    tasks_per_step: int = 8
-    """tasks drawn per step (tasks) [paper: 32]"""
-    group_size: int = 8
-    """trajectories per task (trajectories) [paper: 8]"""
-    critic_learning_rate: float = 1e-4
-    """of PPO's critic, AdamW [paper: 1e-5]"""
-    gamma: float = 1.0
-    """discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]"""
-    lam: float = 1.0
-    """GAE lambda (ppo) [paper: 1.0]"""
-    kl_coef: float = 0.0
-    """weight of the KL to the start policy in the reward [paper: 0.0]"""
-    kl_target: float | None = None
-    """adapt kl_coef to keep the KL here (nats per token; none: kl_coef is fixed)"""
+    steps_scaling_inter: int = 100  # steps at each horizon of scaling_inter_stepwise [paper: 100]
+    tasks_per_step: int = 8  # tasks drawn per step (tasks) [paper: 32]
+    group_size: int = 8  # trajectories per task (trajectories) [paper: 8]
+    critic_learning_rate: float = 1e-4  # of PPO's critic, AdamW [paper: 1e-5]
+    gamma: float = 1.0  # discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]
+    lam: float = 1.0  # GAE lambda (ppo) [paper: 1.0]
+    kl_coef: float = 0.0  # weight of the KL to the start policy in the reward [paper: 0.0]
+    kl_target: float | None = None  # adapt kl_coef to keep the KL here (nats per token; none: no)
     skip_zero_variance: bool = True
     """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0,
     unless --kl-coef or --normalize-per-env moves them"""
-    normalize_per_env: bool = False
-    """whiten advantages within each environment, so that none sets the scale of the others"""
-    shuffle_rewards: bool = False
-    """control that must learn nothing: swap rewards at random between a step's trajectories"""
+    normalize_per_env: bool = False  # whiten advantages within each environment
+    shuffle_rewards: bool = False  # control: swap a step's rewards, so that nothing can be learned
 
     @property
     def name(self) -> str:
@@ -367,21 +296,14 @@ class Config(RunConfig, Objective):
 
     def check(self) -> None:
         super().check()
-        with refusing():
-            for c in in_each(self):
-                make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
-                if c.rounds_scheduler != "fixed" and len(c.rounds) < 2:
-                    raise Misuse(
-                        f"--rounds {c.rounds[0]} never changes with --rounds-scheduler "
-                        f"{c.rounds_scheduler}; give several numbers, or choose fixed"
-                    )
+        for c in in_each(self):
+            make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
+            if c.rounds_scheduler != "fixed" and len(c.rounds) == 1:
+                raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several numbers")
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.group_size < 2 and self.algorithm in GROUPED:
-            raise Misuse(
-                f"--group-size {self.group_size} leaves {self.algorithm} nothing to compare with; "
-                "use 2 or more, or --algorithm ppo or reinforce_plus_plus"
-            )
+            raise Misuse(f"--group-size 1: {self.algorithm} compares samples, give 2 or more")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
             raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
         if self.kl_loss_coef and self.kl_estimator == "k1":
@@ -400,10 +322,10 @@ class Config(RunConfig, Objective):
 
     def notes(self) -> Iterator[str]:
         last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
-        if self.rounds and self.rounds_scheduler != "fixed" and self.steps <= last_change:
+        if self.rounds_scheduler != "fixed" and self.steps <= last_change:
             yield (
-                f"--rounds {_spaced(self.rounds)} reaches {self.rounds[-1]} turns after step "
-                f"{last_change}, but --steps is {self.steps}; see --steps-scaling-inter"
+                f"--steps {self.steps} ends before the last of --rounds begins, after step "
+                f"{last_change}; see --steps-scaling-inter"
             )
 
 
@@ -463,14 +385,14 @@ def with_preset(
         own = settings_of(name)
         presets = {"laptop": own.laptop, "paper": PAPER | dict(own.paper), "none": {}}
         if preset not in presets:
-            raise ValueError(f"--preset {preset} is not known; choose one of {', '.join(presets)}")
+            raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
         large = kind.large if preset == "paper" else {}
         settings.append({n: v for n, v in presets[preset].items() if n in names} | large)
-    numbers = settings[0]
+    numbers: dict[str, Any] = {}
+    for name in {name for setting in settings for name in setting}:
+        values = [setting.get(name, getattr(kind, name)) for setting in settings]
+        numbers[name] = max((v for v in values if v is not None), default=None)
     if len(settings) > 1:
-        for name in {name for setting in settings for name in setting}:
-            values_of_each = (setting.get(name, getattr(kind, name)) for setting in settings)
-            numbers[name] = max((v for v in values_of_each if v is not None), default=None)
         numbers["rounds"] = ()  # each environment's own
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
 
@@ -498,8 +420,6 @@ def complete(config: Options) -> Options:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
         return config  # each environment has its own lists: `in_each`
-    prefix = f"{env_name(config.env)}="  # allowed before an address of a single environment too
-    config = replace(config, env_addr=tuple(a.removeprefix(prefix) for a in config.env_addr))
     if config.tasks is not None:
         return replace(config, split=None)
     if config.split is not None:
@@ -527,35 +447,29 @@ def in_each(config: Options) -> list[Options]:
     >>> [c.rounds for c in in_each(options("textcraft+babyai", rounds=(9,)))]
     [(9,), (9,)]
     """
-    names = names_of(config.env)
+    names, configs = names_of(config.env), []
     if len(names) == 1:
         return [config]
-    return [
-        complete(
-            replace(
-                config,
-                env=name,
-                env_weights=(),
-                rounds=config.rounds or with_preset(config.preset, name, type(config)).rounds,
-                env_addr=tuple(a for a in config.env_addr if a.startswith(f"{env_name(name)}=")),
-            )
-        )
-        for name in names
-    ]
+    for name in names:
+        rounds = config.rounds or with_preset(config.preset, name, type(config)).rounds
+        prefix = f"{env_name(name)}="
+        mine = tuple(a.removeprefix(prefix) for a in config.env_addr if a.startswith(prefix))
+        own = replace(config, env=name, env_weights=(), rounds=rounds, env_addr=mine)
+        configs.append(complete(own))
+    return configs
 
 
 def tasks_of(config: RunConfig) -> list[Task]:
     """Training tasks, one environment after the other; ValueError where two share a task id."""
-    tasks = [
-        task for c in in_each(config) for task in load_tasks(c.env, c.split, c.tasks, c.subtasks)
-    ]
+    tasks: list[Task] = []
+    for c in in_each(config):
+        tasks += envs.load_tasks(c.env, c.split, c.tasks, c.subtasks)
     env_of: dict[str, str] = {}
     for task in tasks:
-        if env_of.setdefault(task.task_id, task.env) != task.env:
-            raise ValueError(
-                f"{env_of[task.task_id]} and {task.env} both have a task {task.task_id}; "
-                "give one of them its own ID_PREFIXES"
-            )
+        other = env_of.setdefault(task.task_id, task.env)
+        if other != task.env:
+            both = f"{other} and {task.env} both have a task {task.task_id}"
+            raise ValueError(f"{both}; give one of them its own ID_PREFIXES")
     return tasks
 
 
@@ -564,7 +478,7 @@ def held_out_tasks(config: RunConfig) -> list[Task]:
     tasks: list[Task] = []
     for c in in_each(config) if config.eval_every else ():
         split = None if c.eval_tasks else "test"
-        tasks += load_tasks(c.env, split, c.eval_tasks, c.evaluation_subtasks)
+        tasks += envs.load_tasks(c.env, split, c.eval_tasks, c.evaluation_subtasks)
     return tasks
 
 
@@ -591,57 +505,7 @@ NOT_NEGATIVE = (
     *("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps"),
     *("kl_coef", "kl_loss_coef", "entropy_coef", "sft_coef"),
 )
-SHARES = ("gamma", "lam", "max_env_failures")
-RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (POSITIVE, lambda x: x > 0, "be above 0, and finite"),
-    (NOT_NEGATIVE, lambda x: x >= 0, "not be negative"),
-    (SHARES, lambda x: 0 <= x <= 1, "lie between 0 and 1"),
-    (("stop_at",), lambda x: 0 < x <= 1, "be a share above 0, at most 1"),
-)
-
-
-def _check_environments(config: RunConfig) -> None:
-    names, weights = names_of(config.env), config.env_weights
-    called = [env_name(name) for name in names]
-    if len(set(called)) < len(called):
-        raise Misuse(f"--env {_spaced(names)} names an environment twice")
-    if weights and (len(names) == 1 or len(weights) != len(names) or min(weights) < 1):
-        raise Misuse(
-            f"--env-weights {_spaced(weights)}: give each of several --env a whole number of at "
-            "least 1"
-        )
-    if len(names) > 1:
-        for name in OF_ONE_ENV:
-            if getattr(config, name):
-                raise Misuse(
-                    f"{flag(name)} belongs to one environment, and --env names {len(names)}; "
-                    "leave it out, of --config too"
-                )
-        for address in config.env_addr:
-            if address.partition("=")[0] not in called:
-                raise Misuse(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
-    for c in in_each(config):
-        check_addresses("env_addr", c.env_addr, c.env)
-    for name in ("engine_url", "engine_devices"):
-        check_addresses(name, getattr(config, name))
-
-
-def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
-    """Raise ValueError unless each is an address, given once; `local` may stand for `env`'s."""
-    words = f"{flag(name)} {_spaced(addresses)}"
-    if len(set(addresses)) < len(addresses):
-        raise ValueError(f"{words}: the same one twice")
-    if name == "env_addr" and LOCAL in addresses:
-        if len(addresses) > 1:
-            raise ValueError(f"{words}: {LOCAL} is not a server; give it alone")
-        check_local(env)
-    elif name != "engine_devices":
-        for address in addresses:
-            checked_url(address, flag(name))
-
-
-def _spaced(values: Sequence[object]) -> str:
-    return " ".join(map(str, values))
+SHARES = ("gamma", "lam", "max_env_failures", "stop_at")
 
 
 def checked(config: Options) -> Options:
@@ -649,36 +513,76 @@ def checked(config: Options) -> Options:
     line naming the option, its value and what to do; nothing was written."""
     with refusing():
         config = complete(with_prompt(config))
-    config.check()
-    with refusing():
+        config.check()
         for c in in_each(config):
             if c.needs_world and c.env_addr in ((), (LOCAL,)):
                 check_package(c.env)
         tasks_of(config)
         held_out_tasks(config)
-    check_run_dir(config)
-    check_model(config.model)
-    if (start := config.warm_start) not in ("auto", "never"):
-        if not Path(start).is_dir():
-            raise Misuse(f"--warm-start {start} is neither auto, never, nor a checkpoint folder")
-        check_model(start, "--warm-start")
-    check_length(config.model, config.max_trajectory_tokens + 1)
-    config = as_kept(config)
+        check_run_dir(config)
+        check_model(config.model)
+        if (start := config.warm_start) not in ("auto", "never"):
+            if not Path(start).is_dir():
+                raise Misuse(f"--warm-start {start} is neither auto, never, nor a folder")
+            check_model(start, "--warm-start")
+        check_length(config.model, config.max_trajectory_tokens + 1)
+        config = as_kept(config)
     if config.resume:
         check_resumed(config)
     return config
 
 
+def check_ranges(config: RunConfig) -> None:
+    """Raise Misuse for a number that has no meaning."""
+    for name in (*POSITIVE, *NOT_NEGATIVE, *SHARES):
+        value = getattr(config, name, None)  # None: not an option of this method, or not given
+        if value is None or (value == 0 and name in config.may_be_zero):
+            continue
+        if name in POSITIVE and not 0 < value < math.inf:
+            raise Misuse(f"{flag(name)} {value} must be above 0, and finite")
+        if not 0 <= value < math.inf:
+            raise Misuse(f"{flag(name)} {value} must not be negative, and finite")
+        if name in SHARES and value > 1:
+            raise Misuse(f"{flag(name)} {value} must lie between 0 and 1")
+
+
+def check_environments(config: RunConfig) -> None:
+    """Raise ValueError for environments, weights and addresses that do not go together."""
+    names, weights = names_of(config.env), config.env_weights
+    called = [env_name(name) for name in names]
+    if len(set(called)) < len(called):
+        raise Misuse(f"--env {' '.join(names)} names an environment twice")
+    if weights and (len(weights) != len(names) or min(weights) < 1):
+        raise Misuse(f"--env-weights {weights}: give each --env a whole number of at least 1")
+    if len(names) > 1:
+        for name in OF_ONE_ENV:
+            if getattr(config, name):
+                raise Misuse(f"{flag(name)} belongs to one environment; --env names {len(names)}")
+        for address in config.env_addr:
+            if address.partition("=")[0] not in called:
+                raise Misuse(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
+    for c in in_each(config):
+        check_addresses("env_addr", c.env_addr, c.env)
+    check_addresses("engine_url", config.engine_url)
+    if len(set(config.engine_devices)) < len(config.engine_devices):
+        raise Misuse(f"--engine-devices {' '.join(config.engine_devices)} names a GPU twice")
+
+
+def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
+    """Raise ValueError unless each is an address; `local` may stand for `env`'s."""
+    for address in addresses:
+        if name == "env_addr" and address == LOCAL:
+            check_local(env)
+        else:
+            checked_url(address, flag(name))
+
+
 def check_package(env: str) -> None:
     """Raise ValueError where the package that runs the environment is not installed."""
     package = settings_of(env).package
-    try:
-        if not package or importlib.util.find_spec(package):
-            return
-    except ModuleNotFoundError:  # package.module, without the package
-        pass
-    how = f"run `make setup ENV={env}`" if env in ENVS else f"install {package}"
-    raise ValueError(f"--env {env} needs the package {package}: {how}, or give --env-addr")
+    if package and not importlib.util.find_spec(package.partition(".")[0]):
+        how = f"run `make setup ENV={env}`" if env in envs.ENVS else f"install {package}"
+        raise ValueError(f"--env {env} needs the package {package}: {how}, or give --env-addr")
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -688,13 +592,7 @@ def check_run_dir(config: RunConfig) -> None:
         raise Misuse(f"--run-dir {path} holds a run; add --resume to continue, or choose another")
     parent = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        why = "may not be written to" if parent.is_dir() else "is not a folder"
-        raise Misuse(f"--run-dir {path} cannot be made: {parent} {why}")
-
-
-def files_teach(method: str, options: Mapping[str, Any]) -> bool:
-    """Whether a run learns only from files; AgentEvol plays too, whatever it starts from."""
-    return method != "agentevol" and any(options.get(name) for name in LISTS_OF_FILES)
+        raise Misuse(f"--run-dir {path} cannot be made: {parent} is not a folder to write in")
 
 
 def notes(config: RunConfig) -> Iterator[str]:
@@ -707,51 +605,33 @@ def notes(config: RunConfig) -> Iterator[str]:
                 "there says little about others (--tasks, --eval-tasks)"
             )
     yield from config.notes()
-    if is_at_hub(config.model):
-        yield f"--model {config.model} is not on this machine: it comes from the model hub"
 
 
 # --------------------------------------------------------------------------------- the command line
 
 
 def parse_command_line(
-    kind: type[T],
-    argv: Sequence[str] | None,
-    prog: str,
-    default: T | None = None,
-    description: str | None = None,
+    kind: type[T], argv: Sequence[str] | None, prog: str, default: T | None = None, about: str = ""
 ) -> T:
-    """A dataclass from the command line: every field is a flag, its docstring the help text.
+    """A dataclass from the command line: every field is a flag. Flags that are not given have the
+    value that `default` has, or the class.
 
-    `default` has the values of the flags that are not given; None: the dataclass's own. Raises
-    Misuse where the arguments cannot be read, SystemExit with code 0 after --help.
+    Raises Misuse where the arguments cannot be read, SystemExit with code 0 after --help.
     """
-    help_of = {
-        parameter.arg_name: parameter.description or ""
-        for cls in reversed(kind.__mro__[:-1])  # the last is object
-        for parameter in docstring_parser.parse_from_object(cls).params
-    }
-    for field in fields(kind):
-        # tyro would break the help where the docstring's lines end.
-        field.metadata = MappingProxyType({"help": " ".join(help_of.get(field.name, "").split())})
     box = io.StringIO()
     rest: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(kind, prog=prog, args=argv, description=description, **rest)
+            return tyro.cli(kind, prog=prog, args=argv, description=about or None, **rest)
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise Misuse(_in_one_line(box.getvalue())) from None
-
-
-def _in_one_line(box: str) -> str:
-    """tyro's message, without the box that it draws, and the first name that it suggests."""
-    _, *lines = (line.strip("│╭╮╰╯─ ") for line in box.splitlines())
+    # One line: without the box that tyro draws, and the first of the names that it suggests.
+    _, *lines = (line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines())
     problem = " ".join(takewhile(bool, lines))
     if "Perhaps you meant:" in lines:
         problem += f"; did you mean {lines[lines.index('Perhaps you meant:') + 1].split()[0]}?"
-    return f"{problem}; see --help"
+    raise Misuse(f"{problem}; see --help")
 
 
 def named(argv: Sequence[str]) -> dict[str, list[str]]:
@@ -779,21 +659,18 @@ def read_command_line(
     have no effect. Raises as `parse_command_line`, and Misuse for a file of options that cannot
     be read."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = {name: " ".join(values) for name, values in named(words).items()}
+    given = {name: " ".join(values) for name, values in named(words).items()}
     if "--resume" in words:  # what is not given again is what the run was started with
-        default = saved_config(arguments.get("run_dir"), kind)
+        default = saved_config(given.get("run_dir"), kind)
     else:
-        default = _defaults_for(arguments, kind)
+        with refusing():
+            default = _defaults_for(given, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
-    for name, value in arguments.items():
+    for name, value in given.items():
         if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
             raise Misuse(f"{flag(name)} takes at least one value; leave it out for its default")
-    remarks = []
-    for name, why in _without_effect(config):
-        if name in arguments:
-            option = flag(f"no_{name}" if getattr(config, name) is False else name)
-            remarks.append(f"{option} has no effect here: {why}")
-    return config, remarks
+    idle = {name: why for name, why in _without_effect(config) if name in given}
+    return config, [f"{flag(name)} has no effect here: {why}" for name, why in idle.items()]
 
 
 def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -807,24 +684,17 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from config.without_effect()
 
 
-# What decides how many steps an epoch takes.
-COUNTED = {"data", "epochs", "mini_batch_size", "num_demonstrations", "hold_out", "min_return"}
-COUNTED |= {"env", "tasks", "split", "subtasks"}
-
-
-def _defaults_for(arguments: Mapping[str, str], kind: type[Options]) -> Options:
+def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
     """The values of the options that are not given: those of --config, then of a preset."""
     saved = dict[str, Any]()
-    if file := arguments.get("config"):
-        if "preset" in arguments:
+    if file := given.get("config"):
+        if "preset" in given:
             raise Misuse("--config and --preset both set the defaults; give one")
-        saved = options_from(file, kind) | {"config": file}
-        if "steps" in kind.may_be_zero and COUNTED & arguments.keys():
-            saved.pop("steps", None)  # as many as the other run's epochs took
-    asked = saved | {name: value for name, value in arguments.items() if value}
+        _, saved = options_in(Path(file), f"--config {file}", kind)
+        saved = {n: v for n, v in saved.items() if n not in OF_ONE_RUN} | {"config": file}
+    asked = saved | {name: value for name, value in given.items() if value}
     env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
-    with refusing():
-        return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
+    return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
 
 
 # --------------------------------------------------------------------------------- options in files
@@ -836,25 +706,33 @@ CHANGEABLE = {
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
 OF_ONE_RUN = {"config", "run_dir", "resume"}  # not taken over by another run
+LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # options of the other methods
 
 
-def as_kept(config: Options) -> Options:
-    """The options with paths and prompts that hold in any working folder, since a run may be
-    resumed from another one. Idempotent. Raises Misuse where there is no such id list or prompt."""
-    changes: dict[str, Any] = {}
-    with refusing():
-        for name in ("tasks", "eval_tasks"):
-            if (file := getattr(config, name)) is not None:
-                changes[name] = name_of_list(config.env, file)
-    for name in ("model", "warm_start"):
-        folder = getattr(config, name)
-        if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).expanduser().is_dir():
-            # Where a link leads now: checkpoints/best of a run that goes on will be another.
-            changes[name] = os.path.realpath(Path(folder).expanduser())
-    for name in LISTS_OF_FILES:
-        if files := getattr(config, name, ()):
-            changes[name] = tuple(os.path.abspath(Path(file).expanduser()) for file in files)
-    return with_prompt(replace(config, **changes))
+def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict[str, Any]]:
+    """The method and the options in a run's config.json, or in a JSON object of options. Of another
+    method's run those that both have and `kind` does not keep.
+
+    Raises Misuse, which begins with `where`: no options, or a name or value that this version does
+    not have.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        method, options = content.get("method", Config.method), content.get("config", content)
+        if method != kind.method:
+            shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
+            options = with_one_horizon({n: v for n, v in options.items() if n in shared}, kind)
+        unknown = options.keys() - kind.__dataclass_fields__.keys()
+    except (OSError, ValueError, AttributeError) as error:  # the last: it is not an object
+        raise Misuse(f"{where}: {path.name} cannot be read as a run's options ({error})") from error
+    if unknown:
+        raise Misuse(f"{where}: this version has no option {', '.join(sorted(unknown))}")
+    try:
+        config = pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
+    return method, {name: getattr(config, name) for name in options}
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
@@ -862,51 +740,33 @@ def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
     methods share, of any run. Raises Misuse where it holds no run, or another method's."""
     if not run_dir:
         raise Misuse("--resume needs --run-dir, the run to continue")
-    where = f"--run-dir {run_dir}"
-    method, saved = _options_in(Path(run_dir) / "config.json", where)
-    if kind is RunConfig:
-        saved = {n: v for n, v in saved.items() if n in RunConfig.__dataclass_fields__}
-    elif method != kind.method:
-        raise Misuse(f"{where} holds a run of {method}, not of {kind.program}")
-    return replace(kind(**_validated(saved, where, kind)), run_dir=run_dir, resume=True)
+    method, saved = options_in(Path(run_dir) / "config.json", f"--run-dir {run_dir}", kind)
+    if kind.method not in ("", method):
+        raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
+    return replace(kind(**saved), run_dir=run_dir, resume=True)
 
 
-def options_from(file: str, kind: type[RunConfig]) -> dict[str, Any]:
-    """The options in a run's config.json, or in a JSON object of options, for a new run. Of another
-    method's run those that both have and `kind` does not keep. Raises Misuse."""
-    method, saved = _options_in(Path(file), f"--config {file}")
-    if method != kind.method:
-        shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
-        saved = with_one_horizon({n: v for n, v in saved.items() if n in shared}, kind)
-    values = _validated(saved, f"--config {file}", kind)
-    return {name: value for name, value in values.items() if name not in OF_ONE_RUN}
+def as_kept(config: Options) -> Options:
+    """The options with paths that hold in any folder, since a run may be resumed from another one.
+    Idempotent. Raises ValueError where there is no such id list."""
+    changes: dict[str, Any] = {}
+    for name in ("tasks", "eval_tasks"):
+        if (file := getattr(config, name)) is not None:
+            changes[name] = envs.name_of_list(config.env, file)
+    for name in ("model", "warm_start"):
+        folder = getattr(config, name)
+        if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
+            # Where a link leads now: checkpoints/best of a run that goes on will be another.
+            changes[name] = os.path.realpath(folder)
+    for name in LISTS_OF_FILES:
+        if files := getattr(config, name, ()):
+            changes[name] = tuple(map(os.path.abspath, files))
+    return replace(config, **changes)
 
 
-def _options_in(path: Path, where: str) -> tuple[str, dict[str, Any]]:
-    """The method of a run's config.json, and its options; Misuse if it holds none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Misuse(f"{where}: {path.name} cannot be read ({error})") from error
-    options = content.get("config", content) if isinstance(content, dict) else None
-    if not isinstance(options, dict) or not options:
-        raise Misuse(f"{where} is not a run's config.json: it holds no options")
-    return str(content.get("method", Config.method)), options
-
-
-def _validated(options: dict[str, Any], where: str, kind: type[RunConfig]) -> dict[str, Any]:
-    """The options with their types; Misuse where a name or a value is not one of this version."""
-    if unknown := sorted(options.keys() - kind.__dataclass_fields__.keys()):
-        raise Misuse(
-            f"{where} holds options that this version does not have: {', '.join(unknown)}; leave "
-            "them out, or use the version that wrote it"
-        )
-    try:
-        config = pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
-    return {name: getattr(config, name) for name in options}
+def files_teach(method: str, options: Mapping[str, Any]) -> bool:
+    """Whether a run learns only from files; AgentEvol plays too, whatever it starts from."""
+    return method != "agentevol" and any(options.get(name) for name in LISTS_OF_FILES)
 
 
 def check_resumed(config: RunConfig) -> None:
@@ -915,36 +775,31 @@ def check_resumed(config: RunConfig) -> None:
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
     if other := " ".join(flag(n) for n in changed if n not in CHANGEABLE or n in config.fixed):
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
-    names = [path.name for path in Path(config.run_dir or "").glob("checkpoints/step_*")]
-    done = max((int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name)), default=0)
+    checkpoints = Path(config.run_dir or "").glob("checkpoints/step_??????")
+    done = max((int(path.name[5:]) for path in checkpoints), default=0)
     if 0 < config.steps < done:  # 0: as many as --epochs take
         raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
 
 
-# --------------------------------------------------------------------------------- another --prompt
-
-
 def with_prompt(config: T) -> T:
     """The options with the messages of --prompt, as JSON, in place of the file's name: config.json
-    then has the text that was trained with. Idempotent. Raises Misuse for a file that cannot be
-    read, or that cannot stand before a first observation."""
+    then has the text that was trained with. Idempotent. Raises ValueError for a file that cannot
+    be read, or that cannot stand before a first observation."""
     file = config.prompt
     if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
         return config
     try:
         text = Path(file).read_text(encoding="utf-8").strip()
         messages = json.loads(text) if text.startswith("[") else None
-        json.dumps(messages, ensure_ascii=False).encode()  # fails on half a surrogate pair
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise Misuse(f"--prompt {file} cannot be read ({error})") from error
     if not text:
         raise Misuse(f"--prompt {file} is empty")
     if messages is None:
-        first, *others = get_env(config.env).PROMPT
+        first, *others = envs.get_env(config.env).PROMPT
         messages = [first | {"content": text}, *others]
-    elif problem := problem_of_messages(messages):
+    elif problem := envs.problem_of_messages(messages):
         raise Misuse(f"--prompt {file}: {problem}")
-    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
     return replace(config, prompt=json.dumps(messages, ensure_ascii=False))
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import config as config_module
-import sft
 import train
 from advantages import ESTIMATORS
 from agentevol import EvolConfig
@@ -31,9 +30,8 @@ from config import (
     held_out_tasks,
     notes,
     options,
-    options_from,
+    options_in,
     parse_command_line,
-    preset_of,
     prompt_of,
     read_command_line,
     saved_config,
@@ -66,16 +64,15 @@ PROMISED = (
 
 def asked(words, kind=Config):
     """The options that a command line asks for, checked."""
-    words = words.split() if isinstance(words, str) else words
-    return checked(read_command_line(words, kind)[0])
-
-
-# --- Flags, help, choices -------------------------------------------------------------------------
+    return checked(parse(words, kind))
 
 
 def parse(words, kind=Config):
-    """The options of a command line, not checked."""
+    """The same, not checked."""
     return read_command_line(words.split(), kind)[0]
+
+
+# --- Flags, help, choices -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, EvolConfig, EvalConfig])
@@ -83,11 +80,12 @@ def test_help_explains_every_option_with_its_default(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as stop:
         parse_command_line(kind, ["--help"], "program")
-    text = capsys.readouterr().out
     assert stop.value.code == 0
+    paragraphs = re.split(r"\n  (?=--)", capsys.readouterr().out)
+    help_of = {text.replace(",", " ").split()[0]: text for text in paragraphs}
     for field in fields(kind):
-        option = re.escape(flag(field.name))
-        assert re.search(rf"{option}[ ,].*[^ ] +[^ ].*\(default: ", text), field.name
+        words = re.split(r"\s\s+", help_of[flag(field.name)])[1:]
+        assert re.search(r"\w.*\(default: ", " ".join(words)), field.name
     assert kind is not Config or set(PROMISED.split()) <= {field.name for field in fields(kind)}
 
 
@@ -125,17 +123,12 @@ def test_an_option_belongs_to_the_algorithms_that_look_at_it():
 
 
 @pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("preset", ["laptop", "paper", "none"])
-def test_every_preset_passes_the_check_in_every_environment(preset, env):
-    config = complete(with_preset(preset, env))
-    config.check()
-    assert config.env == env
-    assert tasks_of(config)
-
-
-@pytest.mark.parametrize("env", ENVS)
-def test_the_short_tasks_of_an_environment_are_split_and_of_the_same_sub_tasks(env):
-    config = complete(with_preset("laptop", env))
+def test_every_preset_suits_every_environment_and_its_short_tasks_are_split(env):
+    for preset in ("paper", "none", "laptop"):
+        config = complete(with_preset(preset, env))
+        config.check()
+        assert config.env == env
+        assert complete(config) == config, "as a resumed run needs"
     train_tasks, held_out = tasks_of(config), held_out_tasks(config)
     assert not {t.task_id for t in train_tasks} & {t.task_id for t in held_out}
     unseen = [t for t in held_out if t.subtask not in {task.subtask for task in train_tasks}]
@@ -146,16 +139,14 @@ def test_the_short_tasks_of_an_environment_are_split_and_of_the_same_sub_tasks(e
 @pytest.mark.parametrize(
     ("argv", "env"),
     [
-        ("--env babyai --seed 3", "babyai"),
         ("--seed 3 --env=sciworld", "sciworld"),
-        ("--seed 3 --env textcraft babyai", "textcraft+babyai"),
+        ("--env textcraft babyai --seed 3", "textcraft+babyai"),
         ("--seed 3", "textcraft"),
     ],
 )
 def test_the_environment_on_the_command_line_decides_the_defaults(argv, env):
     assert parse(argv) == replace(with_preset("laptop", env), seed=3)
-    config = parse(f"{argv} --group-size 3")
-    assert config.group_size == 3 != with_preset("laptop", env).group_size
+    assert parse(f"{argv} --group-size 3").group_size == 3 != with_preset("laptop", env).group_size
 
 
 def test_the_paper_preset_has_the_papers_schedule_and_batch():
@@ -183,15 +174,12 @@ def test_with_a_gpu_the_other_methods_have_rates_for_large_models(env):
 
 def test_the_machine_decides_the_preset_unless_the_model_is_small_or_it_is_named(monkeypatch):
     monkeypatch.setattr(config_module, "has_gpu", lambda: True)
-    assert preset_of("Qwen/Qwen2.5-3B-Instruct") == "paper"
     assert parse("") == options() == with_preset("paper")
     for model in SMALL_MODELS:
         expected = replace(with_preset("laptop"), model=model)
         assert parse(f"--model {model}") == options(model=model) == expected
-    for preset in ("laptop", "none"):
-        config = parse(f"--preset {preset} --env babyai")
-        assert config == options("babyai", preset=preset) == with_preset(preset, "babyai")
-    assert with_preset("none", "babyai") == Config(preset="none", env="babyai")
+    none = Config(preset="none", env="babyai")
+    assert parse("--preset none --env babyai") == options("babyai", preset="none") == none
 
 
 def test_lists_follow_from_the_model_unless_tasks_are_named():
@@ -203,12 +191,6 @@ def test_lists_follow_from_the_model_unless_tasks_are_named():
         config = Config(**given, subtasks=("depth 2",))
         assert complete(config) == config
     assert complete(replace(with_preset("paper"), tasks="family_train")).split is None
-
-
-@pytest.mark.parametrize("config", [Config(), Config(deterministic=True), with_preset("paper")])
-def test_complete_is_idempotent_as_a_resumed_run_needs(config):
-    assert complete(complete(config)) == complete(config)
-    assert not config.deterministic or complete(config).engine == "transformers"
 
 
 def test_evaluation_has_the_longest_horizon_and_fewer_samples_at_the_start():
@@ -224,6 +206,9 @@ FILES = {
     "twice.json": '[{"item_id": "textcraft_0"}, {"item_id": "textcraft_0"}]',
     "user.json": '[{"role": "user", "content": "Craft it."}]',
     "newer.json": '{"config": {"seed": 1, "aperture": 8}}',
+    "list.json": "[]",
+    "half.json": '{"steps": 2.5}',
+    "a2c.json": '{"algorithm": "a2c"}',
     "run/config.json": '{"config": {"seed": 3, "model": "tiny"}}',
     "damaged/config.json": "{",
     "model/config.json": '{"model_type": "llama"}',
@@ -238,26 +223,23 @@ MISUSE = {
     "--seed 1 2": "2",
     "--algorithm a2c": "--algorithm",
     "--preset dev": "--preset",
-    "--no-seed": "--no-seed",
     "--tasks-per-stepp 3": "did you mean --tasks-per-step?",
     # out of range; what must be above 0 is below
     "--gamma 1.5 --algorithm ppo": "--gamma 1.5",
     "--stop-at nan": "--stop-at nan",
-    "--stop-at 0": "--stop-at 0",
     "--subtasks": "--subtasks takes at least one value",
     "--kl-coef -0.1": "--kl-coef -0.1",
-    "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
     # contradictions
+    "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
     "--group-size 1": "--group-size 1",
     "--max-tokens-per-turn 2000": "--max-tokens-per-turn 2000",
     "--kl-target 0.1": "--kl-target",
     "--kl-loss-coef 0.1 --kl-estimator k1": "--kl-estimator k1",
     "--rounds 3 6": "--rounds 3 6",
-    "--rounds": "--rounds",
     STEPWISE: "never changes",
     "--engine-url http://a:1 --engine-devices 0": "--engine-url and --engine-devices",
-    "--engine-url http://a:1 --engine transformers": "leave out --engine transformers",
-    "--engine-devices 0 --deterministic": "leave out --deterministic",
+    "--engine-url http://a:1 --engine transformers": "need --engine vllm",
+    "--engine-devices 0 --deterministic": "no --deterministic",
     "--engine-devices 0 0": "--engine-devices 0 0",
     "--stop-at 0.9 --eval-every 0": "--stop-at",
     # environments and tasks
@@ -266,14 +248,12 @@ MISUSE = {
     "--eval-tasks nosuch.json": "nosuch.json",
     "--eval-subtasks prime": "prime",
     "--env-addr localhost": "--env-addr",
-    "--env-addr local http://a:1": "--env-addr local",
     "--env sciworld --env-addr local": "--env-addr local: sciworld",
     "--engine-url a:1": "--engine-url",
     "--env textcraft textcraft": "twice",
     "--env textcraft babyai --tasks train": "--tasks belongs to one environment",
-    "--env textcraft babyai --env-weights 1": "--env-weights 1",
-    "--env textcraft babyai --env-weights 1 0": "--env-weights 1 0",
-    "--env textcraft --env-weights 2": "--env-weights 2",
+    "--env textcraft babyai --env-weights 1": "--env-weights",
+    "--env textcraft babyai --env-weights 1 0": "--env-weights",
     "--env textcraft babyai --env-addr http://a:1": "say whose it is, textcraft=http://host",
     "--env textcraft babyai --env-addr babyai=nix": "is not an address",
     f"--env textcraft babyai {STEPWISE}": "never changes",
@@ -291,7 +271,14 @@ MISUSE = {
     "--resume --run-dir run --seed 4": "leave out --seed",
     "--config nosuch.json": "--config nosuch.json",
     "--config newer.json --preset none": "--config and --preset",
-    "--prompt user.json": "--prompt user.json",
+    "--config newer.json": "no option aperture",
+    "--config list.json": "list.json cannot be read",
+    "--config half.json": "steps 2.5",
+    "--config a2c.json": "algorithm 'a2c'",
+    "--prompt nosuch": "--prompt nosuch cannot be read",
+    "--prompt user.json": "the roles are",
+    "--prompt list.json": "expected a list",
+    "--prompt empty": "is empty",
 }
 
 
@@ -320,24 +307,18 @@ def test_misuse_is_one_line_and_leaves_nothing(folder, capsys, words, named):
     assert content(folder) == before
 
 
-def test_another_methods_run_is_not_resumed(folder, capsys):
-    assert sft.command_line("--resume --run-dir run".split()) == 2
-    assert "holds a run of rl, not of sft.py" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("program", ["train.py", "evaluate.py"])
-def test_misuse_of_a_program_is_one_line_without_a_traceback(tmp_path, program):
-    command = [sys.executable, str(ROOT / program), "--seed", "x"]
+def test_misuse_of_a_program_is_one_line_without_a_traceback(tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), "--seed", "x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n"), list(tmp_path.iterdir())) == (2, 1, [])
     assert "--seed" in done.stderr
 
 
-@pytest.mark.parametrize("name", config_module.POSITIVE)
-def test_what_must_be_above_zero_says_so(name):
-    for value in (0, -1, math.nan, math.inf):
-        with pytest.raises(Misuse, match=f"^{flag(name)} {value} must be above 0"):
-            replace(Config(), **{name: value}).check()
+def test_what_must_be_above_zero_says_so():
+    for name in config_module.POSITIVE:
+        for value in (0, -1, math.nan, math.inf):
+            with pytest.raises(Misuse, match=f"^{flag(name)} {value} must be above 0"):
+                replace(Config(), **{name: value}).check()
 
 
 # --- Notes: allowed, but perhaps not meant --------------------------------------------------------
@@ -347,10 +328,8 @@ def test_what_must_be_above_zero_says_so(name):
     ("argv", "noted"),
     [
         ("--gamma 0.9 --lam 0.9 --algorithm reinforce_plus_plus", "--lam"),
-        ("--critic-learning-rate 1e-5 --value-clip 0.2", "--critic-learning-rate --value-clip"),
-        ("--no-skip-zero-variance --algorithm ppo", "--no-skip-zero-variance"),
-        ("--steps-scaling-inter 5", "--steps-scaling-inter"),
-        ("--kl-estimator k2", "--kl-estimator"),
+        ("--no-skip-zero-variance --algorithm ppo", "--skip-zero-variance"),
+        ("--steps-scaling-inter 5 --kl-estimator k2", "--steps-scaling-inter --kl-estimator"),
         ("--tasks family_train --split train", "--split"),
         ("--eval-every 0 --eval-samples 2", "--eval-samples"),
         ("--mini-batch-size 65", "--mini-batch-size"),
@@ -366,7 +345,10 @@ def test_an_option_that_is_given_and_has_no_effect_is_a_note(argv, noted):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (f"{STEPWISE} --rounds 2 4 --steps 100", "reaches 4 turns after step 100"),
+        (
+            f"{STEPWISE} --rounds 2 4 --steps 100",
+            "ends before the last of --rounds begins, after step 100",
+        ),
         ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
         (f"{STEPWISE} --rounds 2 4 --steps 101", None),
     ],
@@ -424,43 +406,18 @@ def test_every_option_comes_back_as_it_was(tmp_path):
     config = replace(
         with_preset("paper"), env_addr=("http://a:1",), eval_subtasks=(), stop_at=0.9, kl_target=0.5
     )
-    values = options_from(save(tmp_path, config), Config)
-    assert values == {n: v for n, v in asdict(config).items() if n not in config_module.OF_ONE_RUN}
+    assert options_in(Path(save(tmp_path, config)), "", Config) == ("rl", asdict(config))
     saved = replace(config, run_dir=str(tmp_path), resume=True)
     assert saved_config(str(tmp_path), Config) == saved
     assert saved_config(str(tmp_path), RunConfig).env_addr == saved.env_addr
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[]", "it holds no options"),
-        ("{}", "it holds no options"),
-        ("\xff", "cannot be read"),
-        ('{"config": {"depth_of_field": 3, "aperture": 1}}', "aperture, depth_of_field"),
-        ('{"steps": 2.5}', "steps 2.5"),
-        ('{"resume": 1}', "resume 1"),
-        ('{"rounds": 6}', "rounds 6"),
-        ('{"algorithm": "a2c"}', "algorithm 'a2c'"),
-        ('{"env": null}', "env None"),
-    ],
-)
-def test_a_file_that_holds_no_options_of_this_version_is_one_line(tmp_path, text, words):
-    file = tmp_path / "config.json"
-    file.write_text(text, encoding="latin-1")
-    for where, read in ((file, options_from), (tmp_path, saved_config)):
-        with pytest.raises(Misuse, match=f"{where}.*{words}") as error:
-            read(str(where), Config)
-        assert "\n" not in str(error.value)
 
 
 def test_a_resumed_run_keeps_its_options_but_for_how_far_it_goes(tmp_path):
     run = tmp_path / "run"
     file = save(run, asked("--model tiny"))
     again = f"--resume --run-dir {run}"
-    assert asked(f"{again} --steps 600").learning_rate_decay_steps < 600
-    stretched = asked(f"{again} --steps 600 --learning-rate-decay-steps 600")
-    assert (stretched.steps, stretched.learning_rate_decay_steps) == (600, 600)
+    stretched = asked(f"{again} --steps 600")
+    assert (stretched.steps, stretched.learning_rate_decay_steps) == (600, 50), "not stretched"
     for other in ("--learning-rate 1e-3", f"--config {file}"):
         with pytest.raises(Misuse, match=f"leave out {other.split()[0]}"):
             asked(f"{again} {other}")
@@ -469,101 +426,56 @@ def test_a_resumed_run_keeps_its_options_but_for_how_far_it_goes(tmp_path):
     assert asked(f"{again} --steps 10").steps == 10
     with pytest.raises(Misuse, match="--steps 9: this run has done 10"):
         asked(f"{again} --steps 9")
-    with pytest.raises(Misuse, match="leave out --seed"):
-        train.train(replace(asked(again), seed=1))
-
-
-@pytest.fixture
-def two_folders(tmp_path, monkeypatch):
-    """Two with files of the same names and other content; the first is where we are."""
-    for name, index in (("here", 0), ("there", 5)):
-        (tmp_path / name).mkdir()
-        for file in ("ids.json", "held_out.json", "family_train", "textcraft_test.json"):
-            (tmp_path / name / file).write_text(json.dumps([{"item_id": f"textcraft_{index}"}]))
-            index += 1
-        (tmp_path / name / "prompt.txt").write_text(f"Craft it {name}.")
-    model = tmp_path / "here/model"
-    model.mkdir()
-    (model / "config.json").write_text('{"model_type": "llama"}')
-    (model / "model.safetensors").touch()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here", tmp_path / "there"
 
 
 def test_a_run_resumed_from_another_folder_reads_the_files_that_it_began_with(
-    two_folders, monkeypatch
+    tmp_path, monkeypatch
 ):
-    here, there = two_folders
+    """The two folders have files of the same names and other content."""
+    for name, index in (("here", 0), ("there", 5)):
+        (tmp_path / name).mkdir()
+        for file in ("ids.json", "held_out.json"):
+            (tmp_path / name / file).write_text(json.dumps([{"item_id": f"textcraft_{index}"}]))
+            index += 1
+        (tmp_path / name / "prompt.txt").write_text(f"Craft it {name}.")
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "step_1").mkdir()
+    (here / "step_1" / "config.json").write_text('{"model_type": "llama"}')
+    (here / "step_1" / "model.safetensors").touch()
+    (here / "best").symlink_to("step_1")  # of a run that goes on: another folder tomorrow
     files = "--tasks ids.json --eval-tasks held_out.json --prompt prompt.txt"
-    argv = f"{files} --model model --warm-start ./model"
-    first = asked(f"{argv} --preset laptop")
+    argv = f"{files} --model best --warm-start ./best --preset laptop"
+    monkeypatch.chdir(here)
+    first = asked(argv)
     assert (first.tasks, first.eval_tasks) == (f"{here}/ids.json", f"{here}/held_out.json")
-    assert first.model == first.warm_start == f"{here}/model"
+    assert first.model == first.warm_start == f"{here}/step_1"
+    assert as_kept(first) == first
     save(there / "run", first)
     monkeypatch.chdir(there)
     again = asked("--resume --run-dir run")
     assert again == replace(first, run_dir="run", resume=True)
     with pytest.raises(Misuse, match="leave out --tasks --prompt --eval-tasks, or"):
         asked(f"--resume --run-dir run {files}")
-    monkeypatch.chdir(here)
-    run = str(there / "run")
-    assert asked(f"--resume --run-dir {run} {argv}") == replace(again, run_dir=run)
 
 
-def test_a_list_of_the_environment_is_kept_by_its_name_and_a_file_by_its_path(two_folders):
-    here, _ = two_folders
-    for given, kept in (
-        (str(id_lists("textcraft")["family_train"]), "family_train"),
-        ("textcraft_family_test.json", "family_test"),
-        ("family_train", f"{here}/family_train"),  # there is such a file
-        ("ids.json", f"{here}/ids.json"),
-    ):
-        assert as_kept(Config(tasks=given)).tasks == kept
-    once = as_kept(Config(tasks="ids.json"))
-    assert as_kept(once) == once
-
-
-def test_a_link_is_kept_as_what_it_leads_to(tmp_path):
-    """`checkpoints/best` of a run that goes on is another folder tomorrow."""
-    (tmp_path / "step_1").mkdir()
-    (tmp_path / "best").symlink_to("step_1")
-    kept = as_kept(Config(model=f"{tmp_path}/best", warm_start=f"{tmp_path}/best"))
-    assert kept.model == kept.warm_start == f"{tmp_path}/step_1"
-
-
-# --- Another prompt -------------------------------------------------------------------------------
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-DIALOGUE = [SYSTEM, {"role": "user", "content": "Craft."}, {"role": "assistant", "content": "Yes."}]
-
-
-def prompted(tmp_path, content):
-    (tmp_path / "prompt").write_bytes(content)
-    return with_prompt(Config(prompt=str(tmp_path / "prompt")))
+def test_a_list_of_the_environment_is_kept_by_its_name_unless_there_is_such_a_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for given in (str(id_lists("textcraft")["family_test"]), "textcraft_family_test.json"):
+        assert as_kept(Config(tasks=given)).tasks == "family_test"
+    (tmp_path / "family_test").touch()
+    assert as_kept(Config(tasks="family_test")).tasks == f"{tmp_path}/family_test"
 
 
 def test_a_text_replaces_the_environments_instruction_and_a_list_its_messages(tmp_path):
-    assert prompt_of(with_prompt(Config())) is None
-    text = prompted(tmp_path, b"Craft it.\n")
+    file = tmp_path / "prompt"
+    asking = Config(prompt=str(file))
+    file.write_text("Craft it.\n")
+    text = with_prompt(asking)
     assert prompt_of(text) == [{"role": "system", "content": "Craft it."}]
     assert with_prompt(text) is text
-    assert prompt_of(prompted(tmp_path, json.dumps(DIALOGUE).encode())) == DIALOGUE
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"  \n", "is empty"),
-        (b"\xff\xfe", "cannot be read"),
-        (b"[", "cannot be read"),
-        (b"[" * 100_000, "cannot be read"),
-        (b"[]", "expected a list"),
-        (b'[{"role": "system", "content": 3}]', "expected a list"),
-        (b'[{"role": "system", "content": "\\ud83d"}]', "surrogates"),
-        (json.dumps([*DIALOGUE, SYSTEM]).encode(), "the roles are"),
-    ],
-)
-def test_what_cannot_stand_before_an_observation_is_refused(tmp_path, content, words):
-    with pytest.raises(Misuse, match=f"--prompt .*{words}") as error:
-        prompted(tmp_path, content)
-    assert "\n" not in str(error.value)
+    roles = ("system", "user", "assistant")
+    dialogue = [{"role": role, "content": f"Of the {role}."} for role in roles]
+    file.write_text(json.dumps(dialogue))
+    assert prompt_of(with_prompt(asking)) == dialogue
