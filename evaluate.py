@@ -155,50 +155,48 @@ class EvalConfig:
 
     def check(self) -> None:
         """Raises Misuse for a value out of range and for options that contradict each other."""
-        c = self
+        c, out = self, Path(self.out or "")
         for name in ("samples", "limit", "env_workers", "max_tokens_per_turn", "max_rounds"):
             value = getattr(c, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if any(number is not None and number < 1 for number in numbers):
                 raise Misuse(f"{flag(name)} {value} must be at least 1")
+        is_all, key = c.env == ALL, c.api_key_env
         has_own_tasks = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
-        key, too_long = c.api_key_env, c.max_tokens_per_turn >= c.max_trajectory_tokens
-        for is_wrong, problem in (
-            (len(c.compare) not in (0, 2), f"--compare takes two files, got {len(c.compare)}"),
-            (c.seed < 0, f"--seed {c.seed} must be 0 or more"),
-            (not 0 <= c.temperature < math.inf, f"--temperature {c.temperature} must not be < 0"),
-            (
-                c.samples > 1 and not c.temperature,
-                f"--temperature 0 plays {c.samples} times the same; use --samples 1",
+        has_results = (out / "benchmark.json").exists()
+        is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
+        problems = {
+            f"--compare takes two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
+            f"--seed {c.seed} must be 0 or more": c.seed < 0,
+            f"--temperature {c.temperature} must not be < 0": not 0 <= c.temperature < math.inf,
+            "--temperature 0 plays each sample alike; use --samples 1": (
+                c.samples > 1 and not c.temperature
             ),
-            (too_long, "--max-tokens-per-turn must be below --max-trajectory-tokens"),
-            (not 0 <= c.max_env_failures <= 1, "--max-env-failures must be a share, 0 to 1"),
-            (c.tasks and c.split, "--tasks and --split both name tasks; give one"),
-            (c.model and c.api_base, "--model and --api-base exclude each other"),
-            (bool(c.api_base) != bool(c.api_model), "--api-base and --api-model go together"),
-            (key and not os.environ.get(key), f"--api-key-env {key}: this variable is not set"),
-            (c.api_base and c.deterministic, "--deterministic is not possible with --api-base"),
-            (
-                c.env == ALL and has_own_tasks,
-                "--env all starts a server for each environment and plays its test split: "
-                "--env-addr, --tasks, --subtasks, --split train and --prompt are not possible",
+            "--max-tokens-per-turn must be below --max-trajectory-tokens": (
+                c.max_tokens_per_turn >= c.max_trajectory_tokens
             ),
-            (
-                c.resume and not (c.env == ALL and c.out),
-                "--resume goes with --env all and --out, the folder to go on with",
+            "--max-env-failures must be a share, 0 to 1": not 0 <= c.max_env_failures <= 1,
+            "--tasks and --split both name tasks; give one": c.tasks and c.split,
+            "--model and --api-base exclude each other": c.model and c.api_base,
+            "--api-base and --api-model go together": bool(c.api_base) != bool(c.api_model),
+            f"--api-key-env {key}: this variable is not set": key and not os.environ.get(key),
+            "--deterministic is not possible with --api-base": c.api_base and c.deterministic,
+            "--env all starts a server for each environment and plays its test split: --env-addr, "
+            "--tasks, --subtasks, --split train and --prompt are not possible": (
+                is_all and has_own_tasks
             ),
-        ):
+            f"--resume goes on with --env all; --out {out} holds no results of it": (
+                c.resume and not (is_all and has_results)
+            ),
+            f"--out {out} exists and is not empty; choose a new folder": is_taken and not c.resume,
+        }
+        for problem, is_wrong in problems.items():
             if is_wrong:
                 raise Misuse(problem)
         with refusing():
             check_addresses("env_addr", c.env_addr, c.env)
             if c.api_base:
                 checked_url(c.api_base, "--api-base")
-        out = Path(c.out or "")
-        if c.resume and not (out / "benchmark.json").exists():
-            raise Misuse(f"--resume: --out {out} holds no results of --env all to go on with")
-        if c.out and not c.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise Misuse(f"--out {out} exists and is not empty; choose a new folder")
 
 
 def parse_options(argv: Sequence[str] | None) -> EvalConfig:
@@ -248,23 +246,17 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
+    names = ("env", "prompt", "engine", "temperature", "seed")
+    names += ("max_tokens_per_turn", "max_trajectory_tokens")
     config = EvalConfig(
         run=folder,
-        env=c.env,
-        prompt=c.prompt,
-        engine=c.engine,
         model=str(checkpoint),
         max_rounds=(c.evaluation_rounds,),
-        temperature=c.temperature,
-        max_tokens_per_turn=c.max_tokens_per_turn,
-        max_trajectory_tokens=c.max_trajectory_tokens,
-        seed=c.seed,
         samples=c.eval_samples,
+        **{name: getattr(c, name) for name in names},
     )
-    if "env" in named_options and env not in (
-        None,
-        c.env,
-    ):  # which has a prompt and a horizon of its own
+    if "env" in named_options and env not in (None, c.env):
+        # It has a prompt and a horizon of its own.
         return replace(config, env=env, prompt=None, max_rounds=())
     if named_options & {"tasks", "split"}:
         return config
@@ -287,18 +279,21 @@ def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
 
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     """What a result depends on, as eval.json names it."""
-    names = ["temperature", "seed", "samples", "limit"]
-    names += ["max_tokens_per_turn", "max_trajectory_tokens"]
-    weights, variant = Path(config.model_name()), variant_of(env)
-    return (
-        {"env": env, "model": config.model_name()}
-        | ({"weights": str(weights.resolve())} if weights.is_dir() else {})  # `best` is a link
-        | ({"api_base": config.api_base} if config.api_base else {})
-        | {name: getattr(config, name) for name in names}
-        | {"max_rounds": config.horizons(env)}
-        | ({"prompt": config.prompt} if config.prompt else {})
-        | ({"variant": variant} if variant and not config.env_addr else {})  # of our own server
-    )
+    names = ("temperature", "seed", "samples", "limit")
+    names += ("max_tokens_per_turn", "max_trajectory_tokens")
+    about: dict[str, Any] = {"env": env, "model": config.model_name()}
+    about |= {name: getattr(config, name) for name in names}
+    about["max_rounds"] = config.horizons(env)
+    weights = Path(config.model_name())
+    if weights.is_dir():
+        about["weights"] = str(weights.resolve())  # `best` is a link
+    if config.api_base:
+        about["api_base"] = config.api_base
+    if config.prompt:
+        about["prompt"] = config.prompt
+    if not config.env_addr and (variant := variant_of(env)):
+        about["variant"] = variant  # of our own server
+    return about
 
 
 # ----------------------------------------------------------------------------------------- playing
@@ -323,12 +318,14 @@ Play = Callable[
 
 
 def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
-    """Start what plays requests in any environment; `stack` closes it. The tokenizer of a local
-    model is saved in `out`."""
+    """Start what plays requests in any environment; `stack` closes it. Then `out` gets the options
+    and, for a local model, its tokenizer."""
+    options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
     if config.api_base:
         from sampling.chatapi import ChatApi, collect_api
 
         base, key = config.api_base, os.environ.get(config.api_key_env or "")
+        write_json(out / "config.json", options)
         return lambda pool, r, s, progress: collect_api(
             ChatApi(base, config.model_name(), key), pool, r, s, progress
         )
@@ -341,19 +338,20 @@ def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> 
     from scale import precision
     from scale.default_models import resolve_model
 
-    path = resolve_model(config.model_name())
-    tokenizer = load_tokenizer(path)
-    chat = ChatTemplate(tokenizer, stop_ids_of(path))
     kind = "transformers" if config.deterministic else config.engine
-    with phase("starting the sampler"):
-        options: dict[str, Any] = {"seed": config.seed} if kind == "vllm" else {}
-        options["dtype"] = precision.choose("auto", config.deterministic).dtype  # as a run's
+    with refusing(), phase("starting the sampler"):
+        path = resolve_model(config.model_name())
+        tokenizer = load_tokenizer(path)
+        chat = ChatTemplate(tokenizer, stop_ids_of(path))
+        settings: dict[str, Any] = {"seed": config.seed} if kind == "vllm" else {}
+        settings["dtype"] = precision.choose("auto", config.deterministic).dtype  # as a run's
         if torch.cuda.is_available() and kind == "vllm":  # nothing else of ours is on the card
-            options["gpu_memory_utilization"] = 0.9
+            settings["gpu_memory_utilization"] = 0.9
         length = config.max_trajectory_tokens
-        engine = make_engine(kind, path, length, config.deterministic, **options)
+        engine = make_engine(kind, path, length, config.deterministic, **settings)
     stack.callback(engine.close)
     build_folder(out / TOKENIZER, tokenizer.save_pretrained)
+    write_json(out / "config.json", options)
     return lambda pool, r, s, progress: collect(engine, pool, chat, r, s, RolloutLog(progress))
 
 
@@ -410,10 +408,9 @@ def measure(
         except KeyboardInterrupt:
             exit_code = 130
             problem = f"stopped; {len(ended)} of {len(requests)} episodes had ended"
-        except (EngineError, EnvError, TooManyEnvFailures) as error:
-            exit_code, problem = 1, str(error)
         except Exception as error:  # of the sampler, of a full disk: hours of play are kept
-            exit_code, problem = 1, f"{type(error).__name__}: {error}"
+            is_known = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
+            exit_code, problem = 1, f"{'' if is_known else f'{type(error).__name__}: '}{error}"
         os.fsync(log.fileno())
     # In a fixed order: the bootstrap then draws the same tasks for the same episodes.
     ended.sort(key=lambda trajectory: trajectory.trajectory_id)
@@ -438,20 +435,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = ALL if config.env == ALL else env_name(config.env)
         out = Path(config.out or f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         make_folder(out)
-        (out / "config.json").touch()
     except (ValueError, OSError) as error:  # OSError: nothing can be written there
         complain(PROG, error)
         return 2
     try:
         with contextlib.ExitStack() as stack:
-            pool = None if config.env == ALL else start_pool(config, config.env, stack)
-            is_done = config.env == ALL and done.keys() == ENVS.keys()
-            with refusing():
-                play = (lambda *_: []) if is_done else start_player(config, out, stack)
-            options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
-            write_json(out / "config.json", options)
-            if pool is None:
-                return measure_all(config, play, done, out)
+            if config.env == ALL:
+                return measure_all(config, done, out, stack)
+            pool = start_pool(config, config.env, stack)
+            play = start_player(config, out, stack)
             summary, exit_code, problem = measure(config, play, pool, tasks_to_play(config), out)
             print(format_table(summary))
             if problem:
@@ -462,11 +454,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, Misuse) else 1
     except KeyboardInterrupt:
         return 130
-    finally:  # so that a command that failed at its start can be given again
-        if not (out / "config.json").stat().st_size:
-            (out / "config.json").unlink()
-            with contextlib.suppress(OSError):
-                out.rmdir()
+    finally:
+        with contextlib.suppress(OSError):  # empty if it could not start: --out can be given again
+            out.rmdir()
 
 
 def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
@@ -477,37 +467,35 @@ def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
     results = {}
     for env in ENVS if config.resume else ():
         path = Path(str(config.out), env, "eval.json")
-        if not path.exists():
-            continue
-        try:
-            summary = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            raise Misuse(
-                f"--resume: {path} is damaged; remove {path.parent} to repeat it"
-            ) from None
-        for name, value in conditions(config, env).items():
-            if summary.get(name) != value:
-                raise Misuse(
-                    f"--resume: {path} was measured with {name} {summary.get(name)}, "
-                    f"not {value}; choose another --out"
-                )
-        if summary.get("complete"):
-            results[env] = summary
+        if path.exists():
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            for name, value in conditions(config, env).items():
+                if summary.get(name) != value:
+                    raise Misuse(
+                        f"--resume: {path} was measured with {name} {summary.get(name)}, "
+                        f"not {value}; choose another --out"
+                    )
+            if summary["complete"]:
+                results[env] = summary
     return results
 
 
-def measure_all(config: EvalConfig, play: Play, done: Mapping[str, Any], out: Path) -> int:
+def measure_all(
+    config: EvalConfig, done: Mapping[str, Any], out: Path, stack: contextlib.ExitStack
+) -> int:
     """One environment after the other, with the table on disk after each. Returns the exit code."""
     table = Benchmark(config.model_name(), config.samples, config.temperature, config.seed)
     table.families = {env: done.get(env, "not played yet") for env in ENVS}
-    write_table(table, out)
-    last_code = 0
-    for env in [env for env in ENVS if env not in done]:
+    missing, last_code = [env for env in ENVS if env not in done], 0
+    if missing:
+        play = start_player(config, out, stack)
+        write_table(table, out)
+    for env in missing:
         summary: dict[str, Any] = {}
         try:
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as own:
                 tasks = load_tasks(env, "test")
-                pool = start_pool(config, env, stack)
+                pool = start_pool(config, env, own)
                 (out / env).mkdir(exist_ok=True)
                 summary, exit_code, problem = measure(config, play, pool, tasks, out / env)
         except (ValueError, *FAILURES) as error:  # the others can still be measured

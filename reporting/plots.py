@@ -96,8 +96,6 @@ def band(
         fill: shade between the intervals; too much for several curves in one place.
     """
     points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
-    if not points:
-        return
     xs = [x for x, _ in points]
     middle, low, high = ([scale * e[k] for _, e in points] for k in ("value", "low", "high"))
     if fill:
@@ -220,8 +218,8 @@ def _draw_main(axis: Any, run: RunFiles) -> None:
         steps, passes = [e["step"] for e in same], [e["overall"]["pass"]["value"] for e in same]
         label = f"held-out tasks: pass@{samples}"
         axis.plot(steps, passes, color=PURPLE, lw=1.2, ls="--", label=label)
-    avg = [(e["step"], e["overall"]["avg"]) for e in run.evaluations]
-    band(axis, avg, ORANGE, f"held-out tasks: avg@{samples}, 95 % interval")
+    if avg := [(e["step"], e["overall"]["avg"]) for e in run.evaluations]:
+        band(axis, avg, ORANGE, f"held-out tasks: avg@{samples}, 95 % interval")
     horizon = run.series("horizon/max_rounds")
     stages = [(turns, next(group)[0]) for turns, group in groupby(horizon, key=lambda p: p[1])]
     for turns, step in stages if len(stages) > 1 else []:
