@@ -15,10 +15,8 @@ an action or one too long is the policy's doing: reward 0, an observation that s
 episode goes on. A dead server teaches nothing: the client raises an EnvError, only reset() goes on,
 and the trajectory is left out and counted, never scored.
 
-/create, /reset and every GET are harmless twice, so they are repeated `num_retries` times after a
-lost connection or a 5xx. /step never: an action whose answer was lost may have been carried out. A
-time-out is not repeated either; the caller goes to another server. 429 means "not done", so any
-request waits and repeats.
+A client asks once. The pool waits for a full server and passes over a dead one; rollout.py plays
+the episode again. No /step is repeated: an action whose answer was lost may have been carried out.
 
 Read next: rollout.py, which plays many clients at once.
 """
@@ -29,15 +27,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from envs import ParseError, Settings, env_name, get_env, settings_of
+from envs import ParseError, env_name, get_env, settings_of
 from envs.http import (
     JSON_HEADERS,
     ExchangeError,
@@ -54,10 +51,8 @@ from run.processes import NotReady, child
 from run.progress import phase
 
 MAX_CLOSING = 64  # threads that close sessions
-BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 2.0  # first and longest pause between tries
-# NOTE: uvicorn closes a connection after 5 idle seconds. A /step sent into a closing connection is
-# lost and may not be repeated, so we drop idle ones first.
-IDLE_CONNECTION_S = 4.0
+BACK_OFF_S = 0.2  # before a full server is asked again
+MAX_REST_S = 30.0  # longest that a pool leaves a dead server alone
 # Servers evict sessions that are not closed, so a hung one is not worth timeout_s.
 CLOSE_TIMEOUT_S = 2.0
 BODY_CHARS = 500  # of an answer, in error messages
@@ -104,7 +99,7 @@ class StepOutsideEpisode(EnvError):
 
 
 class TooManySessions(EnvError):
-    """429 for longer than busy_wait_s."""
+    """429: the server is full."""
 
 
 class ActionRejected(EnvError):
@@ -134,11 +129,12 @@ def read_answer(url: str, status: int, content: bytes) -> Any:
     path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
     try:
         answer = parse(content)
-        reason = _reason(answer)
+        fields = answer if isinstance(answer, dict) else {}
+        parts = [str(fields[key]) for key in ("error", "hint", "detail") if fields.get(key)]
+        reason = "; ".join(parts) or "an unexpected answer"
     except ValueError as error:
-        answer = None
-        reason = f"the answer is not JSON ({error})" if body.strip() else "the answer is empty"
-    reports_error = isinstance(answer, dict) and "error" in answer  # AgentGym's, with status 200
+        answer, fields, reason = None, {}, f"the answer is not JSON ({error})"
+    reports_error = "error" in fields  # AgentGym's, with status 200
     if 200 <= status < 300 and answer is not None and not reports_error:
         return answer
     kind: type[EnvError] = EnvProtocolError
@@ -156,25 +152,11 @@ def read_answer(url: str, status: int, content: bytes) -> Any:
         kind, what = SessionLost, "the server does not know this session; reset() opens another"
     elif status == 404:
         kind, what = UnknownTask, f"no such task: {reason}"
-    elif path == "/step" and (
-        # A proxy's 413 is a page and is not about what the policy wrote.
-        (status == 413 and reports_error) or (status == 422 and "body.action" in reason)
-    ):
+    elif status == 413 and reports_error and path == "/step":  # a proxy's 413 is a page
         kind, what = ActionRejected, f"The action was refused: {reason}"
     elif reports_error:
         what = f"the server reports an error: {reason}"
     raise kind(what, url, status, body)
-
-
-def _reason(answer: Any) -> str:
-    """What an error answer says: our "error" and "hint", or FastAPI's "detail"."""
-    if not isinstance(answer, dict):
-        return "an unexpected answer"
-    if isinstance(answer.get("detail"), list):  # [{"loc": ["body", "action"], "msg": ...}, ...]
-        items = [item for item in answer["detail"] if isinstance(item, dict)]
-        return "; ".join(f"{'.'.join(map(str, i.get('loc', [])))}: {i.get('msg')}" for i in items)
-    parts = [str(answer[key]) for key in ("error", "hint", "detail") if answer.get(key)]
-    return "; ".join(parts) or "an unexpected answer"
 
 
 # ------------------------------------------------------------------------------------------ client
@@ -202,13 +184,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     Args:
         env: as for envs.get_env; says how text is parsed and what is called what on the wire.
         base_url: http://HOST:PORT of the server, or "local": an environment in this process.
-        timeout_s: the longest that a request may take, repetitions included, in seconds.
-        num_retries: repetitions of a request that is safe to repeat.
-        busy_wait_s: how long 429 is waited for, in seconds.
-        parse: another action format than the environment's own: text -> action, or ParseError.
+        timeout_s: the longest that a request may take, in seconds.
         prompt: other messages before the first observation than the environment's own.
-        on_failure, on_close, tells_close: for EnvPool: called with each error raised, and once by
-            close(); whether close() tells the server.
     """
 
     def __init__(
@@ -217,29 +194,24 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         base_url: str,
         *,
         timeout_s: float = 60.0,
-        num_retries: int = 2,
-        busy_wait_s: float = 60.0,
-        parse: Callable[[str], str] | None = None,
         prompt: list[dict[str, str]] | None = None,
-        on_failure: Callable[[EnvError], None] = lambda error: None,
-        on_close: Callable[["EnvClient"], None] = lambda client: None,
-        tells_close: Callable[[], bool] = lambda: True,
     ) -> None:
         env_class = get_env(env)
-        self.env, self.timeout_s, self.busy_wait_s = env, timeout_s, busy_wait_s
-        self.num_retries = 0 if base_url == LOCAL else num_retries
         self.base_url = LOCAL if base_url == LOCAL else checked_url(base_url)
+        self.env, self.timeout_s = env, timeout_s
         self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
-        self.parse: Callable[[str], str] = parse or env_class.parse
-        self._wire = env_class.WIRE
-        self._on_failure, self._on_close, self._tells_close = on_failure, on_close, tells_close
+        self._parse, self._wire = env_class.parse, env_class.WIRE
         self._line: Line | LocalLine = LocalLine(env) if base_url == LOCAL else self._new_line()
         self._is_asking = False  # a request is under way
-        self._last_asked = time.monotonic()
         self._session_id: int | None = None
         self._is_running = False  # between reset() and the end of the episode
         self._is_closed = False
         self._score = 0.0  # sum of this episode's rewards
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server holds a session of ours."""
+        return self._session_id is not None
 
     def open(self) -> None:
         """Create the session now; reset() does it where this was not called."""
@@ -254,11 +226,11 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         proxy may say anything."""
         try:
             answer = self._request("GET", "/health", {})
-            return answer.get("env") if isinstance(answer, dict) else None
-        except (*UNREACHABLE, TooManySessions):
+        except UNREACHABLE:
             raise
         except EnvError:
             return None
+        return answer.get("env") if isinstance(answer, dict) else None
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Begin an episode; returns its first observation. `seed` varies what the task leaves open;
@@ -283,7 +255,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
-            action = self.parse(model_text)
+            action = self._parse(model_text)
         except ParseError as error:
             return self._refusal(str(error), "parse_error")
         try:
@@ -325,28 +297,24 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def close(self) -> bool:
         """Free the session; True if the server says it did. Never raises EnvError. A request under
         way in another thread ends at once, as an EnvConnectionError that no pool counts."""
-        if self._is_closed:
-            return False
         self._is_closed, self._is_running, was_open = True, False, False
+        session_id, self._session_id = self._session_id, None
         if self._is_asking and isinstance(self._line, Line):
             busy_line, self._line = self._line, self._new_line()
             busy_line.hang_up()
-        self.num_retries = 0
-        try:
-            if self._session_id is not None and self._tells_close():
-                fields = {self._wire.session_field: self._session_id}
-                timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
+        if session_id is not None:
+            timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
+            with contextlib.suppress(EnvError):
+                fields = {self._wire.session_field: session_id}
                 was_open = self._request("POST", "/close", fields, timeout_s) is True
-        except EnvError:
-            pass  # _request has called on_failure
-        finally:
-            self._session_id = None
-            self._line.close()
-            self._on_close(self)
+        self._line.close()
         return was_open
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def note_failure(self, error: EnvError) -> None:
+        """Called with each error that a server has caused."""
 
     def _refusal(self, message: str, kind: str) -> StepResult:
         """The policy's fault: the environment has not moved, and the policy reads why."""
@@ -368,7 +336,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def _unexpected(self, answer: Any, path: str, expected: str) -> EnvProtocolError:
         what = f"the answer should hold {expected}; is this a {self.env} server, and is it well?"
         error = EnvProtocolError(what, self.base_url + path, 200, repr(answer))
-        self._on_failure(error)
+        self.note_failure(error)
         return error
 
     def _new_line(self) -> Line:
@@ -377,56 +345,27 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def _request(
         self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """The JSON of a good answer; repeats what may be repeated, then raises the last EnvError.
-        `timeout_s` replaces both the client's time-out and its busy_wait_s."""
-        line, total_s, pause = self._line, timeout_s or self.timeout_s, BACK_OFF_S
-        busy_until = time.monotonic() + (timeout_s or self.busy_wait_s)
-        give_up_at = time.monotonic() + total_s
-        num_failures = 0
-        self._is_asking = True
-        try:
-            while True:
-                try:
-                    remaining_s = max(give_up_at - time.monotonic(), 0.01)  # a sleep may be long
-                    return self._request_once(line, method, path, fields, remaining_s)
-                except TooManySessions:  # not done: any request may be repeated
-                    again_at = time.monotonic() + pause
-                    give_up_at = again_at + total_s  # it has answered, so the clock restarts
-                    if again_at > busy_until:
-                        raise
-                except (EnvConnectionError, EnvServerError):
-                    num_failures += 1
-                    may_repeat = path != "/step" and not line.hung_up
-                    is_late = time.monotonic() + pause >= give_up_at
-                    if not may_repeat or is_late or num_failures > self.num_retries:
-                        raise
-                time.sleep(pause)
-                pause = min(2 * pause, MAX_BACK_OFF_S)
-        except EnvError as error:
-            if line is self._line:  # otherwise close() has ended it, and no server failed
-                self._on_failure(error)
-            raise
-        finally:
-            self._is_asking = False
-
-    def _request_once(
-        self, line: Line | LocalLine, method: str, path: str, fields: dict, timeout_s: float
-    ) -> Any:
-        url, query, body, headers = self.base_url + path, "", None, None
+        """The JSON of a good answer; EnvError for any other."""
+        line, url, query, body, headers = self._line, self.base_url + path, "", None, None
         if method != "GET":
             body, headers = json.dumps(fields).encode(), JSON_HEADERS
         elif fields:
             query = f"?{urlencode(fields)}"
-        if time.monotonic() - self._last_asked > IDLE_CONNECTION_S:
-            line.close()  # drops the connection; the next request opens another
+        self._is_asking = True
         try:
-            answer = line.ask(method, path + query, body, headers, timeout_s)
+            answer = line.ask(method, path + query, body, headers, timeout_s or self.timeout_s)
+            return read_answer(url, answer.status, answer.body)
         except ExchangeError as error:
             kind, hint = UNANSWERED[type(error)]
-            raise kind(f"{method}: {error}; {hint}", url) from error
+            unanswered = kind(f"{method}: {error}; {hint}", url)
+            if line is self._line:  # otherwise close() has ended it, and no server failed
+                self.note_failure(unanswered)
+            raise unanswered from error
+        except EnvError as error:
+            self.note_failure(error)
+            raise
         finally:
-            self._last_asked = time.monotonic()
-        return read_answer(url, answer.status, answer.body)
+            self._is_asking = False
 
 
 # -------------------------------------------------------------------------------------------- pool
@@ -437,30 +376,30 @@ class Address:
     """One server as the pool knows it."""
 
     url: str
-    load: int = 0  # clients, including those that are opening their session
-    num_failures: int = 0  # since it last worked
-    retry_at: float = 0.0  # time.monotonic() from which it may be used
-    is_probed: bool = False  # after failures one client at a time tries it
+    clients: set[EnvClient] = field(default_factory=set)  # not closed; some open their session
+    rest_s: float = 0.0  # the latest pause after a failure; 0: it works
+    rests_until: float = 0.0  # time.monotonic() from which it may be used
     last_error: EnvError | None = None
     has_worked: bool = False
 
-    def may_answer(self) -> bool:
-        return time.monotonic() >= self.retry_at or not isinstance(self.last_error, EnvTimeout)
+    def rest(self, back_off_s: float) -> None:
+        self.rest_s = min(2 * self.rest_s or back_off_s, MAX_REST_S)
+        self.rests_until = time.monotonic() + self.rest_s
 
 
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
     A new client goes to the address with the fewest. An address that cannot be reached rests for
-    back_off_s, doubled with each further failure up to max_back_off_s; then one client tries it
-    while the others go elsewhere. A full one (429) rests for a moment. A server that has worked may
-    be restarting, so the pool waits for it; an address that never worked is a mistake and raises at
+    back_off_s, doubled with each further failure up to MAX_REST_S; then one client tries it while
+    the others go elsewhere. A full one (429) rests for a moment. A server that has worked may be
+    restarting, so the pool waits for it; an address that never worked is a mistake and raises at
     once.
 
     Args:
         dead_wait_s: how long client() waits, in seconds, for servers that have worked before.
         busy_wait_s: how long 429 is waited for, in seconds.
-        options: of every EnvClient: timeout_s, num_retries, parse, prompt.
+        options: of every EnvClient: timeout_s, prompt.
     """
 
     def __init__(
@@ -470,19 +409,15 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         *,
         dead_wait_s: float = 10.0,
         back_off_s: float = 0.5,
-        max_back_off_s: float = 30.0,
         busy_wait_s: float = 60.0,
         **options: Any,
     ) -> None:
         self.addresses = [Address(u if u == LOCAL else checked_url(u, "--env-addr")) for u in urls]
-        if not urls or len({a.url for a in self.addresses}) < len(self.addresses):
-            raise ValueError(f"--env-addr {' '.join(urls)}: give each server's address once")
         self.env, self.urls = env, [address.url for address in self.addresses]
-        self.prompt: list[dict[str, str]] = options.get("prompt") or get_env(env).PROMPT
-        self.dead_wait_s, self.busy_wait_s = dead_wait_s, busy_wait_s
-        self.back_off_s, self.max_back_off_s = back_off_s, max_back_off_s
-        self._options = options
-        self._clients: dict[EnvClient, bool] = {}  # not yet closed -> whether its session is open
+        if not urls or len(set(self.urls)) < len(urls):
+            raise ValueError(f"--env-addr {' '.join(urls)}: give each server's address once")
+        self.dead_wait_s, self.back_off_s, self.busy_wait_s = dead_wait_s, back_off_s, busy_wait_s
+        self.options = options
         self._is_closed = False
         self._changed = threading.Condition()  # guards all of it, addresses included
 
@@ -497,36 +432,21 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         """
         started = time.monotonic()
         while True:
-            address = self._pick(started, avoid)
-            client = EnvClient(
-                self.env,
-                address.url,
-                busy_wait_s=0.0,  # a full server is passed over, not waited for
-                on_failure=partial(self._note_failure, address),
-                on_close=partial(self._release, address),
-                tells_close=address.may_answer,
-                **self._options,
-            )
-            with self._changed:
-                self._clients[client] = False
+            client = self._pick(started, avoid)
+            address = client.address
             try:
                 client.open()
                 served = env_name(self.env) if address.has_worked else client.served_env()
             except EnvError:
                 client.close()
-                continue  # on_failure has noted it: another address is next
-            except BaseException:
-                client.close()
-                raise
+                continue  # note_failure() has seen it: another address is next
             if served not in (None, env_name(self.env)):
                 client.close()
                 what = f"this server is of {served}, not of {env_name(self.env)}: see --env-addr"
                 raise EnvError(what, address.url)
-            client.busy_wait_s = self.busy_wait_s
             with self._changed:
-                self._clients[client] = True
-                address.num_failures, address.is_probed, address.last_error = 0, False, None
-                address.retry_at, address.has_worked = 0.0, True
+                address.has_worked, address.last_error = True, None
+                address.rest_s = address.rests_until = 0.0
                 self._changed.notify_all()
             return client
 
@@ -537,83 +457,90 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     def is_in_use(self) -> bool:
         """Whether sessions of ours are open, whose end would make room for another."""
         with self._changed:
-            return any(self._clients.values())
+            return any(c.is_open for address in self.addresses for c in address.clients)
 
     def close(self) -> None:
         """Close every open client; threads that wait for one get AllServersDown."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            clients = [*self._clients]
+            clients = [client for address in self.addresses for client in address.clients]
         # In parallel, so that hung servers cost one time-out, not one each.
         with ThreadPoolExecutor(min(len(clients), MAX_CLOSING) or 1) as threads:
-            list(threads.map(EnvClient.close, clients))
+            list(threads.map(lambda client: client.close(), clients))
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _pick(self, started: float, avoid: Collection[str]) -> Address:
-        """Wait for an address that may be used and count a client to it."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                usable = [a for a in self.addresses if now >= a.retry_at and not a.is_probed]
-                if self._is_closed:
-                    raise self._nothing_usable()
-                if usable:
-                    address = min(usable, key=lambda a: (a.url in avoid, a.load))
-                    address.load += 1
-                    address.is_probed = address.num_failures > 0
-                    return address
-                give_up_at = started + self._patience_s()
-                if now >= give_up_at:
-                    raise self._nothing_usable()
-                wake_at = [a.retry_at for a in self.addresses if not a.is_probed]
-                self._changed.wait(min([give_up_at, *wake_at]) - now)
-
-    def _note_failure(self, address: Address, error: EnvError) -> None:
+    def note_failure(self, address: Address, error: EnvError) -> None:
         """Let the address rest if the error is the server's, not one session's."""
         is_down = isinstance(error, UNREACHABLE)
         is_down |= error.url.endswith("/create") and error.status != 429
         with self._changed:
-            now = time.monotonic()
-            address.last_error = error
+            now, address.last_error = time.monotonic(), error
             if isinstance(error, TooManySessions):
-                address.retry_at = max(address.retry_at, now + BACK_OFF_S)
-            elif is_down and now >= address.retry_at:  # many notice one crash: count it once
-                address.num_failures += 1
-                pause = self.back_off_s * 2 ** min(address.num_failures - 1, 20)
-                address.retry_at = now + min(pause, self.max_back_off_s)
+                address.rests_until = max(address.rests_until, now + BACK_OFF_S)
+            elif is_down and now >= address.rests_until:  # many notice one crash: count it once
+                address.rest(self.back_off_s)
 
-    def _release(self, address: Address, client: EnvClient) -> None:
+    def release(self, client: "_PooledClient") -> None:
         with self._changed:
-            address.load -= 1
-            if not self._clients.pop(client, False):  # it was being opened: others may try now
-                address.is_probed = False
+            client.address.clients.discard(client)
             self._changed.notify_all()
 
-    def _patience_s(self) -> float:
-        errors = [address.last_error for address in self.addresses]
-        if any(isinstance(error, TooManySessions) for error in errors):
-            return self.busy_wait_s
-        has_worked = any(address.has_worked for address in self.addresses)
-        is_mistake = not has_worked and all(isinstance(error, UNREACHABLE) for error in errors)
-        return 0.0 if is_mistake else self.dead_wait_s
+    def _pick(self, started: float, avoid: Collection[str]) -> "_PooledClient":
+        """Wait for an address that may be used; a new client of it."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                usable = [a for a in self.addresses if now >= a.rests_until]
+                if usable and not self._is_closed:
+                    address = min(usable, key=lambda a: (a.url in avoid, len(a.clients)))
+                    if address.rest_s:  # this client tries it, and the others wait
+                        address.rest(self.back_off_s)
+                    client = _PooledClient(self, address)
+                    address.clients.add(client)
+                    return client
+                error, patience_s = self._why_none_is_usable()
+                if now >= started + patience_s:
+                    raise error
+                wake_at = min(started + patience_s, *(a.rests_until for a in self.addresses))
+                self._changed.wait(wake_at - now)
 
-    def _nothing_usable(self) -> EnvError:
-        where = ", ".join(self.urls)
+    def _why_none_is_usable(self) -> tuple[EnvError, float]:
+        """What to raise if that lasts for so many seconds."""
+        where, errors = ", ".join(self.urls), [address.last_error for address in self.addresses]
         if self._is_closed:
-            return AllServersDown("the pool is closed", where)
-        errors = [address.last_error for address in self.addresses]
+            return AllServersDown("the pool is closed", where), 0.0
         full = [str(error) for error in errors if isinstance(error, TooManySessions)]
         if full:
             what = f"full for {self.busy_wait_s:g} s; raise --max-sessions or add servers"
-            return TooManySessions(what, where, 429, full[0])
-        lines = "".join(
-            f"\n  {address.url} ({address.num_failures} failures): {address.last_error}"
-            for address in self.addresses
-        )
-        return AllServersDown(f"no {self.env} server can be used; last errors:{lines}", where)
+            return TooManySessions(what, where, 429, full[0]), self.busy_wait_s
+        lines = "".join(f"\n  {address.last_error}" for address in self.addresses)
+        what = f"no {self.env} server can be used; last errors:{lines}"
+        has_worked = any(address.has_worked for address in self.addresses)
+        is_mistake = not has_worked and all(isinstance(error, UNREACHABLE) for error in errors)
+        return AllServersDown(what, where), 0.0 if is_mistake else self.dead_wait_s
+
+
+class _PooledClient(EnvClient):
+    """A client whose pool hears of its failures and of its end."""
+
+    def __init__(self, pool: EnvPool, address: Address) -> None:
+        super().__init__(pool.env, address.url, **pool.options)
+        self.pool, self.address = pool, address
+
+    def note_failure(self, error: EnvError) -> None:
+        self.pool.note_failure(self.address, error)
+
+    def close(self) -> bool:
+        is_resting = time.monotonic() < self.address.rests_until
+        if is_resting and isinstance(self.address.last_error, EnvTimeout):
+            self._session_id = None  # telling a hung server would cost another time-out
+        try:
+            return super().close()
+        finally:
+            self.pool.release(self)
 
 
 class EnvPools:
@@ -630,31 +557,26 @@ class EnvPools:
 
 
 @contextlib.contextmanager
-def local_server(env: str, start_timeout_s: float | None = None, **flags: Any) -> Iterator[str]:
+def local_server(env: str, **flags: Any) -> Iterator[str]:
     """`python -m envs.server --env ENV` on a free port of this machine; yields its base_url.
 
     A process of its own, so that its Python lock, memory and Ctrl-C are not the trainer's. It ends
     with the block, and with this process however that ends.
 
     Args:
-        start_timeout_s: seconds until the server must say that it listens; None: the environment's.
         flags: further options of envs.server, as max_sessions=64, idle_timeout_s=600, port=36005.
 
     Raises EnvError if it did not start; the message ends with what it wrote.
     """
-    words = ["--env", env]
+    words, name = ["--env", env], f"local {env} server"
     for flag, value in {"port": 0, **flags}.items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
-    name = f"local {env} server"
-    if start_timeout_s is None:
-        start_timeout_s = Settings.start_timeout_s
-        with contextlib.suppress(ValueError):  # an unknown environment: the server says so
-            start_timeout_s = settings_of(env).start_timeout_s
     with child("envs.server", *words, cwd=Path(__file__).parent) as server:
         try:
             with phase(f"starting a server of {env}"):
                 url = server.wait_until(
-                    lambda: re.search(r"listening on (\S+)", server.stdout()), start_timeout_s
+                    lambda: re.search(r"listening on (\S+)", server.stdout()),
+                    settings_of(env).start_timeout_s,
                 )[1]
         except NotReady as error:
             raise EnvError(str(error), name) from None

@@ -10,30 +10,30 @@ Read next: `envclient.py` and `sampling/chatapi.py`, which ask.
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import http.client
 import io
 import json
 import math
 import re
 import socket
 import ssl
-import threading
 import time
 import urllib.request
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.message import Message
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any
-from urllib.parse import urlsplit
-
-import urllib3
-from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
+from urllib.parse import unquote, urlsplit
 
 MAX_ANSWER_BYTES = 1 << 20  # an observation is kilobytes
 MAX_DEPTH = 64  # of JSON; the environments' answers need 6
 CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is not worth the whole time-out
-PIECE_BYTES = 1 << 16  # read at a time
+# NOTE: uvicorn closes a connection after 5 idle seconds. A /step sent into a closing connection is
+# lost and may not be repeated, so we drop idle ones first.
+IDLE_CONNECTION_S = 4.0
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -50,13 +50,13 @@ class Lost(ExchangeError):
 
 
 class Unbelievable(ExchangeError):
-    """The answer is not HTTP, too large, or compressed although we did not ask for that."""
+    """The answer is not HTTP, or too large."""
 
 
 @dataclass(frozen=True)
 class Answer:
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] | Message
     body: bytes
 
     @property
@@ -67,10 +67,12 @@ class Answer:
 class Line:
     """HTTP with one address, any number of exchanges at a time.
 
+    It stands on http.client, not on requests, which costs CPU time at every step, reads HTTP_PROXY
+    even for 127.0.0.1, and adds credentials from .netrc.
+
     Args:
         timeout_s: the longest that one exchange may take, from connecting to the last byte.
         max_bytes: of the body of one answer.
-        maxsize: idle connections that are kept.
         proxy_url: as `proxy_of` returns it.
         ssl_context: the certificates to trust; None: the system's.
     """
@@ -81,27 +83,16 @@ class Line:
         timeout_s: float,
         max_bytes: int = MAX_ANSWER_BYTES,
         *,
-        maxsize: int = 1,
         proxy_url: str | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
         self.hung_up = False
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        # urllib3, not requests on top of it, which costs CPU time at every step, reads HTTP_PROXY
-        # even for 127.0.0.1, and adds credentials from .netrc.
-        if proxy_url:
-            headers = urllib3.make_headers(proxy_basic_auth=urllib3.util.parse_url(proxy_url).auth)
-            self._http: urllib3.PoolManager = urllib3.ProxyManager(
-                proxy_url, proxy_headers=headers, maxsize=maxsize, ssl_context=ssl_context
-            )
-        else:
-            self._http = urllib3.PoolManager(maxsize=maxsize, ssl_context=ssl_context)
-        self._http.pool_classes_by_scheme = {
-            "http": self._tracked(urllib3.HTTPConnectionPool),
-            "https": self._tracked(urllib3.HTTPSConnectionPool),
-        }
+        self._to, self._proxy = urlsplit(url), urlsplit(proxy_url) if proxy_url else None
+        self._ssl_context = ssl_context
+        # Every connection, or the socket of one, is in one of the two.
+        self._idle: list[tuple[float, HTTPConnection]] = []  # since when; the newest last
+        self._in_use: set[socket.socket] = set()
 
     def ask(
         self,
@@ -113,104 +104,121 @@ class Line:
     ) -> Answer:
         """The answer to one request, whatever its status; nothing is repeated. ExchangeError
         otherwise."""
-        if self.hung_up:
-            raise Lost("hung up")
         total_s = timeout_s or self.timeout_s
-        connect_s = min(CONNECT_TIMEOUT_S, total_s)
+        end = time.monotonic() + total_s
         try:
-            response = self._http.request(
-                method,
-                self.url + path,
-                body=content,
-                headers=headers,
-                timeout=urllib3.Timeout(connect=connect_s, total=total_s),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-            )
-            try:
-                body = self._read_body(response)
-                return Answer(response.status, response.headers, body)
-            except BaseException:
-                response.close()  # its unread rest would be taken for the next answer
-                raise
-        except NewConnectionError as error:  # refused; urllib3 derives it from the time-out
-            raise Lost(_cause(error)) from error
-        except ConnectTimeoutError as error:
-            raise TimedOut(f"not reached within {connect_s:.3g} s") from error
-        except ReadTimeoutError as error:
+            connection = self._idle_connection() or self._connect(total_s)
+            return self._exchange(connection, end, method, path, content, headers or {})
+        except TimeoutError as error:
             raise TimedOut(f"no answer within {total_s:.3g} s") from error
-        except (HTTPError, ValueError, OverflowError) as error:  # ValueError: a chunk of -5 bytes
-            # A server that hangs up early is an OSError; otherwise it did not send HTTP.
-            if isinstance(_root(error), OSError) or "IncompleteRead" in _cause(error):
-                raise Lost(_cause(error)) from error
-            raise Unbelievable(f"the answer is not HTTP ({_cause(error)})") from error
+        except (OSError, IncompleteRead) as error:
+            raise Lost(_one_line(error)) from error
+        except (HTTPException, ValueError) as error:
+            raise Unbelievable(f"the answer is not HTTP ({_one_line(error)})") from error
 
     def hang_up(self) -> None:
         """End all exchanges, which are Lost in their threads; nothing can be asked any more."""
         self.hung_up = True
-        with self._lock:
-            sockets = list(self._sockets)
-        for connection in sockets:
-            _shut(connection)
+        for sock in list(self._in_use):
+            with contextlib.suppress(OSError):  # closed in the meantime
+                # NOTE: not SSLSocket's own, which takes the session from under a thread that reads.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Drop idle connections."""
-        self._http.clear()
+        while self._idle:
+            self._idle.pop()[1].close()
 
-    def _read_body(self, response: urllib3.BaseHTTPResponse) -> bytes:
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if encoding.lower() != "identity":
-            raise Unbelievable(
-                f"the answer is encoded ({encoding[:20]}), and we did not ask for it"
-            )
-        body = bytearray()
-        while piece := response.read1(PIECE_BYTES, decode_content=False):
-            body += piece
+    def _idle_connection(self) -> HTTPConnection | None:
+        with contextlib.suppress(IndexError):  # none is idle; other threads take from the list too
+            since, connection = self._idle.pop()
+            if time.monotonic() - since < IDLE_CONNECTION_S:
+                return connection
+            connection.close()
+            self.close()  # the others have been idle for longer
+        return None
+
+    def _connect(self, total_s: float) -> HTTPConnection:
+        to, via = self._to, self._proxy or self._to
+        host, port = via.hostname or "", via.port or (443 if via.scheme == "https" else 80)
+        timeout_s = min(CONNECT_TIMEOUT_S, total_s)
+        if to.scheme == "http":
+            connection = HTTPConnection(host, port, timeout_s)
+        else:
+            connection = HTTPSConnection(host, port, timeout=timeout_s, context=self._ssl_context)
+            if self._proxy:
+                connection.set_tunnel(to.hostname or "", to.port or 443, self._proxy_headers())
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise TimedOut(f"not reached within {timeout_s:.3g} s") from error
+        return connection
+
+    def _exchange(
+        self,
+        connection: HTTPConnection,
+        end: float,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+    ) -> Answer:
+        target = self._to.path + path
+        if self._proxy and self._to.scheme == "http":
+            target, headers = self.url + path, {**headers, **self._proxy_headers()}
+        sock = connection.sock
+        self._in_use.add(sock)
+        try:
+            if self.hung_up:
+                raise Lost("hung up")
+            sock.settimeout(max(end - time.monotonic(), 0.001))
+            connection.response_class = partial(_Response, end=end)  # type: ignore[assignment]
+            connection.request(method, target, content, headers)
+            response = connection.getresponse()
+            body = response.read(self.max_bytes + 1)
             if len(body) > self.max_bytes:
                 raise Unbelievable(f"the answer is larger than {self.max_bytes} bytes")
-        return bytes(body)
+            if response.length:
+                raise IncompleteRead(body, response.length)
+        except BaseException:
+            connection.close()  # the unread rest would be taken for the next answer
+            raise
+        finally:
+            self._in_use.discard(sock)
+        if connection.sock:  # otherwise the server asked to close it
+            self._idle.append((time.monotonic(), connection))
+        return Answer(response.status, response.headers, body)
 
-    def _tracked(self, pool_class: Any) -> Any:
-        """`pool_class` whose connections `hang_up` can end, and whose answers end in time."""
-        line = self
+    def _proxy_headers(self) -> dict[str, str]:
+        if not self._proxy or not self._proxy.username:
+            return {}
+        secret = f"{unquote(self._proxy.username)}:{unquote(self._proxy.password or '')}"
+        return {"Proxy-Authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
 
-        class Connection(pool_class.ConnectionCls):
-            def connect(self) -> None:
-                super().connect()
-                with line._lock:
-                    line._sockets.add(self.sock)
-                if line.hung_up:
-                    _shut(self.sock)
 
-            def response_class(self, sock: socket.socket, **options: Any) -> Any:
-                response = http.client.HTTPResponse(sock, **options)
-                timed = _Timed(response.fp.detach(), sock)
-                response.fp = io.BufferedReader(timed)
-                return response
+class _Response(HTTPResponse):
+    """An answer whose headers and body must have arrived at `end`. A socket's own time-out starts
+    again with every byte, so that headers which drip in would never end."""
 
-        class Pool(pool_class):
-            ConnectionCls = Connection
-
-        return Pool
+    def __init__(self, sock: socket.socket, end: float, **options: Any) -> None:
+        super().__init__(sock, **options)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, end))
 
 
 class _Timed(io.RawIOBase):
-    """A socket's bytes with one time-out for all of them: a socket's own starts again with every
-    byte, so that headers which drip in would never end."""
+    """The bytes of a socket until `end`, in time.monotonic() seconds."""
 
-    def __init__(self, raw: Any, sock: socket.socket) -> None:
-        self._raw, self._sock = raw, sock
-        self._end = time.monotonic() + (sock.gettimeout() or 0.0)
+    def __init__(self, raw: Any, sock: socket.socket, end: float) -> None:
+        self._raw, self._sock, self._end = raw, sock, end
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> Any:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the time for the whole answer is over")
-        self._sock.settimeout(left)
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -218,21 +226,8 @@ class _Timed(io.RawIOBase):
         super().close()
 
 
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed in the meantime
-        # NOTE: not SSLSocket's own, which takes the session from under a thread that reads.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def _cause(error: BaseException) -> str:
-    root = _root(error)
-    return " ".join(f"{type(root).__name__}: {root}"[:200].split())
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}"[:200].split())
 
 
 # ----------------------------------------------------------------------------------------- content

@@ -53,7 +53,6 @@ from trajectory import Trajectory, Turn
 
 MAY_PASS = (408, 409, 429)  # of the 4xx: asked again
 FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before another try
-NUM_IDLE = 64  # connections that are kept for the next turns
 NEWER_LIMIT = "max_completion_tokens"  # what OpenAI's reasoning models call max_tokens
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
@@ -108,7 +107,7 @@ class ChatApi:
         # Certificates that come with Python packages: a container may lack the system's.
         context = httpx.create_ssl_context() if base.startswith("https") else None
         proxy = proxy_of(base)
-        self._line = Line(base, timeout_s, maxsize=NUM_IDLE, proxy_url=proxy, ssl_context=context)
+        self._line = Line(base, timeout_s, proxy_url=proxy, ssl_context=context)
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int

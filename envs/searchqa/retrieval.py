@@ -248,7 +248,7 @@ class Remote:
         except ValueError as error:
             raise RetrievalError(str(error)) from error
         self._timeout_s = timeout_s
-        self._line = Line(self.url, timeout_s, max_bytes, maxsize=64)
+        self._line = Line(self.url, timeout_s, max_bytes)
 
     def search(self, query: str, top_k: int) -> list[Scored]:
         body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True})
