@@ -171,7 +171,7 @@ class Server:
         self.model = ""  # what it calls its model, set by `check`
 
     def new_line(self) -> Line:
-        return Line(self.url, TIMEOUT_S, MAX_ANSWER_BYTES, maxsize=2 * MAX_NUM_SEQS)
+        return Line(self.url, TIMEOUT_S, MAX_ANSWER_BYTES)
 
     def check(self) -> int:
         """The seed it runs with. EngineError if it is not up, or does not run as it must."""
