@@ -34,16 +34,15 @@ import textwrap
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from reporting.logs import LogError
 from run.errors import complain
 from viewer.overview import overview, what_goes_wrong
 from viewer.sources import NoSource, Source, open_source
-from viewer.trajectories import Filter, list_rows, outcome_of, trajectory_view
+from viewer.trajectories import outcome_of, trajectory_view
 
 PROG = "replay.py"
 PORT = 8610
-MAX_MEGABYTES = 200  # of an export without --limit
 LISTED = 40  # trajectories, in a terminal
 MAX_EXAMPLE = 100  # characters of a text in an overview
 
@@ -107,10 +106,9 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
         )
         names = ", ".join(source.name for source in sources)
         print(f"{names}: {url}  (Ctrl-C ends it)", flush=True)
-        has_screen = sys.platform in ("darwin", "win32") or any(
-            os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
-        )
-        if has_screen and not options.no_browser:  # a browser without one takes over the terminal
+        # Without a screen a browser would take over the terminal.
+        has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+        if has_screen and not options.no_browser:
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
@@ -127,12 +125,12 @@ def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
             raise NoSource(f"{source.path} has no {options.file}; it has {', '.join(names[-5:])}")
         if options.trajectory:
             file, line = find(source, options.trajectory, options.file)
-            print(trajectory_text(source, file, line))
+            print(printable(trajectory_text(source, file, line)))
             continue
         name = options.file or (names[-1] if names else None)
-        print(overview_text(source, name))
+        print(printable(overview_text(source, name)))
         if name:
-            print(f"\n{list_text(source, name, options.failures)}")
+            print(printable(f"\n{list_text(source, name, options.failures)}"))
 
 
 def printable(text: str) -> str:
@@ -151,37 +149,41 @@ def overview_text(source: Source, name: str | None) -> str:
     lines = [f"{source.name}: {about['env'] or 'unknown'}, {about['model'] or 'model unknown'}"]
     lines += [f"  {sentence}" for sentence in about["headline"]]
     if name is None:
-        return printable("\n".join([*lines, "  no trajectories yet"]))
+        return "\n".join([*lines, "  no trajectories yet"])
     wrong = what_goes_wrong(source.lines(name))
     lines += ["", f"{name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
-    for key, title in (
-        ("stops", "stopped by"),
-        ("observations", "last observation"),
-        ("repeated", "repeated action"),
-    ):
-        if wrong[key]:
-            lines += [f"  {title}:"]
-            texts = [" ".join(entry["text"].split())[:MAX_EXAMPLE] for entry in wrong[key]]
-            lines += [f"    {e['count']:4d}  {t}" for e, t in zip(wrong[key], texts, strict=True)]
-    return printable("\n".join(lines))
+    titles = {
+        "stops": "stopped by",
+        "observations": "last observation",
+        "repeated": "repeated action",
+    }
+    for key, title in titles.items():
+        lines += [f"  {title}:"] if wrong[key] else []
+        for entry in wrong[key]:
+            lines.append(
+                f"    {entry['count']:4d}  {' '.join(entry['text'].split())[:MAX_EXAMPLE]}"
+            )
+    return "\n".join(lines)
 
 
 def list_text(source: Source, name: str, only_failures: bool) -> str:
     """The trajectories of a file, one a line."""
-    chosen = Filter(outcome="failed" if only_failures else "")
-    table = list_rows(source.lines(name), chosen, limit=LISTED)
+    rows = source.lines(name).rows
+    chosen = [row for row in rows if outcome_of(row) == "failed" or not only_failures]
     lines = [
-        f"{name}: {table['matching']} of {table['total']} trajectories",
+        f"{name}: {len(chosen)} of {len(rows)} trajectories",
         f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}",
     ]
-    for row in table["rows"]:
-        score = "-" if row["return"] is None else format_number(row["return"], ".2f")
-        names, widths = ("trajectory_id", "task_id", "subtask", "stop_reason"), (22, 20, 16, 12)
-        cells = [f"{row[n] or '-'!s:{w}.{w}}" for n, w in zip(names, widths, strict=True)]
-        lines.append(f"{' '.join(cells)} {score:>6} {row['num_turns']:5d}")
-    if more := table["matching"] - len(table["rows"]):
-        lines.append(f"... and {more} more")
-    return printable("\n".join(lines))
+    for row in chosen[:LISTED]:
+        score = "-" if row["return"] is None else f"{row['return']:.2f}"
+        lines.append(
+            f"{row['trajectory_id'] or '-':22.22} {row['task_id'] or '-':20.20} "
+            f"{row['subtask'] or '-':16.16} {row['stop_reason'] or '-':12.12} "
+            f"{score:>6} {row['num_turns']:5d}"
+        )
+    if len(chosen) > LISTED:
+        lines.append(f"... and {len(chosen) - LISTED} more")
+    return "\n".join(lines)
 
 
 def trajectory_text(source: Source, name: str, number: int) -> str:
@@ -197,20 +199,15 @@ def trajectory_text(source: Source, name: str, number: int) -> str:
     lines += block("observation", view["opening"][-1]["content"] if view["opening"] else "")
     for turn_number, turn in enumerate(view["turns"], start=1):
         lines += block(f"action {turn_number}", turn["action_text"])
-        reward = f" ({format_number(turn['reward'], '+.2f')})" if turn["reward"] else ""
-        lines += block(f"observation{reward}", turn["observation_text"] or "")
-    return printable("\n".join(lines))
+        reward = f" ({turn['reward']:+.2f})" if turn["reward"] else ""
+        lines += block(f"observation{reward}", turn["observation_text"])
+    return "\n".join(lines)
 
 
-def format_number(value: Any, form: str) -> str:
-    """A number in its form; anything else that a file holds in its place, as it is."""
-    return format(value, form) if isinstance(value, int | float) else str(value)
-
-
-def block(title: str, text: Any) -> list[str]:
+def block(title: str, text: str) -> list[str]:
     """Wrapped text with a title on the left."""
     width = max(40, min(100, shutil.get_terminal_size().columns) - 22)
-    pieces = [p for line in str(text).split("\n") for p in textwrap.wrap(line, width) or [""]]
+    pieces = [p for line in text.split("\n") for p in textwrap.wrap(line, width) or [""]]
     return [f"{title if i == 0 else '':>20}  {piece}" for i, piece in enumerate(pieces)]
 
 
@@ -223,7 +220,7 @@ def find(source: Source, trajectory_id: str, within: str | None = None) -> tuple
     similar: list[str] = []
     for file in reversed(source.files()):
         if within in (None, file.name):
-            ids = [str(i) for i in source.lines(file.name).columns["trajectory_id"]]
+            ids = [str(row["trajectory_id"]) for row in source.lines(file.name).rows]
             if trajectory_id in ids:
                 return file.name, ids.index(trajectory_id)
             similar += [i for i in ids if i.startswith(trajectory_id.rpartition("-")[0])]
@@ -239,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.export:
             from viewer.export import export
 
-            size = export(sources, options.export, options.limit, MAX_MEGABYTES)
+            size = export(sources, options.export, options.limit)
             print(f"wrote {options.export} ({size / 1e6:.1f} MB); open it in a browser")
         else:
             serve(sources, options)
@@ -248,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    except OSError as error:
+    except (OSError, LogError) as error:
         complain(PROG, error)
         return 1
     return 0

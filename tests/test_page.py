@@ -100,7 +100,7 @@ def tab(chromium):
     assert problems == []
 
 
-def shown(page, url, wait_for="h1"):
+def open_at(page, url, wait_for="h1"):
     page.goto(url)
     page.wait_for_selector(f"main {wait_for}")
     return page
@@ -125,10 +125,10 @@ def assert_accessible(page):
 
 def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, tab):
     url = serve(made)
-    shown(tab, url, ".goes-wrong li")
+    open_at(tab, url, ".goes-wrong li")
     assert "held-out tasks solved" in tab.inner_text(".headline")
     assert tab.locator(".uplot").count() >= 4 and "Failures" in tab.inner_text(".goes-wrong")
-    shown(tab, f"{url}#/0/step_000004", "table.trajectories tbody tr")
+    open_at(tab, f"{url}#/0/step_000004", "table.trajectories tbody tr")
     rows = tab.locator("table.trajectories tbody tr")
     assert rows.count() == 7
     tab.get_by_label("outcome", exact=False).select_option("failed")
@@ -148,8 +148,43 @@ def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, t
     tab.wait_for_url(f"**/step_000004/{line + 1}")
 
 
+FILTERS = {
+    "outcome=solved": lambda row: row["success"],
+    "outcome=lost": lambda row: row["stop_reason"] == "env_error",
+    "min_turns=2&max_turns=3": lambda row: 2 <= row["num_turns"] <= 3,
+    "task=CRAFT_0": lambda row: row["task_id"] == "textcraft_0",
+    "min_return=0.5": lambda row: row["return"] >= 0.5,
+    "parse_errors=1": lambda row: row["parse_errors"],
+    "stop_reason=max_rounds&subtask=nothing": lambda row: False,
+}
+
+
+def test_lists_are_filtered_sorted_and_cut_into_pages(serve, made, tab):
+    tab.goto(serve(made))
+    all_rows = open_source(0, made).lines("step_000004").rows
+
+    def select(query, **changes):
+        return tab.evaluate(
+            """async ([all, query, changes]) => {
+                const { selectRows } = await import("/page/rows.js");
+                const address = Object.fromEntries(new URLSearchParams(query));
+                return selectRows(all, { ...address, ...changes });
+            }""",
+            [all_rows, query, {"limit": 200} | changes],
+        )
+
+    for query, keeps in FILTERS.items():
+        assert select(query)["rows"] == [row for row in all_rows if keeps(row)], query
+    turns = [row["num_turns"] for row in select("sort=-num_turns")["rows"]]
+    assert turns == sorted(turns, reverse=True) and len(set(turns)) > 1
+    page = select("", offset=5, limit=10)
+    assert page["total"] == page["matching"] == 7 and page["rows"] == all_rows[5:]
+    all_rows = [all_rows[0] | {"task_id": name} for name in ("t_10", None, "t_9")]
+    assert [row["task_id"] for row in select("sort=task_id")["rows"]] == ["t_9", "t_10", None]
+
+
 def test_tokens_have_the_files_masks_and_numbers(serve, made, tab):
-    shown(tab, f"{serve(made)}#/0/step_000003/1/1", ".turns")
+    open_at(tab, f"{serve(made)}#/0/step_000003/1/1", ".turns")
     recorded = open_source(0, made).lines("step_000003").read(1)
     tab.keyboard.press("t")
     tab.wait_for_selector(".tokens .token.policy")
@@ -177,7 +212,7 @@ def test_a_step_that_is_written_while_one_looks_appears(serve, tmp_path, tab):
     config = json.loads((run / "config.json").read_text())
     config["config"]["steps"] = 9
     (run / "config.json").write_text(json.dumps(config))
-    shown(tab, serve(run), ".goes-wrong li")
+    open_at(tab, serve(run), ".goes-wrong li")
     assert "step 2" in tab.inner_text(".goes-wrong")
     line = open_source(0, run).lines("step_000001").read(0)
     add_step(run, 3, [from_line(line | {"success": False})])
@@ -207,7 +242,7 @@ def test_an_episode_is_played_again_and_its_world_drawn(
 ):
     pytest.importorskip(package, reason=f"make setup ENV={env}")
     url = serve(FOLDER / f"{env}.jsonl", play=Play(environments, tmp_path))
-    shown(tab, f"{url}#/0/{env}/0", ".picture")
+    open_at(tab, f"{url}#/0/{env}/0", ".picture")
     tab.get_by_role("button", name="Re-enact").click()
     tab.wait_for_selector(f".picture .canvas {drawn}", timeout=90_000)
     assert "every observation came out as before" in tab.inner_text(".picture")
@@ -219,7 +254,7 @@ def test_an_episode_is_played_again_and_its_world_drawn(
 
 def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
     url = serve(FOLDER / "textcraft.jsonl", play=Play(environments, tmp_path))
-    shown(tab, f"{url}#/play/textcraft/3", "input[list]")
+    open_at(tab, f"{url}#/play/textcraft/3", "input[list]")
     for _ in range(12):
         if tab.locator(".over").count():
             break
@@ -239,11 +274,11 @@ def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
 
 def test_an_export_opens_from_disk_and_asks_for_nothing(made, tmp_path, tab):
     out = tmp_path / "page.html"
-    size = export([open_source(0, made)], out, None, 200)
+    size = export([open_source(0, made)], out, None)
     assert size == out.stat().st_size
     for route in ("#/0", "#/0/step_000004", "#/0/step_000004?group=1", "#/0/step_000004/1/2"):
         tab.goto("about:blank")
-        shown(tab, out.as_uri() + route, "h1")
+        open_at(tab, out.as_uri() + route, "h1")
         until(tab, "document.querySelector('main').innerText.length > 100")
     assert tab.locator(".turns").count() == 1
     assert all(url.startswith(("file:", "about:", "data:")) for url in tab.asked)
@@ -264,14 +299,14 @@ def test_nothing_that_was_written_runs(serve, tmp_path, tab, how):
     if how == "served":
         base = serve(run)
     else:
-        export([open_source(0, run)], tmp_path / "page.html", None, 200)
+        export([open_source(0, run)], tmp_path / "page.html", None)
         base = (tmp_path / "page.html").as_uri()
     file = "%3Cb%3Estep_1%3Cb%3E"
     routes = ["#/0", f"#/0/{file}", f"#/0/{file}?group=1"]
     routes += [f"#/0/{file}/{n}/1" for n in range(len(HOSTILE))]
     for route in routes:
         tab.goto("about:blank")
-        shown(tab, base + route)
+        open_at(tab, base + route)
         tab.wait_for_timeout(150)
         assert tab.evaluate("window.pwned") is None, route
         assert tab.evaluate("document.querySelectorAll('main img').length") == 0
@@ -292,7 +327,7 @@ def test_every_view_can_be_read_by_everybody(serve, made, chromium, scheme, widt
     base = serve(made)
     for route in ("#/0", "#/0/step_000004", "#/0/step_000004?group=1", "#/0/step_000004/1/2"):
         page.goto("about:blank")
-        shown(page, base + route)
+        open_at(page, base + route)
         page.wait_for_timeout(400)
         if route.endswith("/2"):
             page.keyboard.press("t")

@@ -33,27 +33,23 @@ def test_fifty_recorded_episodes_played_again_say_the_same(environments, env):
     lines = recorded(env)
     assert len(lines) == COUNT and sum(len(line["turns"]) for line in lines) > 2 * COUNT
     for line in lines:
-        found = reenact(environments, line, None)
-        assert found["same"], (line["trajectory_id"], found["first_difference"])
-        assert len(found["states"]) == len(line["turns"]) and found["first_state"]
+        result = reenact(environments, line, None)
+        assert result["first_difference"] is None, line["trajectory_id"]
+        assert len(result["states"]) == len(line["turns"]) and result["first_state"]
 
 
-def test_where_the_world_says_something_else_it_stops_and_says_so(environments):
-    line = recorded("textcraft")[0]
-    line["turns"][1]["observation_text"] = "You win."
-    found = reenact(environments, line, None)
-    assert not found["same"] and len(found["states"]) == 2
-    assert (found["first_difference"]["turn"], found["first_difference"]["then"]) == (2, "You win.")
-    line["messages"][1]["content"] = "another goal"
-    found = reenact(environments, line, None)
-    assert found["first_difference"]["turn"] == 0 and found["states"] == []
-
-
-def test_a_turn_that_the_budget_cut_was_never_played(environments):
+def test_it_stops_where_the_environment_says_something_else_and_where_the_budget_cut(environments):
     line = recorded("textcraft")[0] | {"stop_reason": "length"}
-    line["turns"][-1]["observation_text"] = ""
-    found = reenact(environments, line, None)
-    assert found["same"] and len(found["states"]) == len(line["turns"]) - 1
+    line["turns"][-1]["observation_text"] = ""  # the last turn was never played
+    result = reenact(environments, line, None)
+    assert result["first_difference"] is None and len(result["states"]) == len(line["turns"]) - 1
+    line["turns"][1]["observation_text"] = "You win."
+    result = reenact(environments, line, None)
+    difference = result["first_difference"]
+    assert (difference["turn"], difference["then"], len(result["states"])) == (2, "You win.", 2)
+    line["messages"][1]["content"] = "another goal"
+    result = reenact(environments, line, None)
+    assert result["first_difference"]["turn"] == 0 and result["states"] == []
 
 
 @pytest.mark.parametrize(
@@ -89,12 +85,11 @@ class Model:
         return "Thought: let me see.\nAction: inventory"
 
 
-def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_and_kept(environments, tmp_path):
-    run = tmp_path / "a.jsonl"
-    run.write_text((FOLDER / "textcraft.jsonl").read_text())
-    play = Play(environments, tmp_path / "out", Model())  # type: ignore[arg-type]
-    client = client_of(run, play=play)
-    client.headers["X-Replay-Token"] = client.token
+def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_kept_and_reenacted(
+    environments, tmp_path
+):
+    play = Play(environments, tmp_path, Model())  # type: ignore[arg-type]
+    client = client_of(FOLDER / "textcraft.jsonl", play=play)
 
     def ask(what, status=200, **body):
         response = client.post(f"/api/play/{what}", json=body)
@@ -103,28 +98,30 @@ def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_and_kept(environm
 
     listed = ask("worlds")
     assert listed["model"] == "echo" and {"textcraft"} <= {w["env"] for w in listed["worlds"]}
-    at = ask("new", env="textcraft", task_index=3)
-    name = at["session"]
-    assert at["turns"] == [] and not at["done"] and "inventory" in at["available"]
-    at = ask("step", session=name, action="inventory")
-    assert at["turns"][0]["action"] == "inventory" and at["state"]["num_turns"] == 1
-    at = ask("model", session=name)
-    assert at["turns"][1]["thought"] == "let me see."
-    while not at["done"]:
-        at = ask("step", session=name, action=ask("oracle", session=name)["action"])
-    assert at["success"] and at["reward"] == 1.0 and at["available"] is None
+    game = ask("new", env="textcraft", task_index=3)
+    name = game["session"]
+    assert game["turns"] == [] and not game["done"] and "inventory" in game["available"]
+    game = ask("step", session=name, action="inventory")
+    assert game["turns"][0]["action"] == "inventory" and game["state"]["num_turns"] == 1
+    game = ask("model", session=name)
+    assert game["turns"][1]["thought"] == "let me see."
+    while not game["done"]:
+        game = ask("step", session=name, action=ask("oracle", session=name)["action"])
+    assert game["success"] and game["reward"] == 1.0 and game["available"] is None
     assert "has ended" in ask("step", 409, session=name, action="look")["error"]
-    path = tmp_path / "out" / "played.jsonl"
+    path = tmp_path / "played.jsonl"
     assert ask("save", session=name) == {"path": str(path)}
     t = from_line(json.loads(path.read_text()))
     assert t.success and t.first_state and t.turns[0].state and t.turns[-1].reward == 1.0
-    source = open_source(0, path)
-    assert reenact(environments, source.lines("played").read(0), None)["same"]
+    line = open_source(0, path).lines("played").read(0)
+    assert reenact(environments, line, None)["first_difference"] is None
     assert "is closed" in ask("oracle", 409, session=name)["error"]
     assert "not one of the environments" in ask("new", 409, env="chess", task_index=0)["error"]
     ask("new", 409, env="textcraft", task_index=10**9)
-    ask("new", 400, env="textcraft", task_index=-1)
-    ask("nothing", 404)
+    play.model = None
+    assert "--api-base" in ask("model", 409, session=name)["error"]
+    assert client.post("/api/reenact/0/textcraft/4").json()["first_difference"] is None
+    assert client.post("/api/reenact/0/textcraft/999").status_code == 404
 
 
 def test_an_environment_whose_server_died_is_started_anew(environments, tmp_path, monkeypatch):
@@ -138,14 +135,3 @@ def test_an_environment_whose_server_died_is_started_anew(environments, tmp_path
         with pytest.raises(PlayError, match="try again"):
             play.new("textcraft", 3)
     assert play.new("textcraft", 3)["turns"] == []
-
-
-def test_the_page_can_have_an_episode_played_again(environments, tmp_path):
-    client = client_of(FOLDER / "textcraft.jsonl", play=Play(environments, tmp_path / "out"))
-    client.headers["X-Replay-Token"] = client.token
-    body = {"source": 0, "file": "textcraft", "line": 4}
-    assert client.post("/api/reenact", json=body).json()["same"]
-    assert client.post("/api/reenact", json=body | {"line": 999}).status_code == 404
-    assert client.post("/api/reenact", json=body | {"line": "x"}).status_code == 400
-    no_model = client.post("/api/play/model", json={"session": "x"})
-    assert "--api-base" in no_model.json()["error"]

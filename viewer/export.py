@@ -19,45 +19,43 @@ from typing import Any
 from urllib.parse import quote
 
 from run.files import aside
-from viewer.overview import differing, overview, what_goes_wrong
+from viewer.overview import overview, what_goes_wrong
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
-from viewer.trajectories import Filter, groups_of, list_rows, trajectory_view
+from viewer.trajectories import groups_of, trajectory_view
 
+MAX_MEGABYTES = 200  # without a limit
 POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-IMPORT = re.compile(r'^import\s+(\{[^}]*\}|\w+)\s+from\s+"(\./[^"]+|\.\./[^"]+)";?$', re.MULTILINE)
-EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
-EXPORT_LIST = re.compile(r"^export \{([^}]*)\};?$", re.MULTILINE)
-COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+# The forms of import and export that the page's modules use; no two modules have the same name.
+IMPORT = re.compile(r'^import (\{[^}]*\}) from "[^"]*?([^/"]+)";$', re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) (\w+))", re.MULTILINE)
 
 
-def export(sources: Sequence[Source], out: Path, limit: int | None, max_megabytes: int) -> int:
+def export(sources: Sequence[Source], out: Path, limit: int | None) -> int:
     """Write the file, with the newest `limit` trajectories of each source; returns its bytes.
 
-    Raises: NoSource if there is no `limit` and the file would be larger than `max_megabytes`;
-        nothing is written then.
+    Raises: NoSource if there is no `limit` and the file would be too large; nothing is written.
     """
     if limit is not None:
         for source in sources:
             keep_newest(source, limit)
     before, after = page_around()
-    with aside(out) as new, open(new, "w", encoding="ascii") as file:
-        size = file.write(before)
+    with aside(out) as new, open(new, "w", encoding="utf-8") as file:
+        file.write(before)
         separator = "{"
         for path, answer in answers(sources):
-            text = f"{separator}{as_json(path)}:{as_json(answer)}".replace("<", "\\u003c")
-            size += file.write(text)
+            file.write(f"{separator}{as_json(path)}:{as_json(answer)}".replace("<", "\\u003c"))
             separator = ",\n"
-            if limit is None and size > max_megabytes * 1_000_000:
+            if limit is None and file.tell() > MAX_MEGABYTES * 1_000_000:
                 raise NoSource(
-                    f"the export would be larger than {max_megabytes} MB; give --limit N for the "
+                    f"the export would be larger than {MAX_MEGABYTES} MB; give --limit N for the "
                     "N newest trajectories"
                 )
-        size += file.write("}" + after)
-    return size
+        file.write("}" + after)
+    return out.stat().st_size
 
 
 def keep_newest(source: Source, limit: int) -> None:
@@ -71,30 +69,23 @@ def keep_newest(source: Source, limit: int) -> None:
         lines.keep(sorted(kept))
 
 
-# -------------------------------------------------------------------------------------- the data
-
-
 def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
     """(path, answer) of all that the page asks for."""
-    described = [describe(source) for source in sources]
-    for about, source in zip(described, sources, strict=True):
-        about["files"] = [
-            file | {"count": count}
-            for file in about["files"]
-            if (count := len(source.lines(file["name"])))
-        ]
-    differences = differing(sources) if len(sources) > 1 else {}
-    first = {"version": 1, "live": False, "can_play": False}
-    yield "sources", first | {"sources": described, "differing": differences}
-    for source, about in zip(sources, described, strict=True):
+    about = describe(sources, can_play=False) | {"live": False}
+    for described, source in zip(about["sources"], sources, strict=True):
+        counts = {file["name"]: len(source.lines(file["name"])) for file in described["files"]}
+        files = [file | {"count": counts[file["name"]]} for file in described["files"]]
+        described["files"] = [file for file in files if file["count"]]
+    yield "sources", about
+    for described, source in zip(about["sources"], sources, strict=True):
         yield f"overview/{source.number}", overview(source)
-        for file in about["files"]:
+        for file in described["files"]:
             yield from answers_of_file(source, file["name"])
 
 
 def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
     lines, where = source.lines(name), f"{source.number}/{quote(name, safe='')}"
-    yield f"list/{where}", list_rows(lines, Filter(), limit=len(lines))
+    yield f"list/{where}", {"rows": lines.rows}
     yield f"groups/{where}", {"groups": groups_of(lines)}
     yield f"wrong/{where}", what_goes_wrong(lines)
     for number in range(len(lines)):
@@ -102,78 +93,42 @@ def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
         yield f"trajectory/{where}/{number}", view
 
 
-# -------------------------------------------------------------------------------------- the page
-
-
 def page_around() -> tuple[str, str]:
-    """The page before the data and after it, in ASCII."""
-    html = (PAGE / "index.html").read_text(encoding="utf-8")
+    """The page before the data and after it."""
     script = bundle("app.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode("ascii")).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(hash=digest)}">'
-    html = html.replace("<head>", f"<head>\n{policy}", 1)
+    html = read("index.html").replace("<head>", f"<head>\n{policy}")
     html = re.sub(
-        r'\s*<link rel="stylesheet" href="page/([^"]+)">',
-        lambda link: f"\n<style>\n{(PAGE / link[1]).read_text(encoding='utf-8')}</style>",
+        r'<link rel="stylesheet" href="page/([^"]+)">',
+        lambda link: f"<style>\n{read(link[1])}</style>",
         html,
     )
-    html = html.replace('<script type="module" src="page/app.js"></script>', "", 1)
-    before, _, after = html.encode("ascii", "xmlcharrefreplace").decode().partition("</body>")
+    html = re.sub(r"<script.*</script>\n", "", html)
+    before, _, after = html.partition("</body>")
     before += '<script type="application/json" id="replay-data">'
     return before, f"</script>\n<script>{script}</script>\n</body>{after}"
 
 
-def bundle(entry: str) -> str:
-    """One ASCII script of a module and all that it imports, each module in a function of its own.
+def read(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
 
-    It knows the forms of import and export that the page's modules use.
-    Raises: RuntimeError if a module uses another form.
-    """
+
+def bundle(entry: str) -> str:
+    """One script of uPlot, a module and all that it imports, each in a function of its own that
+    returns what it exports."""
     done: dict[str, str] = {}
 
-    def visit(name: str) -> None:
-        source = (PAGE / name).read_text(encoding="utf-8")
-        for match in IMPORT.finditer(source):
-            if (needed := module_name(name, match[2])) not in done:
-                visit(needed)
-        done[name] = wrap_module(name, source)
+    def add(path: Path) -> None:
+        source = path.read_text(encoding="utf-8")
+        for needed in re.findall(r'^import .* from "([^"]+)";$', source, re.MULTILINE):
+            if Path(needed).name not in done:
+                add(path.parent / needed)
+        exported = ", ".join(EXPORT.findall(source))
+        body = EXPORT.sub("", IMPORT.sub(r'const \1 = MODULES["\2"];', source))
+        done[path.name] = (
+            f'MODULES["{path.name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();'
+        )
 
-    visit(entry)
-    text = '"use strict";\nconst MODULES = {};\n' + "\n".join(done.values())
-    if "</script" in text.lower():
-        raise RuntimeError("a module of the page contains </script")
-    return re.sub(r"[^\x00-\x7f]", javascript_escape, text)
-
-
-def module_name(importer: str, relative: str) -> str:
-    path = (PAGE / importer).parent / relative
-    return path.resolve().relative_to(PAGE.resolve()).as_posix()
-
-
-def wrap_module(name: str, source: str) -> str:
-    """A module as a function that returns what it exports."""
-    code = COMMENT.sub("", source)  # an `export` in a comment is not one
-    exports = {exported: exported for exported in EXPORTED.findall(code)}
-    for match in EXPORT_LIST.finditer(code):
-        for part in match[1].split(","):
-            inner, _, outer = part.strip().partition(" as ")
-            exports[outer or inner] = inner
-
-    def bind(match: re.Match[str]) -> str:
-        module = f"MODULES[{as_json(module_name(name, match[2]))}]"
-        if match[1].startswith("{"):
-            names = re.sub(r"\bas\b", ":", match[1])
-            return f"const {names} = {module};"
-        return f"const {match[1]} = {module}.default;"
-
-    body = EXPORT_LIST.sub("", IMPORT.sub(bind, source))
-    body = re.sub(r"^export (?=async |function|class|const|let)", "", body, flags=re.MULTILINE)
-    if re.search(r"^(import|export)\b", body, re.MULTILINE):
-        raise RuntimeError(f"page/{name} imports or exports in a form that export.py does not know")
-    returned = ", ".join(f"{as_json(outer)}: {inner}" for outer, inner in exports.items())
-    return f"MODULES[{as_json(name)}] = (() => {{\n{body}\nreturn {{ {returned} }};\n}})();"
-
-
-def javascript_escape(match: re.Match[str]) -> str:
-    units = match[0].encode("utf-16-be").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+    add(PAGE / entry)
+    return "\n".join([read("vendor/uPlot.iife.min.js"), "const MODULES = {};", *done.values()])

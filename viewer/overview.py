@@ -6,18 +6,17 @@ Read next: server.py.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from reporting.logs import ALARMS
 from reporting.metrics import GLOSSARY
-from reporting.sentinels import Sentinels
-from trajectory import LOST, STOP_REASONS
-from viewer.sources import EvaluationSource, Source, read_json, read_log
-from viewer.trajectories import Lines, split_action, turns_of
+from trajectory import LOST
+from viewer.sources import EvaluationSource, Source, read_json, rows_of
+from viewer.trajectories import Lines, split_action
 
 Series = dict[str, list[tuple[int, float | None]]]
 SOME = 5  # steps that a sentence averages over
@@ -30,35 +29,20 @@ MAX_TEXT = 300  # characters
 
 def overview(source: Source) -> dict[str, Any]:
     """What the first screen shows of a source."""
-    is_folder = source.path.is_dir()
-    rows = read_log(source.path / "metrics.jsonl") if is_folder else []
-    timings = read_log(source.path / "timings.jsonl") if is_folder else []
-    config = source.config()
-    series, times = series_of(rows), series_of(timings)
+    rows = rows_of(source.path / "metrics.jsonl")
+    series = series_of(rows) | series_of(rows_of(source.path / "timings.jsonl"))
+    alarms = rows_of(source.path / ALARMS)
     evaluations = evaluations_of(source)
-    alarms = alarms_of(source.path, rows)
+    config = source.config()
     return {
         "name": source.name,
         "env": source.env,
-        "model": config.get("model"),
-        "algorithm": config.get("algorithm"),
+        **{option: config.get(option) for option in ("model", "algorithm", "steps")},
         "step": rows[-1]["step"] if rows else None,
-        "steps": config.get("steps"),
         "headline": headline(series, evaluations, alarms),
-        "series": series | times,
-        "glossary": {name: GLOSSARY[name] for name in series | times if name in GLOSSARY},
+        "series": series,
+        "glossary": {name: GLOSSARY[name] for name in series if name in GLOSSARY},
         "evaluations": evaluations,
-        "horizons": changes(series.get("horizon/max_rounds", [])),
-        "stop_reasons": {
-            reason: series[f"train/stop/{reason}"]
-            for reason in STOP_REASONS
-            if any(value for _, value in series.get(f"train/stop/{reason}", []))
-        },
-        "phases": {
-            name.removeprefix("time/").removesuffix("_s"): points
-            for name, points in times.items()
-            if name.startswith("time/") and name != "time/step_s"
-        },
         "alarms": alarms,
         "options": config,
     }
@@ -73,22 +57,9 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> Series:
     series: Series = {}
     for row in rows:
         for name, value in row.items():
-            if name != "step" and (value is None or isinstance(value, (int, float))):
+            if name != "step" and isinstance(value, int | float | None):
                 series.setdefault(name, []).append((row["step"], value))
     return {n: points for n, points in series.items() if any(v is not None for _, v in points)}
-
-
-def changes(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """Where a series takes another value.
-
-    >>> changes([(1, 5), (2, 5), (3, 10)])
-    [(1, 5), (3, 10)]
-    """
-    changed: list[tuple[int, float]] = []
-    for step, value in points:
-        if value is not None and (not changed or changed[-1][1] != value):
-            changed.append((step, value))
-    return changed
 
 
 def evaluations_of(source: Source) -> list[dict[str, Any]]:
@@ -97,44 +68,23 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
         paths = [file.path.parent / "eval.json" for file in source.files()]
     else:
         paths = sorted((source.path / "eval").glob("step_*.json"))
-    return [found for path in paths if (found := evaluation(read_json(path)))]
-
-
-def evaluation(scores: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An evaluation file in short; None if it holds no numbers."""
-    try:
-        return {
+    return [
+        {
             "step": scores.get("step", 0),
             "env": scores.get("env"),
             "overall": scores["overall"]["avg"],
-            "pass": scores["overall"].get("pass") if scores.get("samples", 1) != 1 else None,
-            "samples": scores.get("samples"),
+            "pass": scores["overall"].get("pass") if scores["samples"] > 1 else None,
+            "samples": scores["samples"],
             "trained_on": scores.get("trained_on", 0),
-            "subtasks": {n: row["avg"] for n, row in scores.get("subtasks", {}).items()},
+            "subtasks": {name: row["avg"] for name, row in scores["subtasks"].items()},
         }
-    except (KeyError, TypeError, AttributeError):
-        return None
-
-
-def alarms_of(path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The alarms that the run has kept; if it kept none, what the sentinels say of its numbers."""
-    if (path / ALARMS).exists():
-        fields = ("severity", "name", "text")
-        kept = read_log(path / ALARMS)
-        return [row for row in kept if all(isinstance(row.get(field), str) for field in fields)]
-    sentinels, alarms = Sentinels(), []
-    for row in rows:
-        numbers = {name: v for name, v in row.items() if isinstance(v, int | float)}
-        for alarm in sentinels.check(row["step"], numbers):
-            alarms.append(
-                {"step": row["step"], "severity": alarm.severity, "name": alarm.name}
-                | {"text": alarm.message}
-            )
-    return alarms
+        for path in paths
+        if (scores := read_json(path))  # empty while an evaluation goes on
+    ]
 
 
 def differing(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Options in which the sources differ, a value for each source."""
+    """Options in which the sources differ, a value for each source; none if there is only one."""
     configs = [source.config() for source in sources]
     names = dict.fromkeys(name for config in configs for name in config if name not in IGNORED)
     values = {name: [config.get(name) for config in configs] for name in names}
@@ -214,48 +164,45 @@ def at_step(scores: Mapping[str, Any]) -> str:
 def what_goes_wrong(lines: Lines) -> dict[str, Any]:
     """Of the failed episodes of a file: the last observation, repeated actions, and why they ended.
     Episodes lost to the infrastructure are not failures of the policy."""
-    stop_reasons, success = lines.columns["stop_reason"], lines.columns["success"]
-    valid = [n for n in range(len(lines)) if stop_reasons[n] not in LOST]
-    failed = [n for n in valid if success[n] is False]
-    observations: dict[str, list[int]] = defaultdict(list)
-    repeats: Counter[str] = Counter()
-    repeated_in: dict[str, list[int]] = defaultdict(list)
-    for number in failed[:MAX_FAILURES]:
-        turns = turns_of(lines.read(number))
+    valid = [row for row in lines.rows if row["stop_reason"] not in LOST]
+    failed = [row for row in valid if row["success"] is False]
+    stops, observations, repeated = (defaultdict[str, list[int]](list) for _ in range(3))
+    for row in failed:
+        stops[str(row["stop_reason"])].append(row["line"])
+    for number in [row["line"] for row in failed[:MAX_FAILURES]]:
+        turns = lines.read(number)["turns"]
         if text := last_observation(turns):
             observations[text].append(number)
-        for text, times in repeated_actions(turns).items():
-            repeats[text] += times
-            repeated_in[text].append(number)
-    stops: dict[str, list[int]] = defaultdict(list)
-    for number in failed:
-        stops[str(stop_reasons[number])].append(number)
+        for action in repeated_actions(turns):
+            repeated[action].append(number)
     return {
         "episodes": len(valid),
         "failures": len(failed),
-        "observations": entries({text: (len(n), n) for text, n in observations.items()}),
-        "repeated": entries({text: (times, repeated_in[text]) for text, times in repeats.items()}),
-        "stops": entries({text: (len(n), n) for text, n in stops.items()}),
+        "observations": most_frequent(observations),
+        "repeated": most_frequent(repeated),
+        "stops": most_frequent(stops),
     }
 
 
-def entries(counts: Mapping[str, tuple[int, list[int]]]) -> list[dict[str, Any]]:
-    """The most frequent texts, with examples."""
-    ordered = sorted(counts.items(), key=lambda item: (-item[1][0], item[0]))[:MAX_ENTRIES]
-    return [{"text": t, "count": n, "lines": lines[:MAX_EXAMPLES]} for t, (n, lines) in ordered]
+def most_frequent(lines_of: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """The texts that occur most often, with the first lines in which they do."""
+    ordered = sorted(lines_of.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_ENTRIES]
+    return [
+        {"text": text, "count": len(lines), "lines": sorted(set(lines))[:MAX_EXAMPLES]}
+        for text, lines in ordered
+    ]
 
 
-def last_observation(turns: Iterable[Mapping[str, Any]]) -> str:
-    texts = [str(turn.get("observation_text") or "").strip() for turn in turns]
+def last_observation(turns: Sequence[Mapping[str, Any]]) -> str:
+    texts = [turn["observation_text"].strip() for turn in turns]
     return next((text[:MAX_TEXT] for text in reversed(texts) if text), "")
 
 
-def repeated_actions(turns: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Actions that an episode repeated immediately, and how often.
+def repeated_actions(turns: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Actions that an episode repeated immediately, each as often as it did.
 
     >>> repeated_actions([{"action_text": "Action: look"}] * 3 + [{"action_text": "Action: go"}])
-    {'look': 2}
+    ['look', 'look']
     """
-    texts = [str(turn.get("action_text") or "") for turn in turns]
-    actions = [(split_action(text)[1] or "")[:MAX_TEXT] for text in texts]
-    return dict(Counter(b for a, b in zip(actions, actions[1:], strict=False) if a == b and b))
+    actions = [(split_action(turn["action_text"])[1] or "")[:MAX_TEXT] for turn in turns]
+    return [b for a, b in pairwise(actions) if a == b and b]

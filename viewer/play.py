@@ -15,21 +15,20 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envclient import AllServersDown, EnvClient, EnvError, EnvPool, local_server
 from envs import ENVS, get_env, load_tasks
+from run.errors import RunFailed
 from run.files import make_folder
 from trajectory import Trajectory, Turn
-from viewer.trajectories import opening_of, split_action, task_of, turns_of
+from viewer.trajectories import opening_of, split_action, task_of
 
 if TYPE_CHECKING:
     from sampling.chatapi import ChatApi
 
-MAX_SESSIONS = 32  # at a time; beyond it the oldest is closed
 MAX_TURNS = 1_000  # of an episode played by hand
 MODEL_TOKENS = 512  # of a model's answer
 
@@ -39,13 +38,13 @@ class PlayError(RuntimeError):
 
 
 @contextlib.contextmanager
-def play_errors() -> Any:
-    """An environment's errors as PlayError."""
+def play_errors() -> Iterator[None]:
+    """Errors of an environment or a model as PlayError."""
     try:
         yield
     except AllServersDown as error:
         raise PlayError(f"{error}; try again, then a new server is started") from None
-    except (EnvError, ValueError, ImportError) as error:
+    except (RunFailed, ValueError, ImportError) as error:
         raise PlayError(str(error)) from None
 
 
@@ -78,7 +77,7 @@ class Environments:
 def reenact(environments: Environments, line: Mapping[str, Any], env: str | None) -> dict[str, Any]:
     """Play a trajectory's actions in a fresh session and compare the observations.
 
-    Returns: same, first_difference ({turn, then, now}; turn 0 is the first observation),
+    Returns: first_difference ({turn, then, now}; turn 0 is the first observation) or None,
         first_state, and a state for each turn that was played.
     Raises: PlayError if its environment or task is not known here.
     """
@@ -87,41 +86,24 @@ def reenact(environments: Environments, line: Mapping[str, Any], env: str | None
     task = task_of(line, env)
     if task is None:
         raise PlayError(f"{line.get('task_id')!r} does not name a task of an environment")
-    opening, seed = opening_of(line), line.get("seed")
-    then = str(opening[-1].get("content", "")) if opening else ""
-    difference, states = None, []
+    then, difference, states = opening_of(line)[-1]["content"], None, []
     with contextlib.closing(environments.client(task[0])) as client, play_errors():
-        now = client.reset(task[1], seed=seed if isinstance(seed, int) else 0)
+        now = client.reset(task[1], seed=line.get("seed") or 0)
         first_state = state_of(client)
         if now != then:
             difference = {"turn": 0, "then": then, "now": now}
-        for number, turn in enumerate(turns_of(line), start=1):
-            then = str(turn.get("observation_text") or "")
+        for number, turn in enumerate(line["turns"], start=1):
+            then = turn["observation_text"]
             was_cut = not then and line.get("stop_reason") == "length"  # by the budget: not played
             if was_cut or difference:
                 break
-            result = client.step(str(turn.get("action_text") or ""))
+            result = client.step(turn["action_text"])
             states.append(state_of(client))
             if result.observation != then:
                 difference = {"turn": number, "then": then, "now": result.observation}
             if result.terminated or result.truncated:
                 break
-    return {
-        "same": difference is None,
-        "first_difference": difference,
-        "first_state": first_state,
-        "states": states,
-    }
-
-
-@dataclass
-class Session:
-    """An episode under way."""
-
-    client: EnvClient
-    trajectory: Trajectory
-    observation: str
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    return {"first_difference": difference, "first_state": first_state, "states": states}
 
 
 class Play:
@@ -131,7 +113,7 @@ class Play:
         self, environments: Environments, folder: Path, model: ChatApi | None = None
     ) -> None:
         self.environments, self.folder, self.model = environments, folder, model
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, tuple[EnvClient, Trajectory]] = {}
 
     def list_environments(self) -> dict[str, Any]:
         """What can be played (number of test tasks, index of the first one and of the last task of
@@ -158,29 +140,80 @@ class Play:
         except PlayError:
             client.close()
             raise
-        task_id = f"{env}_{task_index}"
-        tasks = [task for split in ("test", "train") for task in load_tasks(env, split)]
-        subtask = next((task.subtask for task in tasks if task.task_id == task_id), "")
-        t = Trajectory(f"played-{int(time.time())}", 0, env, task_id, subtask, 0, 0, MAX_TURNS)
+        name, subtask = f"played-{int(time.time())}", get_env(env).subtask(task_index)
+        t = Trajectory(name, 0, env, f"{env}_{task_index}", subtask, 0, 0, MAX_TURNS)
         t.messages = [*client.prompt, {"role": "user", "content": observation}]
         t.first_state = state
-        while len(self._sessions) >= MAX_SESSIONS:
-            self.close(next(iter(self._sessions)))
-        name = secrets.token_hex(8)
-        self._sessions[name] = Session(client, t, observation)
-        return self.show(name)
+        session = secrets.token_hex(8)
+        self._sessions[session] = client, t
+        return self._show(session)
 
-    def show(self, name: str) -> dict[str, Any]:
-        session = self._session(name)
-        t, available = session.trajectory, None
+    def step(self, session: str, text: str) -> dict[str, Any]:
+        """Play what was typed; a bare action is written as a model would write it."""
+        from rollout import state_of, take_result
+
+        client, t = self._session(session)
+        if t.stop_reason:
+            raise PlayError("this episode has ended; begin a new one")
+        if "Action:" not in text and "<" not in text:
+            text = f"Action: {text}"
+        began = time.perf_counter()
+        with play_errors():
+            result = client.step(text)
+        turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
+        turn.env_s = time.perf_counter() - began
+        turn.state = state_of(client)
+        t.messages.append({"role": "assistant", "content": text})
+        t.turns.append(turn)
+        if take_result(t, turn, result):
+            t.messages.append({"role": "user", "content": result.observation})
+        return self._show(session)
+
+    def oracle(self, session: str) -> dict[str, Any]:
+        with play_errors():
+            thought, action = self._session(session)[0].oracle()
+        return {"thought": thought, "action": action}
+
+    def let_model_act(self, session: str) -> dict[str, Any]:
+        if self.model is None:
+            raise PlayError("no model was named; start with --api-base URL --api-model NAME")
+        messages, seed = self._session(session)[1].messages, secrets.randbelow(2**31)
+        with play_errors():
+            text = self.model.complete(messages, MODEL_TOKENS, 1.0, seed)
+        return self.step(session, text)
+
+    def save(self, session: str) -> dict[str, Any]:
+        """Append the episode to played.jsonl; this ends it."""
+        t = self._session(session)[1]
+        if not t.stop_reason:
+            t.stop("max_rounds")
+        path = self.folder / "played.jsonl"
+        make_folder(path.parent)
+        with open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(t.to_json())
+        self.close(session)
+        return {"path": str(path)}
+
+    def close(self, session: str) -> None:
+        if session in self._sessions:
+            self._sessions.pop(session)[0].close()
+
+    def _session(self, session: str) -> tuple[EnvClient, Trajectory]:
+        if session not in self._sessions:
+            raise PlayError("this episode is closed; begin a new one")
+        return self._sessions[session]
+
+    def _show(self, session: str) -> dict[str, Any]:
+        client, t = self._session(session)
+        available = None
         with contextlib.suppress(EnvError):  # some environments cannot list their actions
-            available = None if t.stop_reason else session.client.available_actions()
+            available = None if t.stop_reason else client.available_actions()
+        last = t.turns[-1] if t.turns else None
         return {
-            "session": name,
-            "prompt": list(session.client.prompt),
-            "observation": session.observation,
-            "first_state": t.first_state,
-            "state": t.turns[-1].state if t.turns else t.first_state,
+            "session": session,
+            "prompt": list(client.prompt),
+            "observation": last.observation_text if last else t.messages[-1]["content"],
+            "state": last.state if last else t.first_state,
             "available": available,
             "turns": [played_turn(turn) for turn in t.turns],
             "done": t.stop_reason is not None,
@@ -188,70 +221,8 @@ class Play:
             "success": t.success,
         }
 
-    def step(self, name: str, text: str) -> dict[str, Any]:
-        """Play what was typed; a bare action is written as a model would write it."""
-        from rollout import state_of, take_result
-
-        session = self._session(name)
-        if "Action:" not in text and "<" not in text:
-            text = f"Action: {text}"
-        with session.lock:
-            t = session.trajectory
-            if t.stop_reason:
-                raise PlayError("this episode has ended; begin a new one")
-            began = time.perf_counter()
-            with play_errors():
-                result = session.client.step(text)
-            turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
-            turn.env_s = time.perf_counter() - began
-            with contextlib.suppress(EnvError):  # the turn counts, also without its state
-                turn.state = state_of(session.client)
-            t.messages.append({"role": "assistant", "content": text})
-            t.turns.append(turn)
-            session.observation = result.observation
-            if take_result(t, turn, result):
-                t.messages.append({"role": "user", "content": result.observation})
-        return self.show(name)
-
-    def oracle(self, name: str) -> dict[str, Any]:
-        with play_errors():
-            thought, action = self._session(name).client.oracle()
-        return {"thought": thought, "action": action}
-
-    def let_model_act(self, name: str) -> dict[str, Any]:
-        if self.model is None:
-            raise PlayError("no model was named; start with --api-base URL --api-model NAME")
-        messages = self._session(name).trajectory.messages
-        try:
-            text = self.model.complete(messages, MODEL_TOKENS, 1.0, secrets.randbelow(2**31))
-        except RuntimeError as error:
-            raise PlayError(str(error)) from None
-        return self.step(name, text)
-
-    def save(self, name: str) -> dict[str, Any]:
-        """Append the episode to played.jsonl; this ends it."""
-        t = self._session(name).trajectory
-        if not t.stop_reason:
-            t.stop("max_rounds")
-        path = self.folder / "played.jsonl"
-        make_folder(path.parent)
-        with open(path, "a", encoding="utf-8", errors="replace") as file:
-            file.write(t.to_json())
-        self.close(name)
-        return {"path": str(path)}
-
-    def close(self, name: str) -> None:
-        session = self._sessions.pop(name, None)
-        if session:
-            session.client.close()
-
-    def _session(self, name: str) -> Session:
-        if name not in self._sessions:
-            raise PlayError("this episode is closed; begin a new one")
-        return self._sessions[name]
-
 
 def played_turn(turn: Turn) -> dict[str, Any]:
     thought, action = split_action(turn.action_text)
-    names = ("action_text", "observation_text", "reward", "parse_error", "env_s", "state")
+    names = ("action_text", "observation_text", "reward", "parse_error", "env_s")
     return {"thought": thought, "action": action, **{n: getattr(turn, n) for n in names}}

@@ -12,21 +12,18 @@ Read next: overview.py, trajectories.py, server.py.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from reporting.logs import read_log
 from viewer.trajectories import Lines, open_lines, parse
 
 READ_AT_ONCE = 20_000_000  # bytes of files that are indexed just to list how many lines they have
 ALIVE_S = 600.0  # a run that has written nothing for longer is not live
-
-FileKind = Literal["train", "eval", "other"]
 
 
 class NoSource(ValueError):
@@ -37,7 +34,7 @@ class NoSource(ValueError):
 class TrajectoryFile:
     name: str  # that pages use
     path: Path
-    kind: FileKind
+    kind: Literal["train", "eval", "other"]
     step: int | None
 
 
@@ -49,10 +46,7 @@ class Source:
     def __init__(self, number: int, path: Path) -> None:
         self.number, self.path = number, path
         self.name = path.resolve().name
-        self._open: dict[str, Lines] = {}
-        self._lock = threading.Lock()
-        self._tokenizer: Any = None
-        self._texts: dict[int, str] = {}
+        self._open: dict[str, tuple[str, Lines]] = {}  # stamp of each file when it was indexed
 
     def files(self) -> list[TrajectoryFile]:
         """All files that are there now, in the order of steps."""
@@ -64,8 +58,7 @@ class Source:
 
     @property
     def env(self) -> str | None:
-        env = self.config().get("env")
-        return str(env) if env else None
+        return self.config().get("env")
 
     def is_live(self) -> bool:
         return False
@@ -74,33 +67,30 @@ class Source:
         """How far a run is; "" for what is not a run."""
         return ""
 
+    def logs(self) -> list[Path]:
+        """What the overview reads, besides the trajectories."""
+        return []
+
     def state(self) -> str:
         """Changes whenever there is something new to see."""
-        files = self.files()
-        return "|".join([str(len(files)), *(stamp(file.path) for file in files[-1:])])
-
-    def path_of(self, name: str) -> Path:
-        """Raises: KeyError if the source does not list such a file."""
-        return {file.name: file.path for file in self.files()}[name]
+        return "|".join(stamp(path) for path in [*(f.path for f in self.files()), *self.logs()])
 
     def lines(self, name: str) -> Lines:
-        """The index of a file, up to date. Raises: KeyError if there is no such file."""
-        path = self.path_of(name)
-        with self._lock:
-            if name in self._open:
-                self._open[name].refresh()
-            else:
-                self._open[name] = open_lines(path)
-            return self._open[name]
+        """The index of a file, up to date. Raises: KeyError if the source lists no such file."""
+        path = {file.name: file.path for file in self.files()}[name]
+        now = stamp(path)
+        if name not in self._open or self._open[name][0] != now:
+            self._open[name] = now, open_lines(path)
+        return self._open[name][1]
 
     def listing(self) -> list[dict[str, Any]]:
         """Its files as pages list them. The number of trajectories is given for files that have
         been indexed, and for all files of a small source."""
         files = self.files()
-        is_small = sum(size_of(file.path) for file in files) < READ_AT_ONCE
+        is_small = sum(file.path.stat().st_size for file in files) < READ_AT_ONCE
         listed = []
         for file in files:
-            lines = self.lines(file.name) if is_small else self._open.get(file.name)
+            lines = self.lines(file.name) if is_small or file.name in self._open else None
             count, broken = (None, 0) if lines is None else (len(lines), lines.broken)
             listed.append(
                 {"name": file.name, "kind": file.kind, "step": file.step}
@@ -108,19 +98,23 @@ class Source:
             )
         return listed
 
-    def tokenizer_folders(self) -> list[Path]:
-        return [self.path.parent / "tokenizer"]
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The one kept with the run or evaluation, read without a model library; else None."""
+        from tokenizers import Tokenizer
+
+        for folder in (self.path, *self.path.resolve().parents[:2]):
+            if (file := folder / "tokenizer" / "tokenizer.json").is_file():
+                return Tokenizer.from_file(str(file))
+        return None
 
     def text_of(self, ids: list[int]) -> list[str] | None:
         """The text of each token by itself (part of a character: U+FFFD); None without a
         tokenizer."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_folders())
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        for i in set(ids) - self._texts.keys():
-            self._texts[i] = self._tokenizer.decode([i], skip_special_tokens=False)
-        return [self._texts[i] for i in ids]
+        texts: list[str] = self.tokenizer.decode_batch([[i] for i in ids], False)
+        return texts
 
 
 class RunSource(Source):
@@ -130,46 +124,39 @@ class RunSource(Source):
 
     def files(self) -> list[TrajectoryFile]:
         files = []
-        for path in sorted((self.path / "trajectories").glob("*.jsonl")):
-            match = re.fullmatch(r"(step|eval)_(\d+)", path.stem)
-            kind: FileKind = "other" if not match else "train" if match[1] == "step" else "eval"
-            files.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
+        for path in (self.path / "trajectories").glob("*.jsonl"):
+            if match := re.fullmatch(r"(step|eval)_(\d+)", path.stem):
+                kind: Literal["train", "eval"] = "train" if match[1] == "step" else "eval"
+                files.append(TrajectoryFile(path.stem, path, kind, int(match[2])))
+            else:
+                files.append(TrajectoryFile(path.stem, path, "other", None))
         return sorted(files, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
 
     def config(self) -> dict[str, Any]:
         saved = read_json(self.path / "config.json")
-        options = saved.get("config")
-        return {"algorithm": saved.get("method")} | options if isinstance(options, dict) else {}
+        return {"algorithm": saved.get("method")} | saved.get("config", {})
 
     def is_live(self) -> bool:
         """Whether it wrote something lately and has steps left."""
-        written = max(map(mtime, (self.path, *self._logs())))
+        written = max(path.stat().st_mtime for path in (self.path, *self.logs()) if path.exists())
         steps = self.config().get("steps")
-        is_done = isinstance(steps, int) and self.last_step() >= steps
+        is_done = steps is not None and self.last_step() >= steps
         return time.time() - written < ALIVE_S and not is_done
 
     def status(self) -> str:
-        steps = self.config().get("steps")
+        steps, log = self.config().get("steps"), self.logs()[0]
         status = f"{self.last_step()} of {steps} steps" if steps else ""
-        if self.is_live():
-            status += f", written {time.time() - mtime(self._logs()[0]):.0f} s ago"
+        if log.exists() and self.is_live():
+            status += f", written {time.time() - log.stat().st_mtime:.0f} s ago"
         return status
 
     def last_step(self) -> int:
         """By its log, or by its trajectories: some methods do not play in every step."""
         played = [file.step or 0 for file in self.files() if file.kind == "train"]
-        return max([0, *played, *(row["step"] for row in read_log(self._logs()[0], tail=16_384))])
+        return max([0, *played, *(row["step"] for row in rows_of(self.logs()[0])[-1:])])
 
-    def state(self) -> str:
-        return "|".join([super().state(), *map(stamp, self._logs()), stamp(self.path / "eval")])
-
-    def _logs(self) -> tuple[Path, Path]:
-        return self.path / "metrics.jsonl", self.path / "timings.jsonl"
-
-    def tokenizer_folders(self) -> list[Path]:
-        checkpoints = sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
-        model = self.config().get("model")
-        return [self.path / "tokenizer", *checkpoints, *([Path(model)] if model else [])]
+    def logs(self) -> list[Path]:
+        return [self.path / name for name in ("metrics.jsonl", "timings.jsonl", "eval")]
 
 
 class EvaluationSource(Source):
@@ -189,10 +176,6 @@ class EvaluationSource(Source):
 
     def config(self) -> dict[str, Any]:
         return read_json(self.path / "config.json") or read_json(self.path / "eval.json")
-
-    def tokenizer_folders(self) -> list[Path]:
-        model = self.config().get("model")
-        return [self.path / "tokenizer", *([Path(str(model))] if model else [])]
 
 
 def open_source(number: int, path: Path) -> Source:
@@ -215,52 +198,25 @@ def open_source(number: int, path: Path) -> Source:
     evaluation = EvaluationSource(number, path)
     if evaluation.files():
         return evaluation
+    if (path / "config.json").exists():  # a run that has written nothing else yet
+        return RunSource(number, path)
     runs = sorted(p.parent.name for p in path.glob("*/trajectories"))
     hint = f"; there are runs in it: {', '.join(runs[:5])}" if runs else ""
-    if (path / "config.json").exists():
-        hint = "; a run is there, but it has written no trajectory yet"
     raise NoSource(f"{path} holds no run and no evaluation{hint}")
-
-
-def load_tokenizer(folders: Iterable[Path]) -> Any:
-    """From the first folder with a readable tokenizer.json, without a model library; else None."""
-    from tokenizers import Tokenizer
-
-    for path in (folder / "tokenizer.json" for folder in folders):
-        if path.is_file():
-            with contextlib.suppress(Exception):  # the library raises nothing more precise
-                return Tokenizer.from_file(str(path))
-    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is none."""
-    with contextlib.suppress(OSError):
-        return parse(path.read_bytes()) or {}
-    return {}
+    return (parse(path.read_bytes()) if path.is_file() else None) or {}
 
 
-def read_log(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a log, or of its last `tail` bytes; broken lines, which a crash may leave, are
-    skipped."""
-    try:
-        with path.open("rb") as file:
-            if tail:
-                file.seek(max(0, path.stat().st_size - tail))
-            rows = map(parse, file.read().splitlines())
-            return [row for row in rows if row is not None and isinstance(row.get("step"), int)]
-    except OSError:
-        return []
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def mtime(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+def rows_of(log: Path) -> list[dict[str, Any]]:
+    return read_log(log) if log.exists() else []
 
 
 def stamp(path: Path) -> str:
-    """Changes when the file does."""
-    return f"{size_of(path)}.{mtime(path)}"
+    """Changes when the file does, also by another file under its name."""
+    if not path.exists():
+        return ""
+    about = path.stat()
+    return f"{about.st_size}.{about.st_mtime_ns}.{about.st_ino}"

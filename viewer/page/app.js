@@ -27,9 +27,8 @@ let view = null;
 let navigations = 0;
 
 function problemView(title, error) {
-  const sentences = [error.message, error.hint].filter(Boolean).map((text) => el("p", {}, text));
   const home = el("p", {}, el("a", { href: "#/" }, "To the overview"));
-  return { title, element: el("div", { class: "problem" }, el("h1", {}, title), sentences, home) };
+  return { title, element: el("div", { class: "problem" }, el("h1", {}, title), el("p", {}, error.message), home) };
 }
 
 async function viewOf(route) {
@@ -43,7 +42,7 @@ async function viewOf(route) {
   try {
     return await VIEWS[route.view](route, site);
   } catch (error) {
-    if (!error.hint && error.name !== "Error") console.error(error);
+    if (error.name !== "Error") console.error(error);
     return problemView("This cannot be shown", error);
   }
 }

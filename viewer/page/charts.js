@@ -2,9 +2,8 @@
 //
 // All charts share one cursor: point at a step in one and every other says its value there. A chart is drawn
 // when it comes into sight, because a run has some fifty of them. Colours are read from the style sheet at each
-// drawing, so light and dark need no second set.
+// drawing, so light and dark need no second set. `uPlot` is the name that vendor/uPlot.iife.min.js defines.
 
-import uPlot from "./vendor/uPlot.esm.js";
 import { el, svg } from "./dom.js";
 import { number } from "./format.js";
 

@@ -9,17 +9,8 @@ const answers = inlined ? JSON.parse(inlined.textContent) : null;
 
 export const isExport = answers !== null;
 
-/** What went wrong, and what to do about it, in the server's words. */
-class ServerError extends Error {
-  constructor(message, hint = "") {
-    super(message);
-    this.hint = hint;
-  }
-}
-
 function own(path) {
-  if (!Object.hasOwn(answers, path))
-    throw new ServerError("not in this export", "Only what was chosen at export is in this file.");
+  if (!Object.hasOwn(answers, path)) throw new Error("This file holds only what was chosen at export.");
   return answers[path];
 }
 
@@ -29,11 +20,11 @@ async function ask(path, options) {
     response = await fetch(`api/${path}`, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("the server does not answer", "Is replay.py still running?");
+    throw new Error("The server does not answer. Is replay.py still running?");
   }
   if (response.ok) return response;
   const problem = await response.json().catch(() => ({}));
-  throw new ServerError(problem.error ?? `the server answered ${response.status}`, problem.hint);
+  throw new Error(problem.error ?? `the server answered ${response.status}`);
 }
 
 export async function get(path) {
@@ -41,17 +32,15 @@ export async function get(path) {
   return (await ask(path)).json();
 }
 
-/** One page of a file's trajectories; an export has them all and chooses here as the server does there. */
+/** The trajectories of a file that fit the query. */
 export async function getList(path, query) {
-  if (isExport) return selectRows(own(path), query);
-  return get(`${path}?${new URLSearchParams(query)}`);
+  return selectRows((await get(path)).rows, query);
 }
 
 export async function post(path, body = {}) {
-  const token = document.querySelector('meta[name="replay-token"]').content;
   const response = await ask(path, {
     method: "POST",
-    headers: { "Content-Type": "application/json", "X-Replay-Token": token },
+    headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     keepalive: path === "play/close", // it is sent while the page goes
   });
@@ -71,10 +60,6 @@ async function* jsonLines(response) {
   if (rest) yield JSON.parse(rest);
 }
 
-function excerptAround(text, at, length) {
-  return text.slice(Math.max(0, at - 60), at + length + 60);
-}
-
 function* searchExport(source, text) {
   const wanted = text.toLowerCase();
   let hits = 0;
@@ -87,9 +72,8 @@ function* searchExport(source, text) {
       const at = content.toLowerCase().indexOf(wanted);
       if (at < 0) continue;
       hits += 1;
-      const excerpt = excerptAround(content, at, text.length);
-      const { trajectory_id } = answer.row;
-      yield { hit: { file: decodeURIComponent(file), line: Number(line), trajectory_id, turn, excerpt } };
+      const excerpt = content.slice(Math.max(0, at - 60), at + text.length + 60);
+      yield { hit: { file: decodeURIComponent(file), line: Number(line), turn, excerpt } };
     }
   }
   yield { done: true, hits, cut: false };

@@ -6,7 +6,7 @@
 import { button, el } from "./dom.js";
 import { recall, remember } from "./theme.js";
 
-const TYPING = "input:not([type=range], [type=checkbox]), select, textarea, dialog";
+const TYPING = "input:not([type=range], [type=checkbox]), select, dialog";
 const USES_SPACE = "button, a, summary, [type=checkbox]";
 const USES_ARROWS = "[type=range]";
 const ARROWS = ["ArrowLeft", "ArrowRight", "Home", "End"];

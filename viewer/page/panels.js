@@ -42,6 +42,8 @@ const METRICS = {
 };
 const SHARES = ["train/success_rate", "train/parse_error_rate", "train/repeated_token_rate", "policy/clip_frac", "preference/accuracy"];
 const WHOLE = [0, 1];
+const STOPS = /^train\/stop\/(.+)$/;
+const PHASES = /^time\/(?!step_s)(.+)_s$/;
 const STOP_COLOURS = {
   success: "--solved",
   failure: "--failed",
@@ -122,36 +124,36 @@ function subtaskPanels(runs) {
   });
 }
 
-/** The horizon holds from its step on until the next stage: one value for every step that was trained. */
-function horizonAt(horizons, step) {
-  return horizons.findLast(([from]) => from <= step)?.[1];
-}
-
 function turnsPanel(runs) {
   const panel = metricPanel(BEHAVIOUR, "train/turns_mean", runs);
   if (!panel) return null;
-  const limits = runs
-    .filter((run) => run.overview.horizons.length)
-    .map((run) => {
-      const values = panel.steps.map((step) => horizonAt(run.overview.horizons, step));
-      return { name: `${run.name}: allowed`, colour: run.colour, dash: [2, 3], stepped: true, values };
-    });
+  const scheduled = runs.filter((run) => run.overview.series["horizon/max_rounds"]);
+  const limits = scheduled.map((run) => {
+    const allowed = new Map(run.overview.series["horizon/max_rounds"]);
+    const values = panel.steps.map((step) => allowed.get(step));
+    return { name: `${run.name}: allowed`, colour: run.colour, dash: [2, 3], stepped: true, values };
+  });
   const sentence = `${panel.sentence}; dotted: how many the horizon allowed`;
   return { ...panel, sentence, lines: [...panel.lines, ...limits] };
 }
 
+/** The metrics of a run whose names `pattern` matches, by what its group catches, without those that are always 0. */
+function partsOf(run, pattern) {
+  const named = Object.entries(run.overview.series).map(([name, curve]) => [pattern.exec(name)?.[1], curve]);
+  return named.filter(([name, curve]) => name && curve.some(([, value]) => value));
+}
+
 /** Parts of a whole cannot be overlaid, so each run has a chart of its own. */
-function stackedPanels(section, field, title, sentence, runs, more) {
-  const having = runs.filter((run) => Object.values(run.overview[field] ?? {}).some((curve) => curve.length));
+function stackedPanels(section, pattern, title, sentence, runs, more) {
+  const having = runs.filter((run) => partsOf(run, pattern).length);
   return having.map((run) => {
-    const parts = Object.entries(run.overview[field]).filter(([, curve]) => curve.some(([, value]) => value));
+    const parts = partsOf(run, pattern);
     const { steps, columns } = align(parts.map(([, curve]) => curve));
     const lines = parts.map(([name], i) => {
-      const known = field === "stop_reasons" ? STOP_COLOURS[name] : undefined;
-      return { name, colour: known ?? PARTS[i % PARTS.length], values: columns[i] };
+      return { name, colour: STOP_COLOURS[name] ?? PARTS[i % PARTS.length], values: columns[i] };
     });
     const full = having.length > 1 ? `${title}: ${run.name}` : title;
-    const panel = { key: `${field} ${run.id}`, section, title: full, label: full, sentence, steps, lines };
+    const panel = { key: `${title} ${run.id}`, section, title: full, label: full, sentence, steps, lines };
     return { ...panel, stacked: true, named: true, height: 170, wide: true, ...more };
   });
 }
@@ -168,10 +170,10 @@ export function panelsOf(runs) {
     ...subtaskPanels(runs),
     turnsPanel(runs),
     ...metric(BEHAVIOUR),
-    ...stackedPanels(BEHAVIOUR, "stop_reasons", "stop reasons", stops, runs, { format: percent, fixed: WHOLE }),
+    ...stackedPanels(BEHAVIOUR, STOPS, "stop reasons", stops, runs, { format: percent, fixed: WHOLE }),
     ...metric(PREFERENCE),
     ...metric(UPDATE),
-    ...stackedPanels(TIME, "phases", "time by phase", times, runs, { format: seconds }),
+    ...stackedPanels(TIME, PHASES, "time by phase", times, runs, { format: seconds }),
   ].filter(Boolean);
   const shown = new Set([...main.map(({ key }) => key), "horizon/max_rounds"]);
   const names = new Set(runs.flatMap((run) => Object.keys(run.overview.series)));

@@ -2,18 +2,9 @@
 
 import { isExport, post } from "./data.js";
 import { button, el, foreign } from "./dom.js";
+import { apiPath } from "./routes.js";
 import { sayError } from "./status.js";
 import { draw } from "./worlds/index.js";
-
-/** The state drawn, or, if the world's drawing fails, as it was written. */
-export function drawState(env, state, context) {
-  try {
-    return draw(env, state, context);
-  } catch (error) {
-    console.warn(error);
-    return foreign(JSON.stringify(state, null, 1), "pre");
-  }
-}
 
 function reenactmentResult(result) {
   const { first_difference: difference } = result;
@@ -41,7 +32,7 @@ export function picturePanel(answer, route) {
     pressed.disabled = true;
     pressed.textContent = "Playing it again…";
     try {
-      const result = await post("reenact", { source: route.source, file: route.file, line: route.line });
+      const result = await post(apiPath(["reenact", route.source, route.file, route.line]));
       states = [result.first_state, ...result.states];
       note.replaceChildren(reenactmentResult(result));
       show(position);
@@ -62,10 +53,9 @@ export function picturePanel(answer, route) {
     position = at;
     const last = answer.turns[at - 2];
     const place = at > answer.turns.length ? "At the end" : `Before turn ${at}`;
-    const context = { action: last?.action ?? null, previousState: states[at - 2] ?? null };
     const state = states[at - 1];
-    caption.replaceChildren(place, ...(context.action ? [", after ", foreign(context.action)] : []));
-    canvas.replaceChildren(...(state ? [drawState(answer.env, state, context)] : []));
+    caption.replaceChildren(place, ...(last?.action ? [", after ", foreign(last.action)] : []));
+    canvas.replaceChildren(...(state ? [draw(answer.row.env, state, states[at - 2] ?? null)] : []));
     element.classList.toggle("without", !states.some(Boolean));
   }
 

@@ -3,14 +3,10 @@
 import { post } from "./data.js";
 import { button, el, field, foreign, select } from "./dom.js";
 import { number } from "./format.js";
-import { drawState } from "./picture.js";
 import { playHref } from "./routes.js";
 import { say, sayError } from "./status.js";
 import { observationBefore, openingCard, turnCard } from "./turns.js";
-
-function lastTurn(game) {
-  return game.turns.at(-1);
-}
+import { draw } from "./worlds/index.js";
 
 /** What was said and seen so far, newest last; `opening` ends with the first observation. */
 function transcript(game, opening) {
@@ -106,8 +102,7 @@ class Player {
 
   picture() {
     const [previousState, state] = [null, null, ...this.states].slice(-2);
-    const context = { action: lastTurn(this.game)?.action ?? null, previousState };
-    const canvas = el("div", { class: "canvas" }, state ? drawState(this.env, state, context) : null);
+    const canvas = el("div", { class: "canvas" }, state ? draw(this.env, state, previousState) : null);
     const kind = state ? "picture" : "picture without";
     return el("section", { class: kind, "aria-label": "The world", tabindex: "0" }, canvas);
   }

@@ -23,6 +23,5 @@ export function say(text) {
 
 /** An error stays until it is read and put away. */
 export function sayError(error) {
-  const text = error.hint ? `${error.message}. ${error.hint}` : error.message;
-  show("error", el("span", {}, text), button("Dismiss", clear));
+  show("error", el("span", {}, error.message), button("Dismiss", clear));
 }

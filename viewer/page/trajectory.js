@@ -40,7 +40,7 @@ function facts(answer) {
     fact("tokens", row.num_tokens === null ? null : number(row.num_tokens)),
     fact("sub-task", row.subtask),
     fact("in the loss", row.used_in_loss ? "yes" : "no"),
-    fact("step", answer.step),
+    fact("step", row.step),
     fact("weights of step", answer.weight_version),
     fact("seed", answer.seed),
     fact("id", row.trajectory_id, "code"),

@@ -9,7 +9,6 @@ import { drawSciWorld } from "./sciworld.js";
 import { drawSearchQA } from "./searchqa.js";
 import { drawText } from "./text.js";
 import { drawTextCraft } from "./textcraft.js";
-import { drawWebArena } from "./webarena.js";
 
 // A Map, because the name comes from a file: an object would find "constructor" as well.
 const drawings = new Map([
@@ -17,12 +16,10 @@ const drawings = new Map([
   ["babyai", drawBabyAI],
   ["sciworld", drawSciWorld],
   ["searchqa", drawSearchQA],
-  ["webarena", drawWebArena],
 ]);
 
-/** `context`: {action, previousState}, the action that led to this state and the state before it, or null each. */
-export function draw(env, state, context) {
-  const previous = context?.previousState ?? null;
+/** `previous`: the state before this one, or null. */
+export function draw(env, state, previous) {
   try {
     const drawing = drawings.get(env) ?? drawText;
     return el("div", { class: "world" }, drawing(state, previous));
