@@ -40,7 +40,7 @@ Read first: sft.py. Read next: train.py.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -219,7 +219,7 @@ def first_set(config: EvolConfig) -> list[Record]:
         noted = {"origin": DEMONSTRATED, "weight": weight}
         chosen.append(replace(example, record=example.record | noted))
     if not chosen:
-        raise Misuse(f"nothing in --data {describe_enough(config)}")
+        raise Misuse(f"nothing in --data earned more than 0 and --min-return {config.min_return:g}")
     fit = drop_too_long(config, chosen, "demonstrations", lambda example: [example])
     return [example.record for example in fit]
 
@@ -251,7 +251,7 @@ def evolve(
         counts = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
         distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {counts}")
         if not new:
-            distributed.say(f"iteration {iteration + 1}: {why_none(explored, config)}")
+            distributed.say(f"nothing new of {len(explored)} explored earned enough to join")
         metrics |= {
             "train/trajectories_used": len(new),
             "data/evolving": len(evolving),
@@ -272,27 +272,23 @@ def selected(
     (an easy task would gain weight with each iteration)."""
     blind, played = config.ignore_returns, config.weighting == "played"
     good = [r for r in explored if blind or is_enough(r["return"], config)]
-    sums: dict[Any, float] = {}
+    sums: dict[Any, float] = defaultdict(float)
     for record in good:
-        total = 1.0 if blind else record["return"]
-        sums[_identity(record)] = sums.get(_identity(record), 0.0) + total
+        sums[record["item_id"], texts_of(record)] += 1.0 if blind else record["return"]
     chosen: list[Record] = []
     per_task: Counter[str] = Counter()
     joined: set[Any] = set()
     texts_before = set() if played else {texts_of(record) for record in before}
     for record in good if blind else sorted(good, key=lambda r: -r["return"]):  # stable: as played
-        key, task = _identity(record), record["item_id"]
-        if per_task[task] >= config.keep_per_task or key in joined or key[1] in texts_before:
-            continue
-        per_task[task] += 1
-        joined.add(key)
-        once = 1.0 if blind or config.weighting == "one" else record["return"]
-        chosen.append(record | {"origin": origin, "weight": sums[key] if played else once})
+        task, texts = record["item_id"], texts_of(record)
+        is_new = (task, texts) not in joined and texts not in texts_before
+        if is_new and per_task[task] < config.keep_per_task:
+            per_task[task] += 1
+            joined.add((task, texts))
+            once = 1.0 if blind or config.weighting == "one" else record["return"]
+            weight = sums[task, texts] if played else once
+            chosen.append(record | {"origin": origin, "weight": weight})
     return chosen
-
-
-def _identity(record: Record) -> tuple[str, tuple[str, ...]]:
-    return record["item_id"], texts_of(record)
 
 
 def texts_of(record: Record) -> tuple[str, ...]:
@@ -304,18 +300,6 @@ def texts_of(record: Record) -> tuple[str, ...]:
 def is_enough(total: float, config: EvolConfig) -> bool:
     """--min-return, and in any case above 0: with weight 0 nothing would be learned from it."""
     return total > ROUNDING and total > config.min_return - ROUNDING
-
-
-def describe_enough(config: EvolConfig) -> str:
-    least = config.min_return
-    return f"earned --min-return {least:g}" if least else "earned anything"
-
-
-def why_none(explored: Sequence[Record], config: EvolConfig) -> str:
-    is_known = any(config.ignore_returns or is_enough(r["return"], config) for r in explored)
-    which = describe_enough(config) + (" and is not in the set already" if is_known else "")
-    rest = "the set stays" if config.merge_with == "all" else "the demonstrations are the set"
-    return f"nothing of {len(explored)} explored {which}; {rest}"
 
 
 def begin_again(worker: MethodWorker, config: EvolConfig) -> None:

@@ -1,18 +1,20 @@
-"""Trajectories to learn from that the policy did not just play: files, earlier runs, an oracle.
+"""Conversations to learn from that the policy did not just play, their tokens, and oracles.
 
-    AgentTraj   {"item_id": "textcraft_31", "conversations": [
-                    {"from": "human", "loss": null, "value": "Goal: ..."},
-                    {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
-    messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
-    a run       runs/NAME, what its policy sampled in training: trajectories/step_*.jsonl
-    an oracle   asked over HTTP for a good action, turn by turn
+A conversation has the form of AgentGym's data (AgentTraj):
 
-Each format is checked once, where it is read, and becomes an AgentTraj record; a record becomes
-token ids once, along the same path as sampling (`RolloutHandler`), so that the policy trains on
-exactly the sequences it will see. loss_mask is 1 on `gpt` turns with `loss` true. A run's records
-carry the ids that were sampled: text that is encoded again may come out as other tokens.
+    {"item_id": "textcraft_31", "conversations": [
+        {"from": "human", "loss": null, "value": "Goal: ..."},
+        {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
 
-Read next: sft.py. Lesson: tutorials/14_imitation.md; formats in full: docs/data.md.
+`encode` turns it into token ids along the same path as sampling (`RolloutHandler`), so that the
+policy trains on exactly the sequences it will see. loss_mask is 1 on `gpt` turns with `loss` true.
+A run's conversations carry the ids that were sampled: text that is encoded again may come out as
+other tokens.
+
+An oracle demonstrates tasks: it is asked over HTTP for a good action, turn by turn. Files of
+others, and runs, are read in formats.py.
+
+Read next: sft.py. Lesson: tutorials/14_imitation.md.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ import hashlib
 import inspect
 import json
 import random
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,211 +32,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chat import ChatTemplate, is_sound
-from config import RunConfig, in_each, prompt_of, tasks_of
+from chat import ChatTemplate
 from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
 from envs import Task, env_name, get_env, variant_of
 from run.files import build_folder, cache_dir
 from run.progress import phase
-from trajectory import LOST, RolloutHandler, Trajectory, from_line
+from trajectory import RolloutHandler
 
 Record = dict[str, Any]  # an AgentTraj conversation, with "return" and "seed" where they are known
+Texts = tuple[tuple[str, str], ...]  # (speaker, text) of turns
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 NAMES = {role: name for name, role in ROLES.items()}
-EXPECTED = (
-    'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
-    '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
-)
 ROUNDING = 1e-6  # returns are sums of increments: a full one may come out a little below 1
-
-
-@dataclass(frozen=True)
-class Example:
-    """A trajectory to learn from: its record, as files hold it, and its tokens."""
-
-    record: Record
-    trajectory: RolloutHandler
-
-    @property
-    def task_id(self) -> str:
-        return str(self.record.get("item_id"))
-
-    @cached_property
-    def total_return(self) -> float | None:
-        return return_of(self.record)
-
-    @cached_property
-    def parts(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-        """(speaker, text) of the opening, which ends with the first observation, and of the turns
-        from the first action to the last."""
-        prompt, (observation, *turns) = parts_of(self.record)
-        if turns[-1]["from"] == "human":  # the answer to the last action is not in the sequence
-            turns = turns[:-1]
-        opening = tuple((turn["from"], turn["value"]) for turn in [*prompt, observation])
-        return opening, tuple((turn["from"], turn["value"]) for turn in turns)
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def read_records(
-    paths: Sequence[Path],
-    min_return: float | None = None,
-    counts: Counter[str] | None = None,
-) -> Iterator[Record]:
-    """The conversations of files and runs, checked.
-
-    Args:
-        min_return: leave out what earned less; every record must then have a return.
-        counts: the number of records "read" and "left out" is added here.
-    Raises:
-        ValueError: names file, line and what is wrong there.
-        OSError: a file cannot be read.
-    """
-    for where, content, name in items_of([file for path in paths for file in files_of(path)]):
-        try:
-            record = to_record(content, name, min_return)
-            if counts is not None:
-                counts.update(["read"] if record else ["read", "left out"])
-            if record is not None:
-                parts_of(record)
-                yield record
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-
-
-def files_of(path: Path) -> list[Path]:
-    """The file itself, or the training trajectories of a run (not those of its evaluations)."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("trajectories/step_*.jsonl"))
-    if not files:
-        raise ValueError(f"{path} holds no trajectories/step_*.jsonl; is it a run?")
-    return files
-
-
-def items_of(files: Sequence[Path]) -> Iterator[tuple[str, Any, str]]:
-    """(where it is, object, name if it has no id of its own) for each object in the files. No two
-    names are equal."""
-    num_named = Counter(file.name for file in files)
-    for file in files:
-        name = file.name if num_named[file.name] == 1 else str(file)
-        for place, (where, content) in enumerate(_objects_of(file), start=1):
-            yield f"{file}, {where}", content, f"{name}:{place}"
-
-
-def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, object) of a file that is a JSON list, or has a JSON object on each line."""
-    where = "line 1"
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            while (sign := file.read(1)).isspace():
-                pass
-            file.seek(0)
-            if sign == "[":
-                for number, item in enumerate(json.load(file), start=1):
-                    yield f"item {number}", item
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"line {number}"
-                    yield where, json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
-    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
-        if isinstance(error, json.JSONDecodeError) and error.lineno > 1:
-            where = f"line {error.lineno}"
-        raise ValueError(f"{path}, {where} is not JSON ({error})") from None
-
-
-# ----------------------------------------------------------------------------------------- formats
-
-
-def to_record(content: Any, name: str, min_return: float | None = None) -> Record | None:
-    """An object of a file as an AgentTraj record; None if it is a trajectory with nothing to learn,
-    or earned less than `min_return`.
-
-    Args:
-        name: its item_id, if it has none.
-    Raises:
-        ValueError: it has none of the formats.
-    """
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
-    if "trajectory_id" in content:
-        try:
-            record = record_of(from_line(content))
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not a line of a run's trajectories ({str(error)[:200]})") from None
-    else:
-        record = _of_foreign(content, name)
-        if min_return is not None and "return" not in record:
-            raise ValueError("--min-return needs a return in each record, and this has none")
-    total = None if record is None else return_of(record)
-    is_enough = min_return is None or total is None or total > min_return - ROUNDING
-    return record if is_enough else None
-
-
-def _of_foreign(content: dict[str, Any], name: str) -> Record:
-    if "reward" in content and "return" not in content:  # the name in AgentGym's evaluations
-        content = content | {"return": content["reward"]}
-    ids = (content.get("item_id"), content.get("id"), name)
-    item_id = next(item_id for item_id in ids if item_id is not None)
-    if isinstance(content.get("conversations"), list):
-        return content | {"item_id": item_id}
-    if not isinstance(content.get("messages"), list):
-        raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
-    record = {"item_id": str(item_id), "conversations": turns_of(content["messages"])}
-    return record | {key: content[key] for key in ("return", "seed") if key in content}
-
-
-def return_of(record: Record) -> float | None:
-    """The return of the episode; None where it is not noted.
-
-    Raises:
-        ValueError: it is not a finite number.
-    """
-    if "return" not in record:
-        return None
-    total = record["return"]
-    is_number = isinstance(total, int | float) and not isinstance(total, bool)
-    if not is_number or not abs(total) <= sys.float_info.max:
-        problem = f'"return" is {repr(total)[:60]}, expected a finite number'
-        raise ValueError(f"conversation {record.get('item_id')}: {problem}")
-    return float(total)
-
-
-def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as AgentTraj turns: an assistant's is learned unless its `weight` is 0."""
-    turns = []
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str) or role not in NAMES:
-            raise ValueError(
-                f"message {i} has role {repr(role)[:60]}, not one of {', '.join(NAMES)}"
-            )
-        has_loss = role == "assistant" and bool(message.get("weight", 1))
-        turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
-    return turns
-
-
-def record_of(trajectory: Trajectory) -> Record | None:
-    """A played trajectory as a record, with the ids that were sampled; None if it was lost, or the
-    policy never spoke."""
-    turns = trajectory.turns
-    total = return_of({"item_id": trajectory.task_id, "return": trajectory.total_return})
-    if trajectory.stop_reason in (None, *LOST) or not turns:
-        return None
-    conversations = turns_of(trajectory.messages)
-    actions = [turn for turn in conversations if turn["from"] == "gpt"]
-    for turn in actions[: -len(turns)]:  # the prompt's examples
-        turn["loss"] = False
-    if isinstance(trajectory, RolloutHandler):
-        for turn, sampled in zip(actions[-len(turns) :], turns, strict=False):
-            turn["ids"] = trajectory.input_ids[slice(*sampled.action_span)]
-    record = {"item_id": trajectory.task_id, "conversations": conversations}
-    return record | {"return": total, "seed": trajectory.seed}
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
@@ -252,49 +60,41 @@ def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
 # ---------------------------------------------------------------------------------- token sequences
 
 
+@dataclass(frozen=True)
+class Example:
+    """A trajectory to learn from: its record, as files hold it, and its tokens."""
+
+    record: Record
+    trajectory: RolloutHandler
+    is_reencoded: bool = False  # another tokenizer sampled it: these tokens are from its text
+
+    @property
+    def task_id(self) -> str:
+        return str(self.record["item_id"])
+
+    @property
+    def total_return(self) -> float | None:
+        """The return of the episode; None where it is not noted."""
+        return self.record.get("return")
+
+    @cached_property
+    def parts(self) -> tuple[Texts, Texts]:
+        """The opening, which ends with the first observation, and the turns from the first action
+        to the last."""
+        prompt, (observation, *turns) = parts_of(self.record)
+        if turns[-1]["from"] == "human":  # the answer to the last action is not in the sequence
+            turns = turns[:-1]
+        opening = tuple((turn["from"], turn["value"]) for turn in [*prompt, observation])
+        return opening, tuple((turn["from"], turn["value"]) for turn in turns)
+
+
 def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
     """The prompt, and the turns: observation and action alternate. The prompt is everything before
-    the first action that has loss, except the observation right before that action.
-
-    Raises:
-        ValueError: it is not a conversation, or has nothing to learn; says which turn.
-    """
-    turns, name = record["conversations"], f"conversation {record.get('item_id')}"
-    for i, turn in enumerate(turns):
-        if problem := _problem_of_turn(turn):
-            raise ValueError(f"{name}: turn {i} {problem}")
-    if not turns:
-        raise ValueError(f"{name} is empty")
-    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
-    if not actions:
-        is_unmarked = any(turn["from"] == "gpt" and "loss" not in turn for turn in turns)
-        hint = '; mark the turns to learn with "loss": true' if is_unmarked else ""
-        raise ValueError(f"{name} has no gpt turn with loss: nothing to learn from{hint}")
-    first = actions[0]
-    if first == 0 or turns[first - 1]["from"] != "human":
-        raise ValueError(f"{name}: there is no observation before its first action")
-    for i in range(first, len(turns)):
-        expected = "gpt" if (i - first) % 2 == 0 else "human"
-        if turns[i]["from"] != expected:
-            raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
+    the first action that has loss, except the observation right before that action."""
+    turns = record["conversations"]
+    is_learned = [turn["from"] == "gpt" and bool(turn.get("loss")) for turn in turns]
+    first = is_learned.index(True)
     return turns[: first - 1], turns[first - 1 :]
-
-
-def _problem_of_turn(turn: Any) -> str | None:
-    if not isinstance(turn, dict):
-        return "is not an object"
-    if "role" in turn and "from" not in turn:
-        return 'must have "from" and "value"; a list of "role" and "content" is named "messages"'
-    value, ids = turn.get("value"), turn.get("ids") or []
-    if isinstance(value, list):
-        return "has a list as its value: join the texts of its parts"
-    if str(turn.get("from")) not in ROLES or not isinstance(value, str):
-        return "must be from human, gpt or system, with a text as its value"
-    if not is_sound(value):
-        return "holds half of a surrogate pair, which cannot be encoded"
-    if not isinstance(ids, list) or not all(type(n) is int and n >= 0 for n in ids):
-        return "has ids that are not a list of token ids"
-    return None
 
 
 def encode(chat: ChatTemplate, record: Record) -> Example:
@@ -303,19 +103,20 @@ def encode(chat: ChatTemplate, record: Record) -> Example:
 
     NOTE: an action that a limit cut short ends as if the policy had ended it when it is encoded
     from text; its ids tell.
-
-    Raises:
-        ValueError: as `parts_of`.
     """
     before, (opening, *turns) = parts_of(record)
     prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in before]
     actions, answers = turns[::2], turns[1::2]
-    item_id = str(record.get("item_id"))
+    item_id = str(record["item_id"])
     handler = RolloutHandler(item_id, 0, "", item_id, "", 0, 0, len(actions))
     handler.start(chat, prompt, opening["value"])
+    is_reencoded = False
     for i, turn in enumerate(actions):
         handler.next_prompt()
-        ids = turn["ids"] if has_exact_ids(chat, turn) else chat.action(turn["value"])
+        ids = turn.get("ids")
+        if not (ids and has_exact_ids(chat, turn)):
+            is_reencoded |= bool(ids)
+            ids = chat.action(turn["value"])
         handler.add_action(chat, ids, [0.0] * len(ids))
         if not turn.get("loss"):
             start = handler.turns[-1].action_span[0]
@@ -323,24 +124,13 @@ def encode(chat: ChatTemplate, record: Record) -> Example:
         if i + 1 < len(actions):
             handler.add_observation(chat, answers[i]["value"])
     handler.stop("success", success=True)
-    return Example(record, handler)
-
-
-def was_encoded_again(example: Example) -> bool:
-    """Whether its tokens differ from those that were sampled."""
-    actions = parts_of(example.record)[1][1::2]
-    trajectory = example.trajectory
-    return any(
-        turn.get("ids") and trajectory.input_ids[slice(*made.action_span)] != turn["ids"]
-        for turn, made in zip(actions, trajectory.turns, strict=True)
-    )
+    return Example(record, handler, is_reencoded)
 
 
 def has_exact_ids(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
-    ids = turn.get("ids")
-    if not ids or max(ids) >= len(chat.tokenizer):
-        return False
-    return chat.text_of(ids) == turn["value"]
+    """Whether this tokenizer reads the ids of a turn as its text."""
+    is_known = max(turn["ids"]) < len(chat.tokenizer)
+    return is_known and chat.text_of(turn["ids"]) == turn["value"]
 
 
 # ------------------------------------------------------------------------------------------ oracles
@@ -367,16 +157,14 @@ class Manner(NamedTuple):
 PLAIN = Manner()
 
 
-def demonstrate(
-    client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN, max_turns: int = MAX_TURNS
-) -> Record | None:
+def demonstrate(client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN) -> Record | None:
     """The oracle plays one task, over HTTP and as text, by the client that training uses; None if
-    it failed, knew no move or took more than `max_turns`.
+    it failed, knew no move or took more than MAX_TURNS.
 
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    play = partial(_play, client, task, seed, max_turns, manner.thoughts)
+    play = partial(_play, client, task, seed, manner.thoughts)
     clean = play(lambda num_done: None)
     if clean is None or not manner.slips:
         return clean
@@ -391,20 +179,13 @@ def demonstrate(
 
 
 def _play(
-    client: EnvClient,
-    task: Task,
-    seed: int,
-    max_turns: int,
-    thoughts: bool,
-    slip: Callable[[int], str | None],
+    client: EnvClient, task: Task, seed: int, thoughts: bool, slip: Callable[[int], str | None]
 ) -> Record | None:
     """One episode of the oracle; `slip` may give a wrong move, after so many right ones."""
     observation, say = client.reset(task.task_index, seed), get_env(client.env).say
-    turns: list[dict[str, Any]] = [
-        {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in client.prompt
-    ]
+    turns = as_opening(client.prompt)
     num_done = 0
-    for _ in range(max_turns):
+    for _ in range(MAX_TURNS):
         text = slip(num_done)
         is_right = text is None
         if text is None:
@@ -422,6 +203,11 @@ def _play(
             is_solved = info["success"] and num_done
             return {"item_id": task.task_id, "conversations": turns} if is_solved else None
     return None
+
+
+def as_opening(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """The messages of a prompt as turns, none of which is learned."""
+    return [{"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt]
 
 
 def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[Task, int]]:
@@ -505,33 +291,7 @@ def demonstrations(
 
     if not file.exists():
         build_folder(file.parent, write)
-    return list(read_records([file]))
-
-
-def demonstrations_for(
-    config: RunConfig,
-    count: int,
-    seed: int,
-    manner_of: Callable[[str], Manner] = lambda env: PLAIN,
-) -> list[Record]:
-    """`count` demonstrations of each environment of a run, of its training tasks and under its
-    prompt (the oracle plays the same under any prompt).
-
-    Args:
-        manner_of: environment -> how its oracle plays.
-    """
-    records = []
-    for c in in_each(config):
-        prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
-        manner = manner_of(c.env)
-        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, manner):
-            if prompt is not None:
-                turns = record["conversations"][num_replaced:]
-                opening = [
-                    {"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt
-                ]
-                record = record | {"conversations": opening + turns}
-            records.append(record)
+    records: list[Record] = json.loads(file.read_text(encoding="utf-8"))
     return records
 
 

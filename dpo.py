@@ -41,6 +41,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -51,8 +52,9 @@ from torch.nn.functional import logsigmoid
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, Objective, checked
-from data import ROUNDING, Example, Record, encode, items_of, return_of, turns_of
+from config import Misuse, Objective, checked, refusing
+from data import ROUNDING, Example, Record, Texts, encode
+from formats import check, read_each, read_records, turns_of
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
@@ -63,7 +65,6 @@ from run.methodworker import (
     count_learned,
     drop_too_long,
     encode_all,
-    records_in,
     sync_if_measured,
 )
 from run.progress import phase
@@ -151,10 +152,7 @@ class DpoConfig(IteratedConfig):
         is_even = self.mini_batch_size % 2 == 0
         self.require("mini_batch_size", is_even, "must be even: a pair is two trajectories")
         if bool(self.expert) != bool(self.experience):
-            raise Misuse(
-                "--expert needs --experience, and the reverse: chosen from one, rejected "
-                "from the other"
-            )
+            raise Misuse("--expert needs --experience, and the reverse")
         if sum(map(bool, (self.pairs, self.data, self.expert))) > 1:
             raise Misuse("--pairs, --data and --expert each say where pairs come from; give one")
         if self.learns_from_play:
@@ -258,7 +256,7 @@ def preference_loss(
     kind: str = "sigmoid",
     denominator: float | None = None,
 ) -> PreferenceLoss:
-    """Direct preference optimization: of two trajectories of a task the better gains on the worse.
+    """The loss of pairs, and how far the policy has moved on them.
 
         h = (log π(τ⁺) − log π_ref(τ⁺)) − (log π(τ⁻) − log π_ref(τ⁻))
         L = 1/N Σ_pairs f(h)                           f = −log σ(β h), or another of PREFERENCES
@@ -266,9 +264,6 @@ def preference_loss(
     log π(τ) is the sum over *policy tokens alone*. The probability of a whole trajectory has a
     factor for each observation as well, but those are the environment's: they are the same under π
     and π_ref, and cancel in the ratio.
-
-    L does not fix the level of the likelihoods: both may fall, that of the chosen trajectory too,
-    as long as the margin grows. Watch chosen_reward.
 
     Args:
         chosen, rejected: (P,) log π, summed over each trajectory's policy tokens, with gradient.
@@ -279,14 +274,10 @@ def preference_loss(
         kind: a key of PREFERENCES.
         denominator: N, pairs of the *whole* mini-batch; None: of this call.
     Raises:
-        ValueError: shapes differ or are not (P,), or P is 0.
+        ValueError: log-probs by token.
     """
-    shapes = [tuple(x.shape) for x in (chosen, rejected, ref_chosen, ref_rejected)]
-    if chosen.dim() != 1 or len(set(shapes)) > 1 or not len(chosen):
-        raise ValueError(
-            f"chosen, rejected and their references are {shapes}, expected (pairs,) each: sum the "
-            "log-probs of a trajectory over its policy tokens, and skip a mini-batch without pairs"
-        )
+    if chosen.dim() != 1:
+        raise ValueError("sum the log-probs of a trajectory over its policy tokens")
     num_pairs = len(chosen) if denominator is None else denominator
     chosen_ratio = chosen - ref_chosen.detach()  # (P,)
     rejected_ratio = rejected - ref_rejected.detach()  # (P,)
@@ -317,30 +308,20 @@ def prefer(
         log_probs, _ = forward_policy(learner.model, part, objective, device)  # (B, T)
         b = part.to(device)
         assert b.ref_sums is not None
-        mask = b.loss_mask.bool()
-        sums = torch.where(mask, log_probs, 0.0).sum(1)  # (B,)  log π(τ)
+        sums = torch.where(b.loss_mask.bool(), log_probs, 0.0).sum(1)  # (B,)  log π(τ)
         chosen, rejected = sums[0::2], sums[1::2]  # (P,) each
+        ref_chosen, ref_rejected = b.ref_sums[0::2], b.ref_sums[1::2]
         result = preference_loss(
-            chosen,
-            rejected,
-            b.ref_sums[0::2],
-            b.ref_sums[1::2],
-            config.beta,
-            config.label_smoothing,
-            config.loss,
-            num_pairs,
+            *(chosen, rejected, ref_chosen, ref_rejected),
+            *(config.beta, config.label_smoothing, config.loss, num_pairs),
         )
-        loss = result.loss
-        imitation = -(chosen / mask[0::2].sum(1)).sum() / num_pairs  # per token of each
-        if config.sft_coef:
-            loss = loss + config.sft_coef * imitation
-        return loss, {
+        num_tokens = b.loss_mask[0::2].sum(1)  # (P,) of the chosen ones
+        imitation = -(chosen / num_tokens).sum() / num_pairs
+        loss = result.loss + config.sft_coef * imitation
+        moved = {f"preference/{n}": x for n, x in result._asdict().items() if n != "loss"}
+        return loss, moved | {
             "policy/loss": loss,
             "preference/sft_loss": imitation.detach(),
-            "preference/margin": result.margin,
-            "preference/accuracy": result.accuracy,
-            "preference/chosen_reward": result.chosen_reward,
-            "preference/rejected_reward": result.rejected_reward,
             "preference/chosen_log_prob": chosen.detach().sum() / num_pairs,
             "preference/rejected_log_prob": rejected.detach().sum() / num_pairs,
         }
@@ -376,7 +357,7 @@ class Pair(NamedTuple):
         return None if better is None or worse is None else better - worse
 
 
-Group = tuple[str, tuple[tuple[str, str], ...]]  # task, opening
+Group = tuple[str, Texts]  # task, opening
 
 
 def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
@@ -389,18 +370,13 @@ def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str
     Raises:
         ValueError: an example without a return; says which.
     """
-    groups = _grouped(examples)
-    for members in groups.values():
-        for example in members:
-            if example.total_return is None:
-                raise ValueError(
-                    f'conversation {example.task_id} has no "return", which decides which of two '
-                    "is better; a run's trajectories have one"
-                )
+    candidates = {}
+    for key, members in _grouped(examples).items():
+        if any(example.total_return is None for example in members):
+            problem = f'conversation {key[0]} has no "return", which decides which of two is better'
+            raise ValueError(problem)
         members.sort(key=lambda example: -(example.total_return or 0.0))
-    candidates = {
-        key: [Pair(*two) for two in combinations(group, 2)] for key, group in groups.items()
-    }
+        candidates[key] = [Pair(*two) for two in combinations(members, 2)]
     return _select(candidates, config, counts)
 
 
@@ -423,10 +399,8 @@ def pairs_of_experts(
 def _grouped(examples: Iterable[Example]) -> dict[Group, list[Example]]:
     """By task and opening, each group in an order that depends only on its members."""
     groups: dict[Group, list[Example]] = defaultdict(list)
-    for example in examples:
+    for example in sorted(examples, key=lambda e: json.dumps(e.record, sort_keys=True)):
         groups[example.task_id, example.parts[0]].append(example)
-    for members in groups.values():
-        members.sort(key=lambda example: json.dumps(example.record, sort_keys=True))
     return groups
 
 
@@ -451,13 +425,14 @@ def _select(
     for task_id, pairs in tasks.items():
         random.Random(f"{config.seed}/{task_id}").shuffle(pairs)
         ordered += sorted(pairs, key=lambda pair: -round(pair.gap or 0.0, 6))
-    return list(_usable(ordered, config, counts))
+    return _usable(ordered, config, counts)
 
 
-def _usable(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> Iterator[Pair]:
+def _usable(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
     """The pairs to learn from; each of the others is counted once."""
+    usable: list[Pair] = []
     per_task: Counter[str] = Counter()
-    seen: set[Any] = set()
+    seen: set[tuple[Texts, Texts, Texts]] = set()
     for pair in pairs:
         total = pair.chosen.total_return
         (opening, better), (_, worse) = pair.chosen.parts, pair.rejected.parts
@@ -472,7 +447,8 @@ def _usable(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> I
         else:
             per_task[pair.task_id] += 1
             seen.add((opening, better, worse))
-            yield pair
+            usable.append(pair)
+    return usable
 
 
 def batch_of(pairs: Sequence[Pair], pad_id: int) -> Batch:
@@ -502,7 +478,7 @@ def pairs_for(
     iteration, place = divmod(step - 1, config.steps_per_iteration)
     if (saved := files.read(iteration + 1, must_exist=place > 0)) is not None:
         lines, summary = saved
-        pairs = [pair_in(w.chat, line, str(line["id"])) for line in lines]
+        pairs = [pair_in(line, str(line["id"]), w.chat) for line in lines]
         sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
         return pairs, torch.tensor(sums).reshape(-1, 2), summary["metrics"]
     counts: Counter[str] = Counter()
@@ -511,20 +487,14 @@ def pairs_for(
     if file_pairs is None:
         played, metrics = w.explore(step)
         pairs = pairs_of(played, config, counts)
-    left_out = describe(counts)
-    if pairs:
-        out = f"; left out: {left_out}" if left_out else ""
-        distributed.say(f"iteration {iteration + 1}: {len(pairs)} pairs{out}")
-        pairs = sample_for_steps(pairs, config, iteration)
-    else:
-        problem = f"iteration {iteration + 1}: no pair left ({left_out or 'none given'})"
-        if not iteration:
-            raise TrainingError(
-                f"{problem}; start from a model that solves some of its tasks and not all (--model,"
-                " --warm-start), play more (--tasks-per-iteration, --group-size), or lower "
-                "--min-gap"
-            )
-        distributed.say(f"{problem}; its steps change no weight")
+    distributed.say(f"iteration {iteration + 1}: {describe(pairs, counts)}")
+    if not pairs and not iteration:
+        raise TrainingError(
+            f"{describe(pairs, counts)}; start from a model that solves some of its tasks and not "
+            "all (--model, --warm-start), play more (--tasks-per-iteration, --group-size), or "
+            "lower --min-gap"
+        )
+    pairs = sample_for_steps(pairs, config, iteration)
     ref_sums = reference_sums(w, pairs) if pairs else torch.empty(0, 2)
     lines = [
         to_line(pair) | {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
@@ -536,16 +506,19 @@ def pairs_for(
     return pairs, ref_sums, metrics
 
 
-def sample_for_steps(pairs: Sequence[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
+def describe(pairs: Sequence[Pair], counts: Counter[str]) -> str:
+    """'3 pairs; left out: 12 gap, 3 equal texts'."""
+    left_out = ", ".join(f"{count} {why}" for why, count in counts.most_common())
+    return f"{len(pairs)} pairs; left out: {left_out or 'none'}"
+
+
+def sample_for_steps(pairs: list[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
     """Sample as many pairs as this iteration will use; the rest is not scored under the
     reference."""
     most = config.steps_per_iteration * config.mini_batch_size // 2
     if len(pairs) <= most:
-        return list(pairs)
-    distributed.say(
-        f"{most} of {len(pairs)} pairs, as many as {config.steps_per_iteration} steps take; a run "
-        "that is given more steps later goes over these again"
-    )
+        return pairs
+    distributed.say(f"{most} of these pairs are used, as many as its steps take")
     rng = random.Random(f"dpo/{config.seed}/{iteration}")
     return [pairs[place] for place in sorted(rng.sample(range(len(pairs)), most))]
 
@@ -587,35 +560,28 @@ def pairs_in_files(config: DpoConfig) -> list[Pair]:
     distributed.join()
     chat = chat_of(config)
 
-    def read() -> tuple[list[Pair], Counter[str]]:
+    def examples(files: Sequence[str]) -> list[Example]:
+        return encode_all(chat, read_records([Path(file) for file in files]))
+
+    def read() -> list[Pair]:
         counts: Counter[str] = Counter()
         if config.pairs:
-            paths = [Path(name) for name in config.pairs]
-            return read_pairs(chat, paths, config, counts), counts
-        if config.data:
-            examples = encode_all(chat, records_in(config, "data"))
-            return pairs_of(examples, config, counts), counts
-        expert = encode_all(chat, records_in(config, "expert"))
-        experience = encode_all(chat, records_in(config, "experience"))
-        return pairs_of_experts(expert, experience, config, counts), counts
+            pairs = read_pairs(chat, [Path(file) for file in config.pairs], config, counts)
+        elif config.data:
+            pairs = pairs_of(examples(config.data), config, counts)
+        else:
+            expert, experience = examples(config.expert), examples(config.experience)
+            pairs = pairs_of_experts(expert, experience, config, counts)
+        distributed.say(describe(pairs, counts))
+        if not pairs:
+            raise ValueError(
+                f"{describe(pairs, counts)}; tries at one task have one "
+                '"item_id", or "id", and open with the same words'
+            )
+        return pairs
 
-    try:
-        pairs, counts = distributed.first("reading pairs", read)
-    except (ValueError, OSError) as error:
-        raise Misuse(str(error)) from error
-    left_out = describe(counts)
-    if not pairs:
-        raise Misuse(
-            f"no pair left ({left_out or 'nothing was given'}); tries at one task have one "
-            '"item_id", or "id", and open with the same words'
-        )
-    if config.min_gap != DpoConfig.min_gap and all(pair.gap is None for pair in pairs):
-        problem = f"--min-gap {config.min_gap:g} compares returns, and no pair has two"
-        raise Misuse(f"{problem}; leave it out")
-    if config.min_return and all(pair.chosen.total_return is None for pair in pairs):
-        problem = f"--min-return {config.min_return:g} chooses by return, and nothing here has one"
-        raise Misuse(f"{problem}; leave it out")
-    distributed.say(f"{len(pairs)} pairs" + (f"; left out: {left_out}" if left_out else ""))
+    with refusing():
+        pairs = distributed.first("reading pairs", read)
     return drop_too_long(config, pairs, "pairs", lambda pair: pair)
 
 
@@ -634,18 +600,10 @@ def read_pairs(
         ValueError: names file, line and what is wrong there.
         OSError: a file cannot be read.
     """
-
-    def read() -> Iterator[Pair]:
-        for where, content, name in items_of(paths):
-            try:
-                yield pair_in(chat, content, name)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-
-    return list(_usable(read(), config, counts))
+    return _usable(read_each(paths, partial(pair_in, chat=chat)), config, counts)
 
 
-def pair_in(chat: ChatTemplate, content: Any, name: str) -> Pair:
+def pair_in(content: Any, name: str, chat: ChatTemplate) -> Pair:
     """The pair of an object of a pair file; `name` is its task if it says none.
 
     Raises:
@@ -653,37 +611,31 @@ def pair_in(chat: ChatTemplate, content: Any, name: str) -> Pair:
     """
     sides = ("chosen", "rejected")
     if not isinstance(content, dict) or not all(side in content for side in sides):
-        keys = list(content) if isinstance(content, dict) else content
-        raise ValueError(f'{repr(keys)[:80]}: expected {{"id", "prompt", "chosen", "rejected"}}')
-    objects = [content, *(content[side] for side in sides if isinstance(content[side], dict))]
-    task_ids = [o["item_id"] for o in objects if o.get("item_id") is not None]
-    if len(set(map(str, task_ids))) > 1:
-        raise ValueError(f"a pair of two tasks, {' and '.join(map(str, task_ids))}; expected one")
-    task_ids += [task_id for task_id in (content.get("id"), name) if task_id is not None]
+        found = repr(content)[:80]
+        raise ValueError(f'{found}: expected {{"id", "prompt", "chosen", "rejected"}}')
+    records = {side: content[side] if isinstance(content[side], dict) else {} for side in sides}
+    ids = [o["item_id"] for o in (content, *records.values()) if o.get("item_id") is not None]
+    if len(set(map(str, ids))) > 1:
+        raise ValueError(f"a pair of two tasks, {' and '.join(map(str, ids))}; expected one")
+    ids += [task_id for task_id in (content.get("id"), name) if task_id is not None]
+    prompt = [] if content.get("prompt") is None else _turns(content["prompt"], "human")
+    prompt = [turn | {"loss": False} for turn in prompt]
     examples = []
     for side in sides:
         try:
-            prompt = _turns(content.get("prompt"), "human")
-            prompt = [turn | {"loss": False} if turn.get("loss") else turn for turn in prompt]
-            turns = [
-                {"loss": True, **turn} if turn.get("from") == "gpt" else turn
-                for turn in _turns(content[side], "gpt")
-            ]
-            record = {"item_id": task_ids[0], "conversations": prompt + turns}
-            of_side = content[side] if isinstance(content[side], dict) else {}
-            total = content.get(f"{side}_return", of_side.get("return", of_side.get("reward")))
+            turns = _turns(content[side], "gpt")
+            turns = [{"loss": True, **t} if t.get("from") == "gpt" else t for t in turns]
+            record = {"item_id": str(ids[0]), "conversations": prompt + turns}
+            whole = records[side]
+            total = content.get(f"{side}_return", whole.get("return", whole.get("reward")))
             if total is not None:
                 record["return"] = total
-            return_of(record)
-            examples.append(encode(chat, record))
+            examples.append(encode(chat, check(record)))
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from None
     pair = Pair(*examples)
     if pair.chosen.parts[0] != pair.rejected.parts[0]:
-        raise ValueError(
-            "chosen and rejected open with different prompts, expected the same messages up to the "
-            "first observation"
-        )
+        raise ValueError("chosen and rejected differ before the first action, expected one opening")
     return pair
 
 
@@ -691,10 +643,8 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
     """A text, messages or turns, by themselves or in a conversation, as turns."""
     if isinstance(content, dict):
         content = content.get("conversations", content.get("messages"))
-    if content is None and speaker == "human":  # the sides are whole conversations
-        return []
     if isinstance(content, str) and content:
-        return [{"from": speaker, "loss": speaker == "gpt", "value": content}]
+        content = [{"from": speaker, "value": content}]
     is_list = isinstance(content, list) and all(isinstance(turn, dict) for turn in content)
     if not content or not is_list:
         raise ValueError(
@@ -707,8 +657,8 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
 def to_line(pair: Pair) -> Record:
     """The object of a pair file from which `pair_in` makes this pair again."""
     length = len(pair.chosen.parts[0])
-    line: Record = {"id": pair.chosen.record.get("item_id", pair.task_id)}
-    line["prompt"] = pair.chosen.record["conversations"][:length]
+    prompt = pair.chosen.record["conversations"][:length]
+    line: Record = {"id": pair.task_id, "prompt": prompt}
     for name, example in zip(("chosen", "rejected"), pair, strict=True):
         # `loss` is written out: an action without it is learned.
         turns = example.record["conversations"][length:]
@@ -716,11 +666,6 @@ def to_line(pair: Pair) -> Record:
         if "return" in example.record:
             line[f"{name}_return"] = example.record["return"]
     return line
-
-
-def describe(counts: Counter[str]) -> str:
-    """What was left out, in words: '12 gap, 3 equal texts'."""
-    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if count)
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

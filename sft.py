@@ -27,6 +27,7 @@ import json
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,45 +157,34 @@ def train(config: SftConfig) -> Run:
 def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     """What is learned, and what is held out."""
     task_ids = [example.task_id for example in examples]
-    learned, held_out = (
-        [examples[i] for i in part]
-        for part in split_by_task(task_ids, config.hold_out, config.seed)
-    )
+    tasks = held_out_of(task_ids, config.hold_out, config.seed)
+    held_out = [example for example in examples if example.task_id in tasks]
     if held_out:
-        num_tasks = len({example.task_id for example in held_out})
-        distributed.say(
-            f"held out: {len(held_out)} of {len(examples)} conversations, of {num_tasks} tasks"
-        )
-    return learned, held_out
+        counts = f"{len(held_out)} of {len(examples)} conversations, of {len(tasks)} tasks"
+        distributed.say(f"held out: {counts}")
+    return [example for example in examples if example.task_id not in tasks], held_out
 
 
-def split_by_task(task_ids: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Places of the conversations that are learned, and of those held out. A task is on one side
-    only: a run has tried it several times, often in the same words.
+def held_out_of(task_ids: Sequence[str], share: float, seed: int) -> set[str]:
+    """Tasks with this share of the conversations, or a little less. All of a task is held out or
+    nothing: a run has tried it several times, often in the same words.
 
-    >>> learned, held_out = split_by_task([*"abacadebaf"], 0.2, seed=0)
-    >>> held_out, sorted(learned + held_out) == list(range(10))
-    ([1, 7], True)
+    >>> sorted(held_out_of([*"abacadebaf"], 0.2, seed=0))
+    ['b']
 
     Raises:
         Misuse: nothing would be left to learn.
     """
-    members: dict[str, list[int]] = {}
-    for place, task in enumerate(task_ids):
-        members.setdefault(task, []).append(place)
-    wanted, held_out = max(1, round(share * len(task_ids))) if share else 0, list[int]()
-    for task in random.Random(f"hold out {seed}").sample(list(members), len(members)):
-        if len(held_out) + len(members[task]) <= wanted:
-            held_out += members[task]
+    sizes = Counter(task_ids)
+    wanted, held_out = max(1, round(share * len(task_ids))) if share else 0, set[str]()
+    for task in random.Random(f"hold out {seed}").sample(list(sizes), len(sizes)):
+        if sum(sizes[other] for other in held_out) + sizes[task] <= wanted:
+            held_out.add(task)
     if wanted and not held_out:  # every task has more than the share: take the smallest
-        held_out = min(members.values(), key=len)
-    learned = sorted(set(range(len(task_ids))) - set(held_out))
-    if not learned:
-        raise Misuse(
-            f"--hold-out {share} leaves none of {len(task_ids)} conversations ({len(members)} "
-            "tasks) to learn from"
-        )
-    return learned, sorted(held_out)
+        held_out = {min(sizes, key=lambda task: sizes[task])}
+    if len(held_out) == len(sizes):
+        raise Misuse(f"--hold-out {share} leaves none of {len(sizes)} tasks to learn from")
+    return held_out
 
 
 def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
@@ -228,12 +218,10 @@ def require_same(digest: dict[str, Any], config: SftConfig) -> None:
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
-        is_new = not config.resume or not path.exists()
-        return is_new or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
+        return not path.exists() or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
 
-    if not distributed.first("comparing the data", is_same):
-        what = f"--data {' '.join(config.data)}" if config.data else "what the oracle shows"
-        raise Misuse(f"{what} is not what {config.run_dir} began with; start a new run")
+    if config.resume and not distributed.first("comparing the data", is_same):
+        raise Misuse(f"--data is not what {config.run_dir} began with; start a new run")
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

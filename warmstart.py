@@ -31,16 +31,9 @@ import torch
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Objective, RunConfig, refusing
-from data import (
-    PLAIN,
-    Manner,
-    Record,
-    demonstrations_for,
-    encode,
-    was_encoded_again,
-)
-from envs import env_name
+from config import SMALL_MODELS, Objective, RunConfig, in_each, prompt_of, refusing, tasks_of
+from data import PLAIN, Manner, Record, as_opening, demonstrations, encode
+from envs import env_name, get_env
 from models import load_policy, load_tokenizer, stop_ids_of
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
@@ -53,7 +46,7 @@ from update import Learner, suited
 from update import imitate as imitate_batch
 
 STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters, and ABOUT
-ABOUT = "sft.json"  # how a start was trained, and a hash of what on
+ABOUT = "sft.json"  # how a start was trained, and a hash of its demonstrations
 
 
 @dataclass(frozen=True)
@@ -88,18 +81,12 @@ def imitate(
     learner: Learner,
     batch: Batch,
     settings: SftSettings,
-    steps: int | None = None,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
-    """Minimise the action loss; returns the loss of every optimizer step (nats per action token).
-    The learning rate falls linearly to a tenth.
-
-    Args:
-        steps: overrides epochs x batches.
-        on_step: called with each step's loss.
-    """
+    """Minimise the action loss; returns the loss of every optimizer step (nats per action token),
+    which `on_step` is called with too. The learning rate falls linearly to a tenth."""
     generator = torch.Generator().manual_seed(settings.seed)
-    total = steps or settings.num_steps(len(batch))
+    total = settings.num_steps(len(batch))
     objective = Objective(
         mini_batch_size=settings.batch_size,
         max_tokens_per_micro_batch=settings.max_tokens,
@@ -108,11 +95,9 @@ def imitate(
     objective = suited(objective, batch)
     losses: list[float] = []
     learner.model.train()
-    while len(losses) < total:
+    for _ in range(settings.epochs):
         order = torch.randperm(len(batch), generator=generator).tolist()
         for start in range(0, len(batch), settings.batch_size):
-            if len(losses) == total:
-                break
             for group in learner.optimizer.param_groups:
                 group["lr"] = settings.learning_rate * (1 - 0.9 * len(losses) / total)
             rows = batch.rows(order[start : start + settings.batch_size])
@@ -126,17 +111,12 @@ def batch_of(
 ) -> Batch:
     """Records -> tensors; those over the token limit are left out and counted in a line."""
     limit = settings.max_trajectory_tokens
-    examples = [encode(chat, record) for record in records]
-    fit = [e.trajectory for e in examples if len(e.trajectory.input_ids) <= limit]
-    if len(fit) < len(examples):
-        num_out = f"{len(examples) - len(fit)} of {len(examples)} demonstrations"
-        distributed.say(f"{num_out} have more than {limit} tokens and are left out")
+    trajectories = [encode(chat, record).trajectory for record in records]
+    fit = [t for t in trajectories if len(t.input_ids) <= limit]
     if not fit:
-        raise ValueError(f"--max-trajectory-tokens {limit} leaves no demonstration; raise it")
-    if num_again := sum(map(was_encoded_again, examples)):
-        distributed.say(
-            f"{num_again} trajectories are from another tokenizer: encoded again, from text"
-        )
+        raise ValueError(f"no demonstration has at most {limit} tokens: --warm-start never")
+    if num_out := len(records) - len(fit):
+        distributed.say(f"{num_out} demonstrations have more than {limit} tokens and are left out")
     return make_batch(fit, pad_id)
 
 
@@ -162,7 +142,7 @@ def train_to(
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
     with phase("warm start", settings.num_steps(len(batch)), "steps") as tick:
         learner = Learner(accelerator, policy, optimizer)
-        losses = imitate(learner, batch, settings, on_step=lambda loss: tick(loss=f"{loss:.3f}"))
+        losses = imitate(learner, batch, settings, lambda loss: tick(loss=f"{loss:.3f}"))
     export_policy(accelerator, policy, tokenizer, folder)
     if settings.lora_rank:
         target = folder / "adapter" if folder is not None else None
@@ -172,8 +152,7 @@ def train_to(
         write_json(folder / ABOUT, about | {"records": hash_of(records)})
         write_json(folder / "sft_data.json", records)
     distributed.forget(accelerator, policy)
-    last = sum(losses[-8:]) / len(losses[-8:])
-    distributed.say(f"action loss {losses[0]:.3f} -> {last:.3f} nats a token")
+    distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
 
 
 def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
@@ -186,16 +165,47 @@ def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) ->
     distributed.forget(accelerator, policy)
 
 
-def build(folder: Path, make: Callable[[Path | None], None]) -> None:
-    """`make` into `folder`, which exists once all of it is there. Collective."""
-    if distributed.rank() == 0:
-        build_folder(folder, make)
-    else:
-        make(None)
-    distributed.meet()
+# ---------------------------------------------------------------------------------------- of a run
 
 
-# ---------------------------------------------------------------------------------- of a run
+def begins_warm(config: RunConfig) -> bool:
+    return config.warm_start == "auto" and config.model in SMALL_MODELS
+
+
+def given_model(config: RunConfig) -> str:
+    """Path of the model that the options name, before any warm start here. Collective."""
+    if config.warm_start not in ("auto", "never"):
+        return config.warm_start
+    with refusing():
+        return distributed.first("fetching the model", lambda: resolve_model(config.model))
+
+
+def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]:
+    """`count` demonstrations of each environment of a run, of its training tasks and under its
+    prompt. The oracle demonstrates as it did for the start that the run begins with, so that it
+    does not teach a second way of speaking; plainly if the run begins with none."""
+    records = []
+    for c in in_each(config):
+        prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
+        manner = settings_for(c.model, c.env).manner if begins_warm(c) else PLAIN
+        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, manner):
+            if prompt is not None:  # the oracle plays the same under any prompt
+                turns = as_opening(prompt) + record["conversations"][num_replaced:]
+                record = record | {"conversations": turns}
+            records.append(record)
+    return records
+
+
+def start_model(config: RunConfig, accelerator: Any) -> str:
+    """Path of the weights that a run starts from: as given, or warmed up on demonstrations, one
+    start for all environments. Collective."""
+    path = given_model(config)
+    if not begins_warm(config):
+        return path
+    settings = settings_for(config.model, config.env)
+    count, seed = settings.num_demonstrations, settings.seed
+    show = partial(demonstrations_for, config, count, seed)
+    return warm_start(config.model, config.env, show, settings, accelerator)
 
 
 def warm_start(
@@ -207,64 +217,29 @@ def warm_start(
 ) -> str:
     """Path of `model` warmed up on what `demonstrate` returns: trained once, or shipped with the
     project, then cached. Collective."""
-
-    def folder_of(records: list[Record]) -> Path:
-        key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
-        name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
-        return cache_dir() / "warm_starts" / name
-
-    def play() -> tuple[list[Record], bool]:
-        with refusing():
-            records = demonstrate()
-        return records, folder_of(records).exists()
-
-    records, is_there = distributed.first("demonstrations", play)
-    folder = folder_of(records)
-    if is_there:
+    with refusing():
+        records = distributed.first("demonstrations", demonstrate)
+    key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
+    name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
+    folder = cache_dir() / "warm_starts" / name
+    if distributed.first("looking for the warm start", folder.exists):
         return str(folder)
-    about = f"{len(records)} demonstrations, {settings.epochs} epochs"
-    adapters = shipped(model, env, records, settings)
-    if adapters is not None:
-        distributed.say(f"warm start: {about}; comes with the project, nothing to train")
+    about = f"warm start: {len(records)} demonstrations, {settings.epochs} epochs"
+    if adapters := shipped(model, env, records, settings):
+        distributed.say(f"{about}; comes with the project, nothing to train")
         make = partial(unpack, model=model, adapters=adapters, accelerator=accelerator)
     else:
         steps = settings.num_steps(len(records))
-        distributed.say(f"warm start: {about}, {steps} steps; made once, then cached")
+        distributed.say(f"{about}, {steps} steps; made once, then cached")
         make = partial(
             train_to, model=model, records=records, settings=settings, accelerator=accelerator
         )
-    build(folder, make)
+    if distributed.rank() == 0:
+        build_folder(folder, make)
+    else:
+        make(None)
+    distributed.meet()
     return str(folder)
-
-
-def begins_warm(config: RunConfig) -> bool:
-    return config.warm_start == "auto" and config.model in SMALL_MODELS
-
-
-def manner_for(config: RunConfig, env: str) -> Manner:
-    """How a run's oracle demonstrates: as it did for the start that the run begins with, so that it
-    does not teach a second way of speaking; plainly if the run begins with none."""
-    return settings_for(config.model, env).manner if begins_warm(config) else PLAIN
-
-
-def given_model(config: RunConfig) -> str:
-    """Path of the model that the options name, before any warm start here. Collective."""
-    if config.warm_start not in ("auto", "never"):
-        return config.warm_start
-    with refusing():
-        return distributed.first("fetching the model", lambda: resolve_model(config.model))
-
-
-def start_model(config: RunConfig, accelerator: Any) -> str:
-    """Path of the weights that a run starts from: as given, or warmed up on demonstrations.
-    Collective."""
-    path = given_model(config)
-    if not begins_warm(config):
-        return path
-    settings = settings_for(config.model, config.env)
-    count, seed = settings.num_demonstrations, settings.seed  # one start for all environments
-    show = partial(demonstrations_for, config, count, seed, partial(manner_for, config))
-    return warm_start(config.model, config.env, show, settings, accelerator)
 
 
 # ------------------------------------------------------------------ starts shipped with the project
@@ -274,22 +249,20 @@ def hash_of(records: Sequence[Record]) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
+def about_shipped(model: str, env: str) -> dict[str, Any]:
+    """How the project's own start of this model and environment was trained; {} if it has none."""
+    file = STARTS / f"{model}-{env_name(env)}" / ABOUT
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
 def settings_for(model: str, env: str) -> SftSettings:
     """How a warm start of `model` in `env` is trained: like the shipped one, if there is one."""
-    about = _about(model, env)
-    return SftSettings(**about["settings"]) if about else SftSettings()
+    return SftSettings(**about_shipped(model, env).get("settings", {}))
 
 
 def shipped(model: str, env: str, records: Sequence[Record], settings: SftSettings) -> Path | None:
     """The folder of the adapters that training on these records would give; None if the project has
     none."""
-    about = _about(model, env)
-    if not about or about["records"] != hash_of(records):
-        return None
-    is_same = SftSettings(**about["settings"]) == settings
+    about = about_shipped(model, env)
+    is_same = about.get("records") == hash_of(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None
-
-
-def _about(model: str, env: str) -> dict[str, Any] | None:
-    file = STARTS / f"{model}-{env_name(env)}" / ABOUT
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

@@ -18,10 +18,8 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -42,16 +40,9 @@ from config import (
     refusing,
     saved_config,
 )
-from data import (
-    Example,
-    Record,
-    demonstrations_for,
-    encode,
-    read_records,
-    record_of,
-    was_encoded_again,
-)
+from data import ROUNDING, Example, Record, encode
 from envs import names_of
+from formats import read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw
@@ -61,7 +52,7 @@ from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
 from scale import distributed
-from warmstart import given_model, manner_for
+from warmstart import demonstrations_for, given_model
 
 # Imitating something definite ends with almost no entropy: that is success, not collapse.
 IMITATED = frozenset({"policy/entropy"})
@@ -134,29 +125,24 @@ class MethodConfig(RunConfig):
             raise Misuse(f"{flag(name)} {getattr(self, name)} {problem}")
 
     def notes(self) -> Iterator[str]:
-        """How the run that --data names was played, where that differs from this run."""
-        files = [(name, file) for name in LISTS_OF_FILES for file in getattr(self, name, ())]
+        """How a run to learn from was played, where that differs from this run."""
         starts = [Path(start).resolve() for start in (self.model, self.warm_start)]
-        for name, file in files:
-            try:
-                played = saved_config(file, RunConfig)
-            except Misuse:  # it is not a run
-                continue
-            if not set(names_of(played.env)) & set(names_of(self.env)):
-                yield (
-                    f"{flag(name)} {file} was played in {played.env}, but this run plays "
-                    f"{self.env}: --env and --model are not taken from it"
-                )
-            elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
-                yield (
-                    f"{flag(name)} {file} was played by {played.model} as trained there, but this "
-                    f"run starts from {self.model}: --model {file}/checkpoints/best continues"
-                )
-        if files and not self.plays and self.needs_world:
-            yield (
-                f"--model {self.model} begins from its warm start in {self.env}, which files do "
-                "not need: --warm-start never begins from the model as it is"
-            )
+        for name in LISTS_OF_FILES:
+            for file in getattr(self, name, ()):
+                try:
+                    played = saved_config(file, RunConfig)
+                except Misuse:  # it is not a run
+                    continue
+                problem = ""
+                if not set(names_of(played.env)) & set(names_of(self.env)):
+                    problem = f"in {played.env}, this run plays {self.env}"
+                elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
+                    problem = f"by {played.model} as trained there, this run starts otherwise"
+                if problem:
+                    yield (
+                        f"{flag(name)} {file} was played {problem}: --env and --model are not "
+                        f"taken from it (--model {file}/checkpoints/best continues it)"
+                    )
 
     @property
     def has_material(self) -> bool:
@@ -263,28 +249,10 @@ def chat_of(config: MethodConfig) -> ChatTemplate:
         return ChatTemplate(load_tokenizer(path), stop_ids_of(path))
 
 
-def records_in(
-    config: MethodConfig,
-    option: str,
-    min_return: float | None = None,
-    counts: Counter[str] | None = None,
-) -> Iterator[Record]:
-    """The records of the files and runs that `option` names; errors begin with its name."""
-    paths = [Path(path) for path in getattr(config, option)]
-    try:
-        yield from read_records(paths, min_return, counts)
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-        raise ValueError(f"{flag(option)} {error.filename} {problem}") from error
-    except ValueError as error:
-        raise ValueError(f"{flag(option)} {error}") from error
-
-
 def encode_all(chat: ChatTemplate, records: Iterable[Record]) -> list[Example]:
     """Records with their tokens, with a progress line."""
-    records = list(records)
+    records, examples = list(records), []
     with phase("encoding", len(records), "conversations") as tick:
-        examples = []
         for record in records:
             examples.append(encode(chat, record))
             tick()
@@ -303,33 +271,31 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
     distributed.join()
     chat = chat_of(config)
 
-    def read() -> tuple[list[Example], Counter[str]]:
-        counts: Counter[str] = Counter()
-        if config.data:
-            records = list(records_in(config, "data", min_return, counts))
-            # A weight in a file is of another AgentEvol run's set; here all begin alike.
-            records = [{k: v for k, v in r.items() if k != "weight"} for r in records]
-            if not records:
-                which = "" if min_return is None else f" that earned {min_return:g}"
-                raise ValueError(f"--data {' '.join(config.data)} holds no conversation{which}")
-        else:
-            count, manner = config.num_demonstrations, partial(manner_for, config)
-            records = demonstrations_for(config, count, config.seed, manner)
-        return encode_all(chat, records), counts
+    def read() -> list[Example]:
+        if not config.data:
+            records = demonstrations_for(config, config.num_demonstrations, config.seed)
+            wanted = config.num_demonstrations * len(in_each(config))
+            if len(records) < wanted:
+                distributed.say(
+                    f"the oracle gave {len(records)} of {wanted} demonstrations; the others "
+                    "failed, or repeated one"
+                )
+            return encode_all(chat, records)
+        records = list(read_records([Path(path) for path in config.data]))
+        chosen = records
+        if min_return is not None:
+            if not all("return" in record for record in records):
+                raise ValueError("--min-return needs a return in each conversation of --data")
+            chosen = [r for r in records if r["return"] > min_return - ROUNDING]
+        if not chosen:
+            which = f" that earned {min_return:g}" if records else ""
+            raise ValueError(f"--data {' '.join(config.data)} holds no conversation{which}")
+        if num_out := len(records) - len(chosen):
+            distributed.say(f"{num_out:,} of {len(records):,} conversations earned less: left out")
+        return encode_all(chat, chosen)
 
     with refusing():
-        examples, counts = distributed.first("reading what is shown", read)
-    if num_out := counts["left out"]:
-        why = "lost, or without a turn"
-        why += "" if min_return is None else f", or a return below {min_return:g}"
-        distributed.say(f"{num_out:,} of {counts['read']:,} conversations are left out: {why}")
-    wanted = config.num_demonstrations * len(in_each(config))
-    if not config.data and len(examples) < wanted:
-        distributed.say(
-            f"the oracle gave {len(examples)} of {wanted} demonstrations; the others failed, or "
-            "repeated one"
-        )
-    return examples
+        return distributed.first("reading what is shown", read)
 
 
 Item = TypeVar("Item")
@@ -350,31 +316,30 @@ def drop_too_long(
         Misuse: nothing is left.
     """
     limit = config.max_trajectory_tokens
-
-    def fits(item: Item) -> bool:
-        return all(len(e.trajectory.input_ids) <= limit for e in examples_of(item))
-
-    fit = [item for item in items if fits(item)]
-    examples = [example for item in fit for example in examples_of(item)]
-    if len(fit) < len(items):
-        num_out = f"{len(items) - len(fit)} of {len(items)} {what}"
-        distributed.say(f"{num_out} have more than {limit} tokens and are left out")
-    if num_again := sum(any(map(was_encoded_again, examples_of(item))) for item in fit):
-        distributed.say(f"{num_again} {what} are from another tokenizer: encoded again, from text")
+    lengths = [max(len(e.trajectory.input_ids) for e in examples_of(item)) for item in items]
+    fit = [item for item, length in zip(items, lengths, strict=True) if length <= limit]
     if not fit:
         raise Misuse(
             f"--max-trajectory-tokens {limit} leaves none of {len(items)} {what}; raise it"
         )
+    if num_out := len(items) - len(fit):
+        distributed.say(
+            f"{num_out} of {len(items)} {what} have more than {limit} tokens and are left out"
+        )
+    examples = [example for item in fit for example in examples_of(item)]
+    if num_again := sum(example.is_reencoded for example in examples):
+        distributed.say(
+            f"{num_again} trajectories are from another tokenizer: encoded again, from text"
+        )
     num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
     num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
     distributed.say(f"{len(fit):,} {what}: {num_tokens:,} tokens, {num_learned:,} of them learned")
-    if any(getattr(config, name, ()) for name in LISTS_OF_FILES):
-        held_out = {task.task_id for task in held_out_tasks(config)}
-        if both := held_out & {example.task_id for example in examples}:
-            distributed.say(
-                f"note: {len(both)} of the {len(held_out)} held-out tasks are in the files that it "
-                "learns from: success there says little about others (--eval-tasks)"
-            )
+    held_out = {task.task_id for task in held_out_tasks(config)}
+    if both := held_out & {example.task_id for example in examples}:
+        distributed.say(
+            f"note: it learns from {len(both)} of the {len(held_out)} held-out tasks: success "
+            "there says little about others (--eval-tasks)"
+        )
     return fit
 
 
@@ -409,12 +374,13 @@ def sync_if_measured(
     return {}
 
 
+@dataclass(frozen=True)
 class IterationFiles:
     """What each iteration has made, in a folder of the run: lines, and a summary that is written
     last."""
 
-    def __init__(self, folder: Path, writes: bool) -> None:
-        self.folder, self.writes = folder, writes
+    folder: Path
+    writes: bool
 
     @classmethod
     def of(cls, session: Session[Any]) -> IterationFiles:
@@ -445,10 +411,7 @@ class IterationFiles:
 
         content = distributed.first("reading what an iteration has made", work)
         if content is None and must_exist:
-            raise TrainingError(
-                f"{summary} is gone, which the iteration learns from: put a copy back, or start a "
-                "new run"
-            )
+            raise TrainingError(f"{summary} is gone: put a copy back, or start a new run")
         return content
 
     def write(self, iteration: int, lines: Sequence[Record], summary: dict[str, Any]) -> None:
@@ -460,11 +423,10 @@ class IterationFiles:
         distributed.meet()
 
     def drop_after(self, iteration: int) -> None:
-        if self.writes:
-            for path in sorted(self.folder.glob("iteration_*")):  # a summary first
-                match = re.fullmatch(r"iteration_(\d+)\.jsonl?", path.name)  # not a user's copy
-                if match and int(match[1]) > iteration:
-                    path.unlink()
+        for path in sorted(self.folder.glob("iteration_*")) if self.writes else ():
+            match = re.fullmatch(r"iteration_(\d+)\.jsonl?", path.name)  # not a user's copy
+            if match and int(match[1]) > iteration:  # a summary before its lines
+                path.unlink()
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"

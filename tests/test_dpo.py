@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from fakes import byte_tokenizer, draw, ids_of, word_tokenizer
+from fakes import byte_tokenizer, ids_of, word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_env import fresh_process_state
@@ -23,7 +23,7 @@ import dpo
 import update
 from chat import ChatTemplate
 from config import Misuse, Objective
-from data import Example, encode, parts_of, read_records, record_of, return_of, to_agenttraj
+from data import Example, encode, parts_of, to_agenttraj
 from dpo import (
     PREFERENCES,
     DpoConfig,
@@ -36,6 +36,7 @@ from dpo import (
     read_pairs,
     to_line,
 )
+from formats import read_records, record_of
 from scale import distributed
 from scale.prefix import opening_length
 from trajectory import RolloutHandler
@@ -103,17 +104,6 @@ def test_at_the_reference_nothing_is_preferred(kind, loss):
     got = preference_loss(PAIRS[0], PAIRS[1], PAIRS[0], PAIRS[1], kind=kind)
     assert got.loss.item() == pytest.approx(loss)
     assert [x.item() for x in got[1:]] == [0, 0, 0, 0]
-
-
-def test_the_loss_does_not_fix_the_level_of_the_likelihoods():
-    """Both trajectories a million times less likely: the same loss, and only the rewards tell."""
-    plus, minus, *references = PAIRS
-    before = preference_loss(plus, minus, *references)
-    after = preference_loss(plus - math.log(1e6), minus - math.log(1e6), *references)
-    assert after.loss.item() == pytest.approx(before.loss.item())
-    assert after.margin.item() == pytest.approx(before.margin.item())
-    lost = (before.chosen_reward - after.chosen_reward).item()
-    assert lost == pytest.approx(0.1 * math.log(1e6))
 
 
 def test_log_probs_by_token_are_refused():
@@ -524,9 +514,9 @@ def test_every_comparison_is_a_pair_of_one_opening_and_a_gap_or_counted_once(tri
     shuffled = pairs_of(rng.sample(tries, len(tries)), config, again)
     assert described(shuffled) == described(pairs) and again == counts, "whatever the order"
     if pairs:  # and the same from their file
-        read = [pair_in(WORDS, json.loads(json.dumps(to_line(pair))), "") for pair in pairs]
+        read = [pair_in(json.loads(json.dumps(to_line(pair))), "", WORDS) for pair in pairs]
         again.clear()
-        assert list(dpo._usable(read, config, again)) == read and not again
+        assert dpo._usable(read, config, again) == read and not again
         for one, other in zip(pairs, read, strict=True):
             assert described([one]) == described([other])
             assert batch_of([one], 0).input_ids.tolist() == batch_of([other], 0).input_ids.tolist()
@@ -555,25 +545,12 @@ def test_no_more_pairs_are_scored_than_the_steps_take():
 # --- Tokens (traps 6 and 22) ----------------------------------------------------------------------
 
 
-def test_a_pair_becomes_two_rows_by_hand():
-    tries = [played("a", "open door, bright, light", 1.0), played("a", "wait", 0.0)]
-    pairs, _ = pairs_and_counts(tries)
+def test_the_two_of_a_pair_are_a_group_with_one_opening():
+    pairs = [Pair(played(n, "open door"), played(n, "go")) for n in "ab"]
     batch = batch_of(pairs, 0)
-    opening = "<s> system ⏎ rules <e> ⏎ <s> user ⏎ dark <e> ⏎ <s> assistant ⏎"
-    chosen = "[open] [door] [<e>] ⏎ <s> user ⏎ bright <e> ⏎ <s> assistant ⏎ [light] [<e>]"
-    rows = []
-    for b in range(2):
-        length = int(batch.lengths[b])
-        row = RolloutHandler("", 0, "", "", "", 0, 0, 1)
-        row.input_ids = batch.input_ids[b, :length].tolist()
-        row.loss_mask = batch.loss_mask[b, :length].tolist()
-        rows.append(" ".join(draw(row, WORDS.tokenizer)))
-    assert rows == [f"{opening} {chosen}", f"{opening} [wait] [<e>]"]
-    assert not batch.loss_mask[1, int(batch.lengths[1]) :].any()
-    others, _ = pairs_and_counts([played("b", "go", 1.0), played("b", "no", 0.0)])
-    both = batch_of([*pairs, *others], 0)
-    assert both.group_ids.tolist() == [0, 0, 1, 1]
-    assert opening_length(both.rows([2, 3])) >= pairs[0].chosen.trajectory.turns[0].action_span[0]
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    start = pairs[1].chosen.trajectory.turns[0].action_span[0]
+    assert opening_length(batch.rows([2, 3])) >= start
 
 
 def spelled(chat, text, total, stop="success"):
@@ -591,7 +568,7 @@ def test_the_very_ids_that_were_sampled_are_in_the_rows_also_from_files():
     chat = ChatTemplate(byte_tokenizer())
     first, second = spelled(chat, "Action: look", 1.0), spelled(chat, "Action: get", 0.0, "failure")
     pairs, _ = pairs_and_counts([Example(record_of(t), t) for t in (second, first)])
-    again = [pair_in(chat, json.loads(json.dumps(to_line(pair))), "") for pair in pairs]
+    again = [pair_in(json.loads(json.dumps(to_line(pair))), "", chat) for pair in pairs]
     for source in (pairs, again):
         batch = batch_of(source, 0)
         for b, handler in enumerate((first, second)):
@@ -615,7 +592,7 @@ OTHER = GOOD | {"id": "b"} | {"chosen": gpt("light")}
 
 
 def read(path, text, config=ALL):
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    path.write_text(text)
     counts: Counter[str] = Counter()
     return read_pairs(WORDS, [path], config, counts), dict(counts)
 
@@ -625,7 +602,7 @@ def test_a_pair_file_is_a_list_or_has_a_pair_on_each_line(tmp_path, form):
     pairs, counts = read(tmp_path / "pairs.json", form([GOOD, OTHER]))
     assert (counts, [pair.task_id for pair in pairs], pairs[0].gap) == ({}, ["a", "b"], None)
     learned = {"from": "gpt", "loss": True, "value": "open"}
-    assert pairs[0].chosen.record == {"item_id": "a", "conversations": [HUMAN, learned]}
+    assert pairs[0].chosen.record["conversations"] == [HUMAN | {"loss": False}, learned]
     assert pairs[0].rejected.parts[1] == (("gpt", "go"), ("human", "dark"), ("gpt", "no"))
 
 
@@ -656,8 +633,8 @@ SAME = {
 
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_of_a_pair_is_the_same_to_a_model(form):
-    pair = pair_in(WORDS, SAME[form], "x")
-    wanted = batch_of([pair_in(WORDS, GOOD | {"rejected": gpt("go")}, "x")], 0)
+    pair = pair_in(SAME[form], "x", WORDS)
+    wanted = batch_of([pair_in(GOOD | {"rejected": gpt("go")}, "x", WORDS)], 0)
     assert pair.task_id == "a"
     assert batch_of([pair], 0).input_ids.tolist() == wanted.input_ids.tolist()
     assert batch_of([pair], 0).loss_mask.tolist() == wanted.loss_mask.tolist()
@@ -672,35 +649,26 @@ def test_neither_what_the_prompt_shows_nor_an_action_of_weight_0_is_learned():
         (GOOD | {"prompt": prompt}, "open<e>go<e>no<e>"),
         ({"prompt": "dark", "chosen": turns, "rejected": other}, "go<e>no<e>"),
     ):
-        batch = batch_of([pair_in(WORDS, content, "x")], 0)
+        batch = batch_of([pair_in(content, "x", WORDS)], 0)
         assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of(learned)
 
 
-def test_gaps_returns_and_numbers_of_a_file_are_kept_to(tmp_path):
-    def line(item_id, text, *totals):
-        returns = zip(("chosen_return", "rejected_return"), totals, strict=False)
-        return GOOD | {"id": item_id, "chosen": gpt(text)} | dict(returns)
-
+def test_returns_of_a_file_are_kept_to_and_of_a_task_the_first_pairs_are_taken(tmp_path):
     lines = [
-        line("a", "open", 1.0, 0.9),
-        line("a", "open", 0.0, 1.0),
-        line("a", "open", 0.4, -1.0),
-        line("a", "open", 1.0, 0.0),
-        line("a", "open", 1.0, 0.0),
-        line("a", "light", 0.6),  # one return is no gap
-        line("a", "wait", 0.1),  # but may be too little for an example
-        line("a", "home"),
-        line("b", "home"),
-        line("c", "take") | {"rejected": gpt("take")},
-        line("c", "take"),
-        line("d", "take"),  # the same under another name
+        GOOD | {"chosen": gpt(text)} | dict(zip(("chosen_return", "rejected_return"), returns))
+        for text, *returns in (
+            ("open", 1.0, 0.9),
+            ("open", 0.4, -1.0),
+            ("open", 1.0, 0.0),
+            ("light", 0.6),  # one return is no gap
+            ("wait", 0.1),  # but may be too little for an example
+            ("home",),
+        )
     ]
     config = DpoConfig(min_return=0.5, pairs_per_task=2)
     pairs, counts = read(tmp_path / "a.json", json.dumps(lines), config)
-    assert [(pair.task_id, pair.gap) for pair in pairs] == [
-        *(("a", 1.0), ("a", None), ("b", None), ("c", None))
-    ]
-    assert counts == {"gap": 2, "low return": 2, "equal texts": 3, "over pairs per task": 1}
+    assert [pair.gap for pair in pairs] == [1.0, None]
+    assert counts == {"gap": 1, "low return": 2, "over pairs per task": 1}
 
 
 def test_both_sides_may_name_the_task_and_say_what_they_earned():
@@ -709,51 +677,32 @@ def test_both_sides_may_name_the_task_and_say_what_they_earned():
         "chosen": sides["chosen"] | {"reward": 1.0},
         "rejected": sides["rejected"] | {"return": 0.25},
     }
-    pair = pair_in(WORDS, {"id": 17} | sides, "x")
+    pair = pair_in({"id": 17} | sides, "x", WORDS)
     assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
-    assert pair_in(WORDS, GOOD | {"id": 17, "item_id": "maze_7"}, "x").task_id == "maze_7"
+    assert pair_in(GOOD | {"id": 17, "item_id": "maze_7"}, "x", WORDS).task_id == "maze_7"
     assert (
-        pair_in(WORDS, {"prompt": "dark", "chosen": "open", "rejected": "go"}, "x").task_id == "x"
+        pair_in({"prompt": "dark", "chosen": "open", "rejected": "go"}, "x", WORDS).task_id == "x"
     )
 
 
-WRONG = {
-    "another object": ('{"prompt": 1, "text": 2}', "['prompt', 'text']: expected {"),
-    "two tasks": (
-        {"chosen": played("a", "open").record, "rejected": played("b", "go").record},
-        "a pair of two tasks, a and b",
-    ),
-    "two prompts": (
-        {
-            "chosen": played("a", "open").record,
-            "rejected": played("a", "go", observation="bright").record,
-        },
-        "chosen and rejected open with different prompts",
-    ),
-    "an empty chosen": (GOOD | {"chosen": []}, "chosen: []: expected"),
-    "a prompt with a text": (
-        GOOD | {"prompt": [{"from": "human", "value": "a"}, "b"]},
-        "expected a text, or a list of",
-    ),
-    "turns that are none": (GOOD | {"rejected": ["open"]}, "rejected: ['open']: expected"),
-    "turns that do not alternate": (
-        GOOD | {"chosen": gpt("open") + gpt("go")},
-        "chosen: conversation a: turn 2 is from gpt, expected human",
-    ),
-    "a return that is none": (
-        GOOD | {"rejected_return": "high"},
-        "rejected: conversation a: \"return\" is 'high'",
-    ),
-}
+RECORDS = [played("a", "open").record, played("b", "go").record]
+LIT = played("a", "go", observation="bright").record
+WRONG = [
+    ({"prompt": 1, "text": 2}, "{'prompt': 1, 'text': 2}: expected {"),
+    (dict(zip(("chosen", "rejected"), RECORDS)), "a pair of two tasks, a and b"),
+    ({"chosen": RECORDS[0], "rejected": LIT}, "differ before the first action"),
+    (GOOD | {"chosen": []}, "chosen: []: expected"),
+    (GOOD | {"prompt": [HUMAN, "b"]}, "expected a text, or a list of"),
+    (GOOD | {"chosen": gpt("open") + gpt("go")}, "chosen: conversation a: turn 2 is from gpt"),
+    (GOOD | {"rejected_return": "high"}, "rejected: conversation a: \"return\" is 'high'"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_named_with_its_line(tmp_path, case):
-    content, message = WRONG[case]
-    text = content if isinstance(content, str) else json.dumps(content)
+@pytest.mark.parametrize(("content", "message"), WRONG)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
     file = tmp_path / "a.jsonl"
     with pytest.raises(ValueError) as error:
-        read(file, f"{json.dumps(GOOD)}\n{text}\n{json.dumps(OTHER)}")
+        read(file, "\n".join(map(json.dumps, (GOOD, content, OTHER))))
     problem = str(error.value)
     assert problem.startswith(f"{file}, line 2") and message in problem and "\n" not in problem
 
@@ -761,10 +710,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, case):
 @pytest.mark.parametrize(
     ("content", "changes", "problem"),
     [
-        ([GOOD | {"rejected": GOOD["chosen"]}], {}, r"no pair left \(1 equal texts\)"),
-        ([], {}, r"no pair left \(nothing was given\)"),
-        ([GOOD], {"min_gap": 0.2}, "--min-gap 0.2 compares returns, and no pair has two"),
-        ([GOOD], {"min_return": 0.5}, "--min-return 0.5 chooses by return"),
+        ([GOOD | {"rejected": GOOD["chosen"]}], {}, "0 pairs; left out: 1 equal texts; tries at"),
         ([GOOD], {"max_trajectory_tokens": 5}, "5 leaves none of 1 pairs; raise it"),
     ],
 )
@@ -785,7 +731,7 @@ def test_the_examples_of_the_page_are_read(tmp_path):
     file = tmp_path / "data.json"
     file.write_text(f"[{','.join(texts['Conversations'])}]", encoding="utf-8")
     first, second = read_records([file])
-    assert first["item_id"] == second["item_id"] == "maze_7" and return_of(first) == 1
+    assert first["item_id"] == second["item_id"] == "maze_7" and first["return"] == 1
     assert len(parts_of(first)[0]) == 1 and len(parts_of(second)[0]) == 0
     file.write_text("\n".join(json.dumps(json.loads(text)) for text in texts["Pairs"]))
     chat, counts = ChatTemplate(byte_tokenizer()), Counter()
@@ -814,13 +760,10 @@ def test_the_kinds_of_loss_are_the_choices_of_the_option():
         ({"label_smoothing": 0.5}, "--label-smoothing 0.5 must be in"),
         ({"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing needs --loss sigmoid"),
         ({"mini_batch_size": 5}, "--mini-batch-size 5 must be even"),
-        ({"expert": ("x",)}, "--expert needs --experience"),
+        ({"expert": ("x",)}, "--expert needs"),
         ({"pairs": ("x",), "data": ("y",)}, "--pairs, --data and --expert each say where"),
         ({"group_size": 1}, "--group-size 1 leaves no second"),
-        (
-            {"steps": 5, "iterations": 2},
-            "--steps 5 cannot be cut into --iterations 2 .*; give 4 or 6",
-        ),
+        ({"steps": 5, "iterations": 2}, "--steps 5 cannot be cut into --iterations 2"),
         ({"rounds": (2, 4)}, "--rounds 2 4: dpo.py needs one number"),
         ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json is not there"),
     ],

@@ -14,7 +14,7 @@ from toy_env import Shown, fresh_process_state, read_metrics, serve
 import dpo
 import update
 from agentevol import EvolConfig
-from config import complete, held_out_tasks, with_preset
+from config import Misuse, complete, held_out_tasks, with_preset
 from data import encode
 from dpo import DpoConfig
 from engines import EngineError
@@ -226,7 +226,7 @@ def test_the_oracle_demonstrates_as_it_did_for_the_start(kind, words, thinks, mo
     assert bool(slips) is not thinks, "the start's slips too"
 
 
-def test_what_is_left_out_of_files_is_counted_and_their_weights_are_ignored(tmp_path, capsys):
+def test_conversations_are_chosen_by_their_returns_and_their_weights_are_ignored(tmp_path, capsys):
     returns = (0.0, 0.4, 0.5, 1.0, 0.1)
     records = [conversation(n, weight="high") | {"return": r} for n, r in enumerate(returns)]
     data = write_lines(tmp_path / "data.jsonl", records)
@@ -234,9 +234,11 @@ def test_what_is_left_out_of_files_is_counted_and_their_weights_are_ignored(tmp_
     examples = methodworker.read_examples(config, 0.5)
     assert [example.task_id for example in examples] == ["letters_2", "letters_3"]
     assert all("weight" not in example.record for example in examples)
-    assert "3 of 5 conversations are left out" in capsys.readouterr().out
+    assert "3 of 5 conversations earned less" in capsys.readouterr().out
     assert len(methodworker.read_examples(config)) == 5
-    assert "left out" not in capsys.readouterr().out
+    write_lines(tmp_path / "data.jsonl", [*records, conversation(6)])
+    with pytest.raises(Misuse, match="needs a return in each"):
+        methodworker.read_examples(config, 0.5)
 
 
 def test_held_out_tasks_in_files_are_noted(capsys):
@@ -249,7 +251,7 @@ def test_held_out_tasks_in_files_are_noted(capsys):
     ]
     for other, is_noted in ((config, True), (replace(config, eval_every=0), False)):
         assert methodworker.drop_too_long(other, examples, "x", lambda e: [e]) == examples
-        noted = "note: 1 of the 129 held-out tasks" in capsys.readouterr().out
+        noted = "note: it learns from 1 of the 129 held-out tasks" in capsys.readouterr().out
         assert noted == is_noted
 
 
@@ -320,7 +322,7 @@ def test_an_iteration_without_a_pair_changes_no_weight_but_the_first_ends_the_ru
     monkeypatch.setattr(dpo, "pairs_of", none_the_second_time)
     values = settings("dpo", tmp_path, url, eval_every=4, save_every=3)
     assert run("dpo", values) == 0
-    assert "iteration 2: no pair left (" in capsys.readouterr().out
+    assert "iteration 2: 0 pairs; left out: " in capsys.readouterr().out
     metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
     rows = read_metrics(values["run_dir"])
     assert [row["policy/optimizer_steps"] for row in rows] == [1, 1, 0, 0]

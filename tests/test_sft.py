@@ -12,10 +12,8 @@ from toy_env import Shown, read_metrics, serve
 from two_ranks import make_batch
 
 import sft
-from config import Misuse, complete
+from config import Misuse
 from rollout import portion
-from run.rundir import open_run
-from sft import SftConfig
 from update import imitate
 
 
@@ -102,20 +100,14 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
 def test_a_task_is_learned_or_held_out_and_never_both(share):
     """A run has tried each several times: the same words would be on both sides."""
     tasks = [f"{n % 17}" for n in range(100)]
-    learned, held_out = sft.split_by_task(tasks, share, seed=3)
-    assert not {tasks[n] for n in learned} & {tasks[n] for n in held_out}
-    assert 0 < len(held_out) <= round(share * 100) and len(learned) + len(held_out) == 100
-    few = sft.split_by_task(
-        ["a"] * 9 + ["b"] * 5, 0.01, seed=0
-    )  # every task is more than its share
-    assert few == (list(range(9)), list(range(9, 14)))
+    held_out = sft.held_out_of(tasks, share, seed=3)
+    assert 0 < sum(task in held_out for task in tasks) <= round(share * 100)
+    assert sft.held_out_of(["a"] * 9 + ["b"] * 5, 0.01, seed=0) == {"b"}  # all exceed the share
     with pytest.raises(Misuse, match="leaves none of 1"):
-        sft.split_by_task(["a"], share, seed=0)
+        sft.held_out_of(["a"], share, seed=0)
 
 
-def test_without_an_environment_the_lowest_held_out_loss_is_the_best(
-    tmp_path, url, capsys, monkeypatch
-):
+def test_without_an_environment_the_lowest_held_out_loss_is_the_best(tmp_path, url, monkeypatch):
     """Nothing is played, so that no success could tell which checkpoint to take."""
     losses = iter([4.0, 3.0, 2.0, 2.5, 2.0])
     monkeypatch.setattr(sft, "loss_on", lambda worker, held_out: next(losses))
@@ -129,15 +121,6 @@ def test_without_an_environment_the_lowest_held_out_loss_is_the_best(
     assert [row.get("eval/loss") for row in rows] == [None, 3.0, None, 2.0, None, 2.5, None, 2.0]
     assert max(row["train/trajectories_used"] for row in rows) == 4
     assert (path / "checkpoints/best").resolve().name == "step_000004"
-    assert "held out: 2 of 10 conversations" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("every", "name"), [(0, "sft-"), (2, "textcraft-sft-")])
-def test_a_run_of_files_alone_is_not_named_by_an_environment(tmp_path, monkeypatch, every, name):
-    monkeypatch.chdir(tmp_path)
-    run = open_run(complete(SftConfig(data=("mine.jsonl",), model="tiny", eval_every=every)))
-    run.close()
-    assert run.path.name.startswith(name)
 
 
 def test_an_imitators_entropy_may_fall_to_nothing(tmp_path, url):

@@ -10,12 +10,11 @@ from toy_env import fresh_process_state
 import warmstart
 from chat import ChatTemplate
 from config import complete, options
-from data import Manner, demonstrations, play_demonstrations
+from data import demonstrations, play_demonstrations
 from envs import load_tasks
 from models import PolicyModel, load_policy, load_tokenizer
 from scale import distributed
 from scale.default_models import resolve_model
-from scale.lora import add_lora
 from update import Learner
 from warmstart import SftSettings
 
@@ -50,12 +49,13 @@ def learner_of(policy, mixed_precision="bf16"):
 def test_the_loop_is_that_of_plain_gradient_descent_written_out(tiny, batch):
     """Two steps against the literal loop: one forward over the rows, a mean over action tokens,
     clip, a rate that falls to a tenth."""
-    settings = replace(SETTINGS, batch_size=3, learning_rate=1e-2)
+    batch = batch.rows(range(6))
+    settings = replace(SETTINGS, batch_size=3, epochs=1, learning_rate=1e-2)
     ours, plain = load_policy(tiny), load_policy(tiny)
     start = torch.cat([p.detach().flatten() for p in plain.parameters()])
     seen = []
     with fresh_process_state():
-        losses = warmstart.imitate(learner_of(ours), batch, settings, 2, on_step=seen.append)
+        losses = warmstart.imitate(learner_of(ours), batch, settings, seen.append)
     assert seen == losses
     optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(settings.seed))
@@ -89,23 +89,12 @@ def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_ch
     monkeypatch.setattr(PolicyModel, "forward", counting)
     losses = {}
     for share in (True, False):
-        settings = replace(SETTINGS, share_prefix=share, max_tokens=10_000)
+        settings = replace(SETTINGS, share_prefix=share, max_tokens=10_000, epochs=1)
         with fresh_process_state():
             learner = learner_of(load_policy(tiny, share), "no")
-            losses[share] = warmstart.imitate(learner, batch, settings, steps=3)
+            losses[share] = warmstart.imitate(learner, batch, settings)
     assert losses[True] == pytest.approx(losses[False], abs=1e-3)
     assert seen[True] < 0.9 * seen[False]
-
-
-def test_adapters_learn_and_leave_the_base_alone(tiny, batch):
-    policy = load_policy(tiny)
-    add_lora(policy.lm, rank=4, seed=0)
-    base = {n: p.clone() for n, p in policy.named_parameters() if not p.requires_grad}
-    with fresh_process_state():
-        settings = replace(SETTINGS, learning_rate=2e-2)
-        losses = warmstart.imitate(learner_of(policy), batch, settings, steps=6)
-    assert losses[-1] < losses[0] - 0.3
-    assert all(torch.equal(p, base[n]) for n, p in policy.named_parameters() if n in base)
 
 
 # --- Made once, or shipped with the project -------------------------------------------------------
@@ -136,17 +125,6 @@ def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(own_cache
         warm(tasks, replace(SETTINGS, seed=1)),
     }
     assert len(others | {first}) == len(trained) == 5
-
-
-def test_a_warm_start_that_fails_leaves_nothing_in_the_cache(own_cache, monkeypatch, tmp_path):
-    def fail(folder, **_):
-        (folder / "half").write_text("")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(warmstart, "train_to", fail)
-    with pytest.raises(OSError, match="No space"):
-        warm(TASKS[:4])
-    assert [p for p in (tmp_path / "cache/warm_starts").rglob("*") if p.is_file()] == []
 
 
 def test_a_shipped_warm_start_is_unpacked_for_the_same_model_data_and_settings_alone(
@@ -184,9 +162,7 @@ def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(own_ca
     stale."""
     made = []
     monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
-    monkeypatch.setattr(warmstart, "build", lambda folder, make: made.append(make))
+    monkeypatch.setattr(warmstart, "build_folder", lambda folder, make: made.append(make))
     config = complete(options("textcraft", model="smollm2-135m"))
     warmstart.start_model(config, accelerator=None)
     assert made[0].func is warmstart.unpack, "make recipes/starts anew, see its README"
-    assert warmstart.manner_for(config, "textcraft") == Manner(slips=0.3, thoughts=False)
-    assert warmstart.manner_for(replace(config, warm_start="never"), "textcraft") == Manner()

@@ -1,0 +1,187 @@
+"""Conversations that others have collected, and those of earlier runs, as records of data.py.
+
+    AgentTraj   {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}
+    messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
+    a run       runs/NAME, what its policy sampled in training: trajectories/step_*.jsonl
+
+A file is a JSON list or has an object on each line. Everything is checked here, where it is read;
+an error names the file, the line and what is wrong there.
+
+Read next: sft.py. The formats in full: docs/data.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from chat import is_sound
+from data import NAMES, ROLES, Record
+from trajectory import LOST, RolloutHandler, Trajectory, from_line
+
+Item = TypeVar("Item")
+EXPECTED = (
+    'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
+    '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
+)
+
+
+def read_records(paths: Sequence[Path]) -> Iterator[Record]:
+    """The conversations of files and runs, without trajectories that have nothing to learn.
+
+    Raises:
+        ValueError: names file, line and what is wrong there.
+        OSError: a file cannot be read.
+    """
+    return read_each([file for path in paths for file in files_of(path)], to_record)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or the training trajectories of a run (not those of its evaluations)."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("trajectories/step_*.jsonl"))
+    if not files:
+        raise ValueError(f"{path} holds no trajectories/step_*.jsonl; is it a run?")
+    return files
+
+
+def read_each(files: Sequence[Path], parse: Callable[[Any, str], Item | None]) -> Iterator[Item]:
+    """`parse(object, name)` of each object in the files, except where that is None. The name is for
+    objects without an id; no two are equal.
+
+    Raises:
+        ValueError: names file, line and what is wrong there.
+    """
+    num_named = Counter(file.name for file in files)
+    for file in files:
+        name = file.name if num_named[file.name] == 1 else str(file)
+        for place, (where, content) in enumerate(_objects_of(file), start=1):
+            try:
+                item = parse(content, f"{name}:{place}")
+            except ValueError as error:
+                raise ValueError(f"{file}, {where}: {error}") from None
+            if item is not None:
+                yield item
+
+
+def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, object) of a file that is a JSON list, or has a JSON object on each line."""
+    number = 1
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("["):
+            for place, item in enumerate(json.loads(text), start=1):
+                yield f"item {place}", item
+            return
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"line {number}", json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
+    except (ValueError, RecursionError) as error:
+        number = max(number, getattr(error, "lineno", 1))  # of a list, the error knows the line
+        raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
+
+
+def to_record(content: Any, name: str) -> Record | None:
+    """An object of a file as a record; None if it is a trajectory with nothing to learn.
+
+    Args:
+        name: its item_id, if it has none.
+    Raises:
+        ValueError: it has none of the formats, or nothing to learn.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
+    if "trajectory_id" in content:
+        try:
+            record = record_of(from_line(content))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a line of a run's trajectories ({str(error)[:200]})") from None
+        return check(record) if record else None
+    turns = content.get("conversations")
+    if turns is None and isinstance(content.get("messages"), list):
+        turns = turns_of(content["messages"])
+    if not isinstance(turns, list):
+        raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
+    ids = (content.get("item_id"), content.get("id"), name)
+    record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
+    total = content.get("return", content.get("reward"))  # the name in AgentGym's evaluations
+    known = {"return": total, "seed": content.get("seed")}
+    return check(record | {key: value for key, value in known.items() if value is not None})
+
+
+def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as AgentTraj turns: an assistant's is learned unless its `weight` is 0."""
+    turns = []
+    for i, message in enumerate(messages):
+        role = str(message.get("role")) if isinstance(message, dict) else "none"
+        if role not in NAMES:
+            raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
+        if message.get("tool_calls"):
+            raise ValueError(f"message {i} has tool_calls, which are not read: write the call out")
+        has_loss = role == "assistant" and bool(message.get("weight", 1))
+        turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
+    return turns
+
+
+def record_of(trajectory: Trajectory) -> Record | None:
+    """A played trajectory as a record, with the ids that were sampled; None if it was lost, or the
+    policy never spoke."""
+    turns = trajectory.turns
+    if trajectory.stop_reason in (None, *LOST) or not turns:
+        return None
+    conversations = turns_of(trajectory.messages)
+    actions = [turn for turn in conversations if turn["from"] == "gpt"]
+    for turn in actions[: -len(turns)]:  # the prompt's examples
+        turn["loss"] = False
+    if isinstance(trajectory, RolloutHandler):
+        for turn, sampled in zip(actions[-len(turns) :], turns, strict=False):
+            turn["ids"] = trajectory.input_ids[slice(*sampled.action_span)]
+    record = {"item_id": trajectory.task_id, "conversations": conversations}
+    return record | {"return": trajectory.total_return, "seed": trajectory.seed}
+
+
+def check(record: Record) -> Record:
+    """The record itself, if it is a conversation that something can be learned from.
+
+    Raises:
+        ValueError: says which turn is wrong, and how.
+    """
+    turns, name = record["conversations"], f"conversation {record['item_id']}"
+    total = record.get("return", 0.0)
+    is_number = isinstance(total, int | float) and not isinstance(total, bool)
+    if not is_number or not abs(total) <= sys.float_info.max:
+        raise ValueError(f'{name}: "return" is {repr(total)[:60]}, expected a finite number')
+    for i, turn in enumerate(turns):
+        if problem := _problem_of_turn(turn):
+            raise ValueError(f"{name}: turn {i} {problem}")
+    actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
+    if not actions:
+        hint = 'mark the gpt turns to learn with "loss": true'
+        raise ValueError(f"{name} has nothing to learn from: {hint}")
+    first = actions[0]
+    if first == 0 or turns[first - 1]["from"] != "human":
+        raise ValueError(f"{name}: there is no observation before its first action")
+    for i in range(first, len(turns)):
+        expected = "gpt" if (i - first) % 2 == 0 else "human"
+        if turns[i]["from"] != expected:
+            raise ValueError(f"{name}: turn {i} is from {turns[i]['from']}, expected {expected}")
+    return record
+
+
+def _problem_of_turn(turn: Any) -> str | None:
+    if not isinstance(turn, dict) or ("role" in turn and "from" not in turn):
+        return 'must have "from" and "value"; a list of "role" and "content" is named "messages"'
+    if isinstance(turn.get("value"), list):
+        return "has a list as its value: join the texts of its parts"
+    if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
+        return "must be from human, gpt or system, with a text as its value"
+    if not is_sound(turn["value"]):
+        return "holds half of a surrogate pair, which cannot be encoded"
+    return None
