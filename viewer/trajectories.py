@@ -26,8 +26,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data import ROLES, Record, parts_of, read_records, to_agenttraj
+from data import ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
+from formats import read_records
 from trajectory import COUNTED, HEAD_END, LOST
 
 if TYPE_CHECKING:
