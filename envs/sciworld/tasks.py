@@ -113,13 +113,3 @@ def topic(task_index: int) -> str:
 def max_actions(task_index: int) -> int:
     """The number of actions after which an episode is truncated."""
     return MAX_ACTIONS if topic(task_index) in BENCHMARK_TOPICS else MAX_ACTIONS_LONG
-
-
-def train_indices(kind: Kind) -> range:
-    start = STARTS[KINDS.index(kind)]
-    return range(start, start + kind.num_train)
-
-
-def test_indices(kind: Kind) -> range:
-    stop = STARTS[KINDS.index(kind) + 1]
-    return range(stop - kind.num_test, stop)

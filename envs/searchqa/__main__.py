@@ -1,8 +1,8 @@
-"""`python -m envs.searchqa`: play in the terminal; `--write-ids` writes the id lists again."""
+"""`python -m envs.searchqa`: play in the terminal."""
 
 from envs.common import command_line
 from envs.searchqa.env import SearchQA
-from envs.searchqa.questions import FIRST_OWN, write_ids
+from envs.searchqa.questions import FIRST_OWN
 
 if __name__ == "__main__":
-    command_line(SearchQA, "searchqa", task_index=FIRST_OWN, write_ids=write_ids)
+    command_line(SearchQA, "searchqa", task_index=FIRST_OWN)

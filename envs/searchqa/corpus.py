@@ -32,7 +32,6 @@ from run import files
 
 WORDS = 100  # of a passage of ours, at most
 SMALL = 64 * 2**20  # bytes; a larger file is known by its ends, size and time
-PIECE = 4 * 2**20  # bytes read at a time where a file is read through
 
 # What a section's title calls a country whose short name in the book is unclear or none.
 TITLES = {
@@ -65,11 +64,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
-        if not size:
+        if not path.stat().st_size:
             raise CorpusError(f"{path} is empty: one JSON object a line is expected")
         self.fingerprint = fingerprint_of(path)
         self._starts = np.memmap(_line_starts(path, self.fingerprint), dtype=np.int64, mode="r")
@@ -97,25 +92,14 @@ class Lines:
         return CorpusError(f"{self.path}, line {number + 1}: {what}")
 
 
-class Corpus:
+class Corpus(Lines):
     """Passages by number; `fingerprint` tells one corpus from another."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
-        self.path = path
-        self.fingerprint = self._lines.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
     def __getitem__(self, number: int) -> Passage:
-        contents = self._lines.read(number).get("contents")
+        contents = self.read(number).get("contents")
         if not isinstance(contents, str):
-            raise self._lines.error(number, 'no text under "contents"')
+            raise self.error(number, 'no text under "contents"')
         return passage_of(number, contents)
-
-    def __iter__(self) -> Iterator[Passage]:
-        return (self[number] for number in range(len(self)))
 
 
 def open_corpus(path: str | Path | None) -> Corpus:
@@ -130,33 +114,22 @@ def open_corpus(path: str | Path | None) -> Corpus:
 def fingerprint_of(path: Path) -> str:
     """Of a file's content; of a large one's size, time of change, first and last megabyte."""
     state = path.stat()
-    content = hashlib.sha256()
     with path.open("rb") as file:
         if state.st_size <= SMALL:
-            while piece := file.read(PIECE):
-                content.update(piece)
-        else:
-            content.update(f"{state.st_size} {state.st_mtime_ns}".encode())
-            content.update(file.read(2**20))
-            file.seek(-(2**20), os.SEEK_END)
-            content.update(file.read())
-    return content.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        content = f"{state.st_size} {state.st_mtime_ns}".encode() + file.read(2**20)
+        file.seek(-(2**20), os.SEEK_END)
+        return hashlib.sha256(content + file.read()).hexdigest()
 
 
 def _line_starts(path: Path, fingerprint: str) -> Path:
     """A file of int64: where each line begins, then where the last one ends."""
     starts = files.cache_dir() / "searchqa" / f"lines-{fingerprint[:32]}.int64"
-    if starts.is_file():
-        return starts
-    end, last = 0, b""
-    with files.aside(starts) as new, new.open("wb") as out, path.open("rb") as file:
-        out.write(np.zeros(1, np.int64).tobytes())
-        while piece := file.read(PIECE):
-            breaks = np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n"))
-            out.write((breaks + (end + 1)).astype(np.int64).tobytes())
-            end, last = end + len(piece), piece[-1:]
-        if last != b"\n":
-            out.write(np.array([end], np.int64).tobytes())
+    if not starts.is_file():
+        with path.open("rb") as file:
+            lengths = np.fromiter((len(line) for line in file), np.int64)
+        with files.aside(starts) as new:
+            np.concatenate([[0], lengths.cumsum()]).tofile(new)
     return starts
 
 

