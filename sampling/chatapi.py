@@ -123,8 +123,9 @@ class ChatApi:
             "temperature": temperature,
             "seed": seed % 2**31,  # some servers' field is not wider
         }
+        wait_s = 0.0
         for attempt in range(self.max_retries + 1):
-            if self.stopped.is_set():
+            if self.stopped.wait(wait_s):
                 raise Stopped
             wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.75, 1)
             limit = self._limit  # another thread may change it
@@ -147,8 +148,6 @@ class ChatApi:
                     return self.complete(messages, max_tokens, temperature, seed)
                 self._raise_if_final(answer, problem)
                 wait_s = retry_after(answer) or wait_s
-            if attempt < self.max_retries and self.stopped.wait(wait_s):
-                raise Stopped
         raise ApiError(f"{self.url} gave no answer in {attempt + 1} attempts; {problem}")
 
     def stop(self) -> None:
@@ -251,37 +250,29 @@ def collect_api(
         progress: called with each trajectory as it ends, from this thread.
     Raises: ApiRefused, TooManyEnvFailures; episodes under way are dropped.
     """
-    trajectories = [Trajectory(**r.heading(pool.env)) for r in requests]
     threads = ThreadPoolExecutor(settings.env_workers)
     try:
-        futures = [
-            threads.submit(_play_with_retries, api, pool, request, settings, trajectory)
-            for request, trajectory in zip(requests, trajectories, strict=True)
-        ]
+        futures = [threads.submit(_play_with_retries, api, pool, r, settings) for r in requests]
         finished: list[Trajectory] = []
         for future in as_completed(futures):
             finished.append(future.result())
             if progress:
                 progress(finished[-1])
-            check_failures(finished, settings.max_env_failures, total=len(trajectories))
+            check_failures(finished, settings.max_env_failures, total=len(requests))
     finally:
         api.stop()
         threads.shutdown(wait=False, cancel_futures=True)
-    return trajectories
+    return [future.result() for future in futures]
 
 
 def _play_with_retries(
-    api: ChatApi,
-    pool: EnvPool,
-    request: RolloutRequest,
-    settings: RolloutSettings,
-    trajectory: Trajectory,
+    api: ChatApi, pool: EnvPool, request: RolloutRequest, settings: RolloutSettings
 ) -> Trajectory:
     """Play; what a server loses is tried again, then marked with its stop_reason and error."""
     tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
     tried: set[str] = set()
     while True:
-        trajectory.turns, trajectory.messages = [], []
+        trajectory = Trajectory(**request.heading(pool.env))
         try:
             with contextlib.closing(pool.client(avoid=tried)) as client:
                 tried.add(client.base_url)
