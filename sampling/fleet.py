@@ -34,7 +34,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engines import EngineError, Generation, Ids, SamplingSettings, Weights
@@ -168,7 +167,6 @@ class Server:
         self.line = self.new_line()
         self.num_running = 0
         self.loss: str | None = None  # why it is not used
-        self.model = ""  # what it calls its model, set by `check`
 
     def new_line(self) -> Line:
         return Line(self.url, TIMEOUT_S, MAX_ANSWER_BYTES)
@@ -176,7 +174,6 @@ class Server:
     def check(self) -> int:
         """The seed it runs with. EngineError if it is not up, or does not run as it must."""
         try:
-            self.model = self.model_name()
             info = self.call("GET", "/server_info?config_format=json")
             config = info["vllm_config"]["model_config"]
             mode, seed = config["logprobs_mode"], config["seed"]
@@ -189,19 +186,16 @@ class Server:
     def misfit(self, what: str) -> EngineError:
         return EngineError(f"{self.url} {what}; start it with\n  {self.command}")
 
-    def model_name(self) -> str:
-        return self.call("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"][0]["id"]
-
     def is_well(self) -> bool:
-        """Whether it answers, and still serves the model it served at the start."""
         try:
-            return self.model_name() == self.model
-        except (ServerFailed, LookupError, TypeError):
+            self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except ServerFailed:
             return False
+        return True
 
     def sample(self, request_id: str, body: dict[str, Any]) -> Generation:
         """The completion that `body` asks for."""
-        answer = self.call("POST", "/v1/completions", {"model": self.model, **body})
+        answer = self.call("POST", "/v1/completions", body)
         try:
             choice = answer["choices"][0]
             reason, ids = choice["finish_reason"], choice["token_ids"]
@@ -219,16 +213,20 @@ class Server:
         return Generation(request_id, ids, log_probs, reason)
 
     def reload(self, folder: Path) -> None:
-        """Read the weights in `folder` and forget what was cached of the old ones."""
-        if not self.is_well():
-            raise ServerFailed(f"{self.url} is down, or serves another model than {self.model}")
+        """Read the weights in `folder` and forget what was cached of the old ones. It is used again
+        if it does, and left out if it does not."""
         weights = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.call("POST", "/collective_rpc", weights)
-        give_up_at = time.monotonic() + RESET_WAIT_S
-        while not self.call("POST", "/reset_prefix_cache", {}).get("success"):
-            if time.monotonic() > give_up_at:
-                raise ServerFailed(f"{self.url}: requests hold on to the prefix cache")
-            time.sleep(0.05)
+        try:
+            self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            self.call("POST", "/collective_rpc", weights)
+            give_up_at = time.monotonic() + RESET_WAIT_S
+            while not self.call("POST", "/reset_prefix_cache", {}).get("success"):
+                if time.monotonic() > give_up_at:
+                    raise ServerFailed(f"{self.url}: requests hold on to the prefix cache")
+                time.sleep(0.05)
+            self.loss = None
+        except ServerFailed as error:
+            self.lose(error)
 
     def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
@@ -372,7 +370,8 @@ class FleetEngine:
             folder.mkdir(parents=True)
         for n, (name, tensor) in enumerate(weights):  # put together from all ranks
             if distributed.rank() == 0:
-                write_weight(folder / f"{n:05d}.safetensors", name, tensor)
+                contiguous = tensor.detach().cpu().contiguous()
+                save_file({name: contiguous}, folder / f"{n:05d}.safetensors")
         losses = distributed.first("loading weights into the servers", lambda: self._reload(folder))
         for server, loss in zip(self._servers, losses, strict=True):
             server.loss = loss
@@ -380,15 +379,7 @@ class FleetEngine:
 
     def _reload(self, folder: Path) -> list[str | None]:
         """Every server reads the weights; for each why it is lost, or None."""
-
-        def reload(server: Server) -> None:
-            try:
-                server.reload(folder)
-                server.loss = None
-            except ServerFailed as error:
-                server.lose(error)
-
-        list(self._threads.map(reload, self._servers))
+        list(self._threads.map(partial(Server.reload, folder=folder), self._servers))
         if all(server.loss for server in self._servers):
             raise EngineError(
                 f"no server has read the weights in {folder}; is it there, under this path, on "
@@ -404,10 +395,3 @@ class FleetEngine:
         self.abort()
         self._threads.shutdown(wait=False)
         shutil.rmtree(self.weights_dir, ignore_errors=True)
-
-
-def write_weight(file: Path, name: str, tensor: torch.Tensor) -> None:
-    try:
-        save_file({name: tensor.detach().cpu().contiguous()}, file)
-    except SafetensorError as error:
-        raise EngineError(f"{file} could not be written ({error}); make room") from error

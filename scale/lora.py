@@ -46,10 +46,7 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
     head = lm.get_output_embeddings()
     targets = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if not targets:
-        raise ValueError(
-            f"--lora-rank {rank} adapts linear layers, the body of {type(lm).__name__} has none; "
-            "train all weights or choose another --model"
-        )
+        raise ValueError(f"--lora-rank {rank}: {type(lm).__name__} has no linear layers to adapt")
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
     config = LoraConfig(
@@ -138,9 +135,7 @@ def save_adapter(
 
 def load_adapter(lm: Any, folder: Path) -> None:
     """Put the adapters that `save_adapter` wrote beside the layers of their base model, in place.
-
-    Raises:
-        ValueError: they belong to another architecture.
+    ValueError: they belong to another architecture.
     """
     from safetensors.torch import load_file
 

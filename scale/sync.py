@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -54,11 +55,7 @@ def export_policy(accelerator: Any, policy: Any, tokenizer: Any, folder: Path | 
         if distributed.rank() == 0:
             weights[name] = tensor.detach().to(torch.bfloat16).cpu()
     model = accelerator.unwrap_model(policy)
-
-    def write() -> None:
-        assert folder is not None
-        save_policy(model, tokenizer, folder, weights)
-
+    write = partial(save_policy, model, tokenizer, cast(Path, folder), weights)
     distributed.first("saving", write)
 
 
@@ -106,8 +103,8 @@ def _sample(
     """A few sampled tokens after each opening, in that order."""
     sampling = SamplingSettings(max_tokens=NUM_PROBED, temperature=temperature, seed=seed)
     for i, ids in enumerate(openings):
-        engine.submit(f"probe-{seed}-{i}", ids, sampling)
-    done: dict[int, Generation] = {}
+        engine.submit(f"{i}", ids, sampling)
+    done: list[Generation] = []
     while engine.num_running:
-        done |= {int(g.request_id.rsplit("-", 1)[1]): g for g in engine.poll()}
-    return [done[i] for i in range(len(openings))]
+        done += engine.poll()
+    return sorted(done, key=lambda generation: int(generation.request_id))

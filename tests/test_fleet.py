@@ -46,7 +46,7 @@ class FakeServer(ThreadingHTTPServer):
         self.port = self.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.config = {"seed": seed, "logprobs_mode": "processed_logprobs"}
-        self.is_dead, self.holds, self.name = False, False, "my/model"
+        self.is_dead = self.holds = False
         self.script, self.log, self.num_hung_up = {}, [], 0
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -69,12 +69,10 @@ class FakeServer(ThreadingHTTPServer):
         handler.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
 
     def usual(self, path, fields):
-        if path == "/v1/completions" and fields["model"] != self.name:
-            return 404, "no such model"
         if path == "/v1/completions":
             return 200, completion(fields["prompt"][-fields["max_tokens"] :])
         return 200, {
-            "/v1/models": {"object": "list", "data": [{"id": self.name, "root": "my/model"}]},
+            "/health": "",
             "/server_info": {"vllm_config": {"model_config": self.config}},
             "/collective_rpc": {"results": [None]},
             "/reset_prefix_cache": {"success": True},
@@ -144,7 +142,6 @@ def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(engine, ser
     ((path, fields),) = servers[0].log
     asked = {"max_tokens": 4, "temperature": 0.7, "stop_token_ids": [2, 9]}
     assert path == "/v1/completions" and fields == asked | fleet.PLAIN | {
-        "model": "my/model",
         "prompt": [5, 6, 7, 8, 9],
         "logprobs": 0,
         "return_token_ids": True,
@@ -221,15 +218,10 @@ def test_a_server_that_dies_is_used_again_only_once_it_has_the_weights(engine, s
     dying.log.clear()
     run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
     assert dying.log == []
-    dying.name = "a/stranger"  # has taken its place
-    engine.load_weights(weights_of().items())
-    run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
-    assert [path for path, _ in dying.log] == ["/v1/models"]
-    dying.name = "my/model"
     engine.load_weights(weights_of().items())
     run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
-    paths = ["/v1/models", "/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
-    assert [path for path, _ in dying.log[1:]] == paths
+    paths = ["/health", "/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    assert [path for path, _ in dying.log] == paths
     for server in servers:
         server.is_dead = True
     submit(engine, [7])
@@ -296,7 +288,7 @@ def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, s
 @pytest.mark.parametrize(
     ("breaks", "what"),
     [
-        (lambda server: setattr(server, "is_dead", True), "/v1/models failed"),
+        (lambda server: setattr(server, "is_dead", True), "/server_info.* failed"),
         (lambda server: server.config.clear(), "is not a vLLM"),
         (lambda server: server.script.update({"/server_info": [(404, "")]}), "HTTP 404"),
         (lambda server: server.config.update(logprobs_mode="raw_logprobs"), "raw_logprobs"),

@@ -11,10 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from config import Objective
 from models import load_policy
-from scale import lora
 from scale.default_models import resolve_model
 from scale.lora import (
-    ALPHA_PER_RANK,
     adapters_off,
     add_lora,
     is_adapter,
@@ -84,22 +82,6 @@ def test_at_the_start_and_with_the_adapters_off_the_policy_is_the_base(tiny, bat
     assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
 
 
-def test_the_correction_is_alpha_over_r_times_b_a_beside_every_linear_layer(tiny):
-    """A slow loop: every layer's output, from its own weights and the equation."""
-    policy = adapted(tiny)
-    layers = [m for m in policy.modules() if hasattr(m, "lora_A")]
-    for layer in layers:
-        x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(4))
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        expected = layer.base_layer(x)
-        for row in range(len(x)):
-            expected[row] += ALPHA_PER_RANK * (b @ (a @ x[row]))
-        torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
-    inside = {id(m) for layer in layers for m in layer.modules()}
-    others = [m for m in policy.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
-    assert others == [policy.lm.get_output_embeddings()]
-
-
 def test_a_step_moves_all_adapters_and_leaves_the_base_alone(tiny, batch):
     policy = adapted(tiny)
     before = log_probs(policy, batch)
@@ -159,8 +141,9 @@ def test_merged_weights_are_an_ordinary_model_with_its_head_that_acts_the_same(t
     for objective in (PLAIN, SHARED):
         expected = log_probs(policy, batch, objective)
         torch.testing.assert_close(log_probs(plain, batch, objective), expected, atol=1e-4, rtol=0)
-    with adapters_off(policy):
-        assert (log_probs(policy, batch) - log_probs(plain, batch)).abs().max() > 1e-2
+    changed = {name for name, w in merged.items() if not torch.equal(w, state[name])}
+    linear = {f"{n}.weight" for n, m in plain.lm.named_modules() if isinstance(m, nn.Linear)}
+    assert changed == linear - {"lm_head.weight"}
 
 
 def test_adapters_of_a_bfloat16_model_are_float32_and_merge_into_bfloat16(tiny):
@@ -170,49 +153,23 @@ def test_adapters_of_a_bfloat16_model_are_float32_and_merge_into_bfloat16(tiny):
     assert {tensor.dtype for _, tensor in merged_weights(lm)} == {torch.bfloat16}
 
 
-def test_every_tensor_is_made_whole_before_it_is_used(tiny, monkeypatch):
-    """A shard of zeros stands for every tensor here; only `whole` knows the values."""
-    lm, values = adapted(tiny).lm, {}
-    expected = {name: t.clone() for name, t in merged_weights(lm)}
-    with torch.no_grad():
-        for p in lm.parameters():
-            values[p.data_ptr()] = p.detach().clone()
-            p.zero_()
-    asked = []
-
-    def whole(tensor):
-        asked.append(tensor.data_ptr())
-        return values[tensor.data_ptr()]
-
-    monkeypatch.setattr(lora, "whole", whole)
-    merged = dict(merged_weights(lm))
-    assert all(torch.equal(merged[name], t) for name, t in expected.items())
-    assert len(asked) == len(lm.state_dict())
-    asked.clear()
-    save_adapter(lm, None, tiny)  # a rank that does not write takes part all the same
-    assert len(asked) == len(adapters(lm))
-
-
 @pytest.mark.filterwarnings("error")
 def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     from peft import PeftModel, get_peft_model_state_dict
 
     policy = adapted(tiny)
-    for name in ("adapter", "again"):
-        save_adapter(policy.lm, tmp_path / name, tiny)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        first, again = ((tmp_path / folder / name).read_bytes() for folder in ("adapter", "again"))
-        assert first == again
+    save_adapter(policy.lm, tmp_path, tiny)
     base = AutoModelForCausalLM.from_pretrained(tiny)
     ids = torch.arange(3, 40)[None]  # (1, T)
     with torch.no_grad():
         expected = policy.lm(input_ids=ids).logits
-        loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        loaded = PeftModel.from_pretrained(base, tmp_path)
         actual = loaded(input_ids=ids).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    written = load_file(tmp_path / "adapter_model.safetensors")
     assert set(written) == set(get_peft_model_state_dict(loaded))
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(config["target_modules"])  # the same in every run
     assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
     assert (config["r"], config["lora_alpha"]) == (RANK, 2 * RANK)
     assert policy.lm.peft_config["default"].inference_mode is False  # still in training
@@ -228,5 +185,5 @@ def test_saved_adapters_are_loaded_back_into_a_model_that_they_fit(tiny, batch, 
     with pytest.raises(ValueError, match="do not fit Qwen2"):
         load_adapter(AutoModelForCausalLM.from_config(config), tmp_path)
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1))  # no nn.Linear
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has none"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear"):
         add_lora(lm, 2)

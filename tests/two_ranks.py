@@ -24,7 +24,7 @@ from config import Objective
 from dpo import DpoConfig
 from models import CriticModel, PolicyModel
 from scale import distributed
-from scale.lora import add_lora
+from scale.lora import add_lora, merged_weights
 from scale.memory import keep_for_backward
 from update import Learner, score_critic, score_policy, update_critic, update_policy
 from warmstart import SftSettings, imitate
@@ -39,28 +39,23 @@ OBJECTIVE = Objective(
     entropy_coef=0.01,
     kl_loss_coef=0.1,
 )
-# name -> (algorithm, LoRA rank, changes of the objective, optimizer, which rows)
+DEFAULT = ("grpo", 0, {}, "sgd")
+# name -> algorithm, LoRA rank, changes of the objective, optimizer
 CASES = {
-    "grpo": ("grpo", 0, {}, "sgd", None),
-    "grpo lora": ("grpo", 4, {}, "sgd", None),
-    "ppo": ("ppo", 0, {"share_prefix": True}, "sgd", None),
-    "ppo lora": ("ppo", 4, {}, "sgd", None),
-    "shared": (
-        "grpo",
-        0,
-        {"share_prefix": True, "max_tokens_per_micro_batch": 10_000},
-        "sgd",
-        None,
-    ),
-    "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd", None),
-    "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw", None),
-    "checkpointing": ("grpo", 0, {}, "sgd", None),
-    "one row": ("grpo", 0, {}, "sgd", [0, 1]),  # of which the advantages of all but one are 0
-    "imitation": ("imitation", 0, {}, "sgd", None),
-    "imitation lora": ("imitation", 4, {}, "sgd", None),
-    "preferences": ("preferences", 0, {}, "sgd", None),
-    "preferences shared": ("preferences", 4, {"share_prefix": True}, "sgd", None),
-    "not finite": ("grpo", 0, {"max_tokens_per_micro_batch": 14}, "sgd", None),
+    "grpo": DEFAULT,
+    "grpo lora": ("grpo", 4, {}, "sgd"),
+    "ppo": ("ppo", 0, {"share_prefix": True}, "sgd"),
+    "ppo lora": ("ppo", 4, {}, "sgd"),
+    "shared": ("grpo", 0, {"share_prefix": True, "max_tokens_per_micro_batch": 10_000}, "sgd"),
+    "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd"),
+    "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw"),
+    "checkpointing": DEFAULT,
+    "one row": DEFAULT,  # two rows, of which one has an advantage
+    "imitation": ("imitation", 0, {}, "sgd"),
+    "imitation lora": ("imitation", 4, {}, "sgd"),
+    "preferences": ("preferences", 0, {}, "sgd"),
+    "preferences shared": ("preferences", 4, {"share_prefix": True}, "sgd"),
+    "not finite": ("grpo", 0, {"max_tokens_per_micro_batch": 14}, "sgd"),
 }
 
 
@@ -97,13 +92,13 @@ def make_batch() -> Batch:
 
 
 def run(case: str) -> dict:
-    algorithm, lora_rank, changes, kind, rows = CASES[case]
+    algorithm, lora_rank, changes, kind = CASES[case]
     objective = replace(OBJECTIVE, **changes)
     accelerator = distributed.make_accelerator("no")
     device = accelerator.device
     batch = make_batch()
-    if rows is not None:
-        batch = batch.rows(rows)
+    if case == "one row":
+        batch = batch.rows([0, 1])
 
     def prepared(model: torch.nn.Module) -> Learner:
         if case == "checkpointing":
@@ -157,9 +152,10 @@ def run(case: str) -> dict:
         "largest": max(p.numel() * 4 for p in policy.parameters()),
     }
     kinds = {type(p).__name__ for model in models.values() for p in model.parameters()}
+    merged = {f"merged.{n}": w.clone() for n, w in merged_weights(policy.lm)}
     return {
         "metrics": metrics,
-        "weights": weights,
+        "weights": weights | merged,
         "scores": {"old": batch.old_log_probs, "ref": batch.ref_log_probs},
         "held": distributed.gather(held),
         "kinds": sorted(kinds),
