@@ -123,22 +123,19 @@ class TransformersEngine:
     @torch.no_grad()
     def _decode(self, batch: list[tuple[str, list[int], SamplingSettings]]) -> list[Generation]:
         width = max(len(ids) for _, ids, _ in batch)
-        input_ids = torch.tensor(
-            [[0] * (width - len(ids)) + ids for _, ids, _ in batch], device=self.device
-        )  # (B, T)
-        attention_mask = torch.tensor(
-            [[0] * (width - len(ids)) + [1] * len(ids) for _, ids, _ in batch]
-        )
-        attention_mask = attention_mask.to(self.device)  # (B, T)
+        padded = [[0] * (width - len(ids)) + ids for _, ids, _ in batch]
+        is_real = [[0] * (width - len(ids)) + [1] * len(ids) for _, ids, _ in batch]
+        input_ids = torch.tensor(padded, device=self.device)  # (B, T)
+        attention_mask = torch.tensor(is_real, device=self.device)  # (B, T)
         generators = [
             torch.Generator().manual_seed(s.seed if s.seed is not None else time.time_ns())
             for _, _, s in batch
         ]
         tokens: list[list[int]] = [[] for _ in batch]
         log_probs: list[list[float]] = [[] for _ in batch]
-        reasons: list[str | None] = [None] * len(batch)
+        reasons = [""] * len(batch)  # "": not ended
         cache, positions = None, (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        while None in reasons:
+        while "" in reasons:
             out = self.lm(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -150,7 +147,7 @@ class TransformersEngine:
             cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()  # (B, V)
             chosen = []
             for row, (_, _, sampling) in enumerate(batch):
-                if reasons[row] is not None:
+                if reasons[row]:
                     chosen.append(0)
                     continue
                 token, log_prob = sample(logits[row], sampling.temperature, generators[row])
@@ -165,7 +162,7 @@ class TransformersEngine:
             attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
             positions = positions[:, -1:] + 1
         return [
-            Generation(request_id, tokens[row], log_probs[row], reasons[row] or "length")
+            Generation(request_id, tokens[row], log_probs[row], reasons[row])
             for row, (request_id, _, _) in enumerate(batch)
         ]
 

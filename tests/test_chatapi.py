@@ -16,25 +16,29 @@ from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
 from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
 
-class ChatServer(ThreadingHTTPServer):
-    """An OpenAI-like server; `answer(body) -> (status, headers, object or text)` is the script."""
+class ScriptedServer(ThreadingHTTPServer):
+    """`reply(path, body) -> (status, headers, object or text)`; None hangs up."""
 
-    def __init__(self, answer):
+    def __init__(self):
         outer, self.requests = self, []
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            def do_GET(self):
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}"
+                )
                 outer.requests.append((self.path, self.headers, body))
-                status, headers, content = answer(body)
-                data = content if isinstance(content, str) else json.dumps(content)
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                with contextlib.suppress(OSError):
+                if answer := outer.reply(self.path, body):
+                    status, headers, content = answer
+                    data = content if isinstance(content, str) else json.dumps(content)
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
                     self.wfile.write(data.encode())
+
+            do_POST = do_GET
 
             def log_message(self, *_):
                 pass
@@ -43,9 +47,20 @@ class ChatServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
+    def handle_error(self, *_):
+        """The client hung up."""
+
     def __exit__(self, *exception):
         self.shutdown()
         self.server_close()
+
+
+class ChatServer(ScriptedServer):
+    """An OpenAI-like server; `answer(body)` is the script."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.reply = lambda path, body: answer(body)
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 import json
 import math
-import select
-import threading
 import time
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_chatapi import ScriptedServer, fails
 from test_engines import finish, run
 
 from engines import EngineError, Generation, SamplingSettings
@@ -20,58 +18,33 @@ from sampling.fleet import FleetEngine, Served, serve_command, start_servers
 
 SERVED = Served("my/model", 512)
 SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9))
-HANGS_UP = (0, "")
 
 
-class FakeServer(ThreadingHTTPServer):
+class FakeServer(ScriptedServer):
     """Answers as vLLM 0.32 in development mode; a completion repeats its prompt's last ids.
 
-    `script[path]` holds answers to give instead, each once. Completions wait while `holds`. `log`
-    holds (path, fields) as received.
+    `script[path]` holds answers to give instead, each once. Completions wait while `holds`.
     """
 
     def __init__(self, seed):
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                fake.answer(self)
-
-            do_POST = do_GET
-
-            def log_message(self, *_):
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.port = self.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__()
         self.config = {"seed": seed, "logprobs_mode": "processed_logprobs"}
-        self.is_dead = self.holds = False
-        self.script, self.log, self.num_hung_up = {}, [], 0
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.script, self.is_dead, self.holds = {}, False, False
 
-    def answer(self, handler):
-        path, length = handler.path.partition("?")[0], handler.headers.get("Content-Length", 0)
-        fields = json.loads(handler.rfile.read(int(length)) or "{}")
-        self.log += [] if self.is_dead else [(path, fields)]
+    def reply(self, path, body):
+        path = path.partition("?")[0]
         if path == "/v1/completions":
             time.sleep(0.05)  # so that requests sent together overlap
             while self.holds and not self.is_dead:
-                if select.select([handler.connection], [], [], 0.005)[0]:  # the client hung up
-                    self.num_hung_up += 1
-                    return
-        script = self.script.get(path)
-        status, body = script.pop(0) if script else self.usual(path, fields)
-        if self.is_dead or status == 0:
-            return
-        handler.send_response(status)
-        handler.end_headers()
-        handler.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
+                time.sleep(0.005)
+        if self.script.get(path):
+            return self.script[path].pop(0)
+        return None if self.is_dead else (200, {}, self.usual(path, body))
 
-    def usual(self, path, fields):
+    def usual(self, path, body):
         if path == "/v1/completions":
-            return 200, completion(fields["prompt"][-fields["max_tokens"] :])
-        return 200, {
+            return completion(body["prompt"][-body["max_tokens"] :])
+        return {
             "/health": "",
             "/server_info": {"vllm_config": {"model_config": self.config}},
             "/collective_rpc": {"results": [None]},
@@ -79,8 +52,12 @@ class FakeServer(ThreadingHTTPServer):
         }[path]
 
     @property
+    def asked(self):
+        return [path for path, _, _ in self.requests]
+
+    @property
     def prompts(self):
-        return [f["prompt"] for path, f in self.log if path == "/v1/completions"]
+        return [body["prompt"] for path, _, body in self.requests if path == "/v1/completions"]
 
 
 def completion(ids, reason="length"):
@@ -89,21 +66,23 @@ def completion(ids, reason="length"):
     return {"choices": [choice]}
 
 
+def hold(*servers, holds=True):
+    for server in servers:
+        server.holds = holds
+
+
 @pytest.fixture
 def servers():
-    servers = [FakeServer(seed) for seed in range(2)]
-    yield servers
-    for server in servers:
-        server.holds = False
-        server.shutdown()
-        server.server_close()
+    with FakeServer(0) as first, FakeServer(1) as second:
+        yield [first, second]
+        hold(first, second, holds=False)
 
 
 @pytest.fixture
 def engine(servers, tmp_path):
     engine = FleetEngine([s.url for s in servers], tmp_path / "weights", SERVED)
     for server in servers:
-        server.log.clear()
+        server.requests.clear()
     yield engine
     engine.close()
 
@@ -113,11 +92,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
-
-
-def hold(*servers, holds=True):
-    for server in servers:
-        server.holds = holds
 
 
 def submit(engine, numbers):
@@ -139,51 +113,43 @@ def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(engine, ser
     """And a request leaves nothing to the model's generation_config.json."""
     done = run(engine, a=([5, 6, 7, 8, 9], SETTINGS))["a"]
     assert done == Generation("a", [6, 7, 8, 9], [-1 / 7, -2 / 7, -3 / 7, -4 / 7], "length")
-    ((path, fields),) = servers[0].log
+    ((_, _, body),) = servers[0].requests
     asked = {"max_tokens": 4, "temperature": 0.7, "stop_token_ids": [2, 9]}
-    assert path == "/v1/completions" and fields == asked | fleet.PLAIN | {
+    assert body == asked | fleet.PLAIN | {
         "prompt": [5, 6, 7, 8, 9],
         "logprobs": 0,
         "return_token_ids": True,
     }
     for server in servers:
-        server.script["/v1/completions"] = [(200, completion([4, 2], "stop"))]
+        server.script["/v1/completions"] = [(200, {}, completion([4, 2], "stop"))]
     done = run(engine, b=([5, 6], SETTINGS))["b"]
     assert done == Generation("b", [4, 2], [-1 / 7, -2 / 7], "stop")  # the stop token is kept
 
 
-def test_each_request_goes_to_the_server_with_the_fewest_in_flight(engine, servers):
-    hold(*servers)
-    submit(engine, range(8))
-    until(lambda: [len(s.prompts) for s in servers] == [4, 4])
-    hold(servers[1], holds=False)
-    while engine.num_running > 4:  # those of the other server come back
-        engine.poll()
-    submit(engine, range(8, 12))
-    until(lambda: [len(s.prompts) for s in servers] == [4, 8])
-    hold(servers[0], holds=False)
-    assert finish(engine)
-
-
-def test_a_trajectory_stays_where_its_turns_are_cached_unless_that_server_is_busier(
+def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it_is_cached(
     engine, servers, monkeypatch
 ):
     monkeypatch.setattr(fleet, "STAY_FOR", 2)
     hold(*servers)
-    for n, server in enumerate(servers):
-        submit(engine, [n])
-        until(lambda server=server: server.prompts)
-    hold(*servers, holds=False)
+    submit(engine, range(6))
+    until(lambda: [len(s.prompts) for s in servers] == [3, 3])
+    hold(servers[1], holds=False)
+    while engine.num_running > 3:  # those of the other server come back
+        engine.poll()
+    (n, *_), *_ = servers[1].prompts
+    submit(engine, range(6, 9))
+    until(lambda: [len(s.prompts) for s in servers] == [3, 6])
+    hold(servers[0], holds=False)
     finish(engine)
-    run(engine, r1=([1, 2], SETTINGS))
-    assert [1, 2] in servers[1].prompts  # the other server is first and as free
+    run(engine, **{f"r{n}": ([n, n], SETTINGS)})
+    assert [n, n] in servers[1].prompts  # the other server is first and as free
     hold(*servers)
     submit(engine, range(10, 16))
     hold(servers[0], holds=False)
     while engine.num_running > 3:
         engine.poll()
-    engine.submit("r1", [1, 2, 3], SETTINGS)
-    until(lambda: [1, 2, 3] in servers[0].prompts)
+    engine.submit(f"r{n}", [n, n, n], SETTINGS)
+    until(lambda: [n, n, n] in servers[0].prompts)  # much less busy
 
 
 def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
@@ -192,7 +158,7 @@ def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
     until(lambda: len(servers[0].prompts) == len(servers[1].prompts) == 3)
     engine.abort()
     assert engine.num_running == 0 and engine.poll() == []
-    until(lambda: servers[0].num_hung_up == servers[1].num_hung_up == 3)
+    until(lambda: not any(server.num_running for server in engine._servers))
     hold(*servers, holds=False)
     assert run(engine, r0=([7], SETTINGS))["r0"].token_ids == [7]
     run(engine, a=([1], SETTINGS), b=([2], SETTINGS))  # and neither server was lost
@@ -215,13 +181,13 @@ def test_a_server_that_dies_is_used_again_only_once_it_has_the_weights(engine, s
     assert len(other.prompts) == 6
     assert f"{dying.url}: POST /v1/completions failed" in capfd.readouterr().err
     dying.is_dead = dying.holds = False
-    dying.log.clear()
+    dying.requests.clear()
     run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
-    assert dying.log == []
+    assert dying.requests == []
     engine.load_weights(weights_of().items())
     run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
-    paths = ["/health", "/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
-    assert [path for path, _ in dying.log] == paths
+    weights = ["/health", "/collective_rpc", "/reset_prefix_cache"]
+    assert dying.asked == [*weights, "/v1/completions"]
     for server in servers:
         server.is_dead = True
     submit(engine, [7])
@@ -230,18 +196,18 @@ def test_a_server_that_dies_is_used_again_only_once_it_has_the_weights(engine, s
     assert all(server.url in str(caught.value) for server in servers)
 
 
-FAILURES = [HANGS_UP, (500, "oops"), (429, ""), (200, "<html>"), (200, completion([5], "abort"))]
+PASSING = [None, fails(500), fails(429), fails(200, "<html>"), (200, {}, completion([5], "abort"))]
 
 
 def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(engine, servers):
-    for n, answer in enumerate(FAILURES, start=1):
+    for n, answer in enumerate(PASSING, start=1):
         servers[0].script["/v1/completions"] = [answer]
         assert run(engine, **{f"r{n}": ([n], SETTINGS)})[f"r{n}"].token_ids == [n]
         assert len(servers[0].prompts) == len(servers[1].prompts) == n
 
 
 @pytest.mark.parametrize(
-    ("answer", "num_tries"), [((503, "no room"), fleet.NUM_TRIES), ((400, "too long"), 1)]
+    ("answer", "num_tries"), [(fails(503, "no room"), fleet.NUM_TRIES), (fails(400, "too long"), 1)]
 )
 def test_a_request_is_given_up_at_once_if_no_server_would_take_it(
     engine, servers, answer, num_tries
@@ -249,7 +215,7 @@ def test_a_request_is_given_up_at_once_if_no_server_would_take_it(
     for server in servers:
         server.script["/v1/completions"] = [answer] * 9
     engine.submit("a", [5], SETTINGS)
-    with pytest.raises(EngineError, match=f"HTTP {answer[0]}: {answer[1]}"):
+    with pytest.raises(EngineError, match=f"HTTP {answer[0]}: {answer[2]}"):
         finish(engine)
     assert sum(len(server.prompts) for server in servers) == num_tries
 
@@ -268,10 +234,8 @@ def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
     "changed",
     [
         {"token_ids": None},
-        {"logprobs": None},
         {"token_ids": [], "logprobs": {"token_logprobs": []}},
         {"token_ids": [5, 6, 7]},
-        {"logprobs": {"token_logprobs": [-0.1, None]}},
         {"logprobs": {"token_logprobs": [-0.1, math.nan]}},
     ],
     ids=str,
@@ -279,7 +243,7 @@ def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
 def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, servers, changed):
     answer = completion([5, 6])
     answer["choices"][0].update(changed)
-    servers[0].script["/v1/completions"] = [(200, answer)]
+    servers[0].script["/v1/completions"] = [(200, {}, answer)]
     engine.submit("a", [5], SETTINGS)
     with pytest.raises(EngineError, match="is it vLLM"):
         finish(engine)
@@ -290,7 +254,6 @@ def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, s
     [
         (lambda server: setattr(server, "is_dead", True), "/server_info.* failed"),
         (lambda server: server.config.clear(), "is not a vLLM"),
-        (lambda server: server.script.update({"/server_info": [(404, "")]}), "HTTP 404"),
         (lambda server: server.config.update(logprobs_mode="raw_logprobs"), "raw_logprobs"),
         (lambda server: server.config.update(seed=1), "runs with --seed 1, as another"),
     ],
@@ -299,22 +262,21 @@ def test_an_unfit_server_is_an_error_with_the_command_to_start_one(servers, tmp_
     breaks(servers[0])
     with pytest.raises(EngineError, match=what) as caught:
         FleetEngine([s.url for s in servers], tmp_path, SERVED)
-    assert str(caught.value).endswith(serve_command(SERVED, servers[0].port))
+    assert str(caught.value).endswith(serve_command(SERVED, servers[0].server_port))
 
 
 # --- Weights -------------------------------------------------------------------------------------
 
 
 def test_every_server_reads_the_exact_weights_and_forgets_the_old_prefixes(engine, servers):
-    servers[0].script["/reset_prefix_cache"] = [(200, {"success": False})] * 2  # still held
+    servers[0].script["/reset_prefix_cache"] = [fails(200, {"success": False})] * 2  # still held
     weights = weights_of()
     engine.load_weights(weights.items())
     (folder,) = engine.weights_dir.iterdir()
     for server, resets in zip(servers, (3, 1), strict=True):
-        _, (path, fields), *others = server.log
-        assert path == "/collective_rpc"
-        assert fields == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        assert others == [("/reset_prefix_cache", {})] * resets
+        assert server.asked == ["/health", "/collective_rpc", *["/reset_prefix_cache"] * resets]
+        body = server.requests[1][2]
+        assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     written = {}
     for file in folder.iterdir():
         written |= load_file(file)
@@ -330,7 +292,7 @@ def test_every_server_reads_the_exact_weights_and_forgets_the_old_prefixes(engin
 
 def test_a_server_that_cannot_read_the_weights_samples_no_more(engine, servers, monkeypatch):
     monkeypatch.setattr(fleet, "RESET_WAIT_S", 0.1)
-    unread, held = (500, "Repo id must be in the form"), (200, {"success": False})
+    unread, held = fails(500, "Repo id must be in the form"), fails(200, {"success": False})
     for path, answers in {"/collective_rpc": [unread], "/reset_prefix_cache": [held] * 9}.items():
         servers[0].script[path] = answers
         engine.load_weights(weights_of().items())
