@@ -63,7 +63,8 @@ def open_session(
         Misuse: an option, or what it names, cannot work; no run is left behind.
         KeyboardInterrupt: after Ctrl-C, once everything is saved.
     """
-    for note in filter(None, (*notes(config), check_room(config))):
+    check_room(config)
+    for note in notes(config):
         distributed.say(f"note: {note}")
     distributed.join()
     run = rundir.open_run(config)

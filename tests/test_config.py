@@ -43,7 +43,6 @@ from dpo import PREFERENCES, DpoConfig
 from envs import ENVS, id_lists
 from evaluate import EvalConfig
 from losses import kl_estimate
-from scale import default_models
 from scale.default_models import SMALL_MODELS
 from scale.precision import FORMATS
 from schedulers import FixedRoundsScheduler, StepRoundsScheduler, make_scheduler
@@ -289,12 +288,11 @@ def content(folder):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """FILES in the working folder, and a model hub that has nothing."""
+    """FILES in the working folder."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(default_models, "_ask_hub", lambda name: "is not at the hub")
     return tmp_path
 
 

@@ -15,7 +15,6 @@ from scale.default_models import (
     check_length,
     check_model,
     has_weights,
-    is_at_hub,
     model_config,
     resolve_model,
 )
@@ -66,16 +65,6 @@ def test_the_sizes_that_are_known_beforehand_are_those_of_the_models(name):
     assert {key: config[key] for key in SHAPES[name]} == SHAPES[name]
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A hub that nobody reaches; its cache on this machine."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(default_models, "_ask_hub", lambda name: "is not at the hub")
-    return tmp_path / "hub"
-
-
 def model_in(folder, **config):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
@@ -90,30 +79,29 @@ def refusal(name):
     return str(error.value)
 
 
-def test_a_model_of_ours_and_a_folder_pass(hub, tmp_path):
-    for name in ("tiny", str(model_in(tmp_path / "mine"))):
-        check_model(name)
-        assert not is_at_hub(name)
-
-
-def test_a_hubs_model_is_refused_with_what_is_here_unless_its_weights_are_cached(
-    hub, tmp_path, monkeypatch
+def test_a_hubs_model_is_refused_unless_its_weights_are_cached_or_the_hub_has_it(
+    tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
-    best = model_in(tmp_path / "runs" / "mine" / "checkpoints" / "best").relative_to(tmp_path)
-    refs = hub / "models--some--model" / "refs"
+    import huggingface_hub
+
+    def unreachable(url, timeout):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    refs = tmp_path / "models--some--model" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("abc")
     path = model_in(refs.parent / "snapshots" / "abc", max_position_embeddings=77)
     check_model("some/model")
-    assert not is_at_hub("some/model") and resolve_model("some/model") == str(path)
+    assert resolve_model("some/model") == str(path)
     assert model_config("some/model")["max_position_embeddings"] == 77
-    assert f"tiny, some/model, {best}" in refusal("other/model")
+    assert "ConnectionError: no route" in refusal("other/model")
     (path / "model.safetensors").unlink()
     refusal("some/model")  # its config.json alone is not enough
-    monkeypatch.setattr(default_models, "_ask_hub", lambda name: path)
-    check_model("some/model")  # the hub has it
-    assert is_at_hub("some/model") and resolve_model("some/model") == "some/model"
+    monkeypatch.setattr(default_models, "_config_from_hub", lambda name: path / "config.json")
+    check_model("some/model")
+    assert resolve_model("some/model") == "some/model"
 
 
 def test_an_interrupted_download_is_not_a_model(tmp_path):
@@ -131,23 +119,17 @@ def test_an_interrupted_download_is_not_a_model(tmp_path):
     assert has_weights(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["recipes", "README.md", "~/nope", "a/b/c", "http://h/m", ""])
-def test_names_that_are_neither_a_model_nor_a_hub_id_are_refused(name, monkeypatch):
-    monkeypatch.setattr(default_models, "_ask_hub", lambda name: pytest.fail("asked"))
-    monkeypatch.chdir(ROOT)
-    refusal(name)
-
-
-def test_folders_that_are_not_quite_a_model_tell_what_is_missing(tmp_path):
+def test_a_folder_is_a_model_or_tells_what_is_missing(tmp_path):
     best = model_in(tmp_path / "run" / "checkpoints" / "best")
     assert f"did you mean {best}?" in refusal(tmp_path / "run")
     folder = model_in(tmp_path / "x")
+    check_model(str(folder))
     (folder / "model.safetensors").unlink()
     assert "holds no weights" in refusal(folder)
     (folder / "config.json").write_text("{")
     assert "holds no config.json" in refusal(folder)
-    (folder / "adapter_config.json").write_text("{}")
-    assert "holds adapters" in refusal(folder)
+    for name in ("", "a/b/c", "http://h/m"):
+        assert "neither a folder that exists nor a hub id" in refusal(name)
 
 
 def test_the_package_of_the_default_model_is_asked_for_by_name(monkeypatch, cache):
@@ -163,18 +145,3 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path):
     long = model_in(tmp_path / "a", max_position_embeddings=9, rope_scaling=stretched)
     check_length(str(long), 30)
     check_length(str(model_in(tmp_path / "b")), 10**9)  # it does not tell
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    import huggingface_hub
-
-    asked = []
-
-    def unreachable(url, timeout):
-        asked.append(url)
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    for _ in range(2):
-        assert "ConnectionError: no route" in refusal("never/asked-before")
-    assert len(asked) == 1
