@@ -16,23 +16,17 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from run.files import cache_dir, write_json
+from scale.default_models import SHAPES
 
 Format = Literal["bf16", "fp32"]
 FORMATS: tuple[Format, ...] = ("bf16", "fp32")
 # What is timed: two layers of SmolLM2-135M, a micro-batch and its policy tokens.
-SHAPE: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 8192,
-}
+SHAPE = SHAPES["smollm2-135m"] | {"num_hidden_layers": 2, "vocab_size": 8192}
 ROWS, TOKENS, ACTION = 2, 256, 64
 REPEATS = 3
 
@@ -65,7 +59,7 @@ def choose(asked: Literal["auto", "bf16", "fp32"], deterministic: bool = False) 
             return Precision("bf16", "on a GPU")
         return Precision("fp32", "this GPU has no bfloat16")  # a T4; vLLM would refuse it too
     seconds = _measured()
-    faster, slower = sorted(FORMATS, key=lambda name: seconds[name])
+    faster, slower = sorted(FORMATS, key=seconds.__getitem__)
     ratio = seconds[slower] / seconds[faster]
     return Precision(faster, f"measured here: {ratio:.1f} times as fast as {slower}")
 

@@ -124,14 +124,13 @@ class FakePip(Environment):
         if not self.python.exists():
             self.python.symlink_to(sys.executable)
 
-    def run(self, *command) -> str:
+    def run(self, *command) -> None:
         words = [str(word) for word in command]
         self.commands.append(words)
         for word in self.refuse:
             if word in words:
                 line = self.output or f"ERROR: No matching distribution found for {word}\n"
                 raise setup_env.explain_failure(line, 1, self.log)
-        return ""
 
 
 def commands_of(checkout: Path, env: str = "textcraft", name: str = "auto") -> list[list[str]]:
@@ -214,12 +213,6 @@ def test_an_old_python_is_refused_in_one_line(checkout):
     command = ["make", "-s", "setup", f"PYTHON={fake}"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.returncode != 0 and done.stderr.startswith("error: need Python 3.11 to 3.13")
-    code = "import runpy, sys; sys.version_info = (3, 9, 18); "
-    code += "runpy.run_path('tools/setup_env.py')"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.fullmatch(r"error: this is Python 3\.9, .* 3\.11 to 3\.13.*\n", done.stderr)
 
 
 def test_nothing_is_installed_for_an_unknown_environment_or_on_a_full_disk(checkout, monkeypatch):

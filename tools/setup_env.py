@@ -18,28 +18,20 @@ one line that says what to do, followed by the end of pip's log.
 Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAME]`.
 """
 
+import argparse
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
-
-SUPPORTED = (3, 11), (3, 13)  # first and last minor version that the pins have wheels for
-if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
-    sys.exit(
-        f"error: this is Python {sys.version_info[0]}.{sys.version_info[1]}, the pinned packages "
-        "need 3.11 to 3.13 (tested: 3.11); run `make setup PYTHON=/path/to/python3.11`"
-    )
-
-import argparse  # noqa: E402 - an older Python gets the line above first
-import errno  # noqa: E402
-import hashlib  # noqa: E402
-import importlib.util  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import platform  # noqa: E402
-import re  # noqa: E402
-import shutil  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import NamedTuple  # noqa: E402
+import time
+from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 UV = "uv==0.13.8"  # installed only when pip does not find the CPU build of torch
@@ -52,6 +44,12 @@ class SetupError(Exception):
 
 class NotOnIndex(SetupError):
     """No package index that answers has such a version for this Python."""
+
+
+def requirement_lines(file: Path) -> list[str]:
+    """The lines of a requirement file without comments and blank lines."""
+    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in file.read_text().splitlines())
+    return [line for line in lines if line]
 
 
 class RequirementSet(NamedTuple):
@@ -79,12 +77,6 @@ SETS = {
     "cpu": RequirementSet("cpu", "requirements.txt", "requirements-lock-cpu.txt", 6),
     "cuda": RequirementSet("cuda", "requirements-cuda.txt", "requirements-lock-cuda.txt", 20),
 }
-
-
-def requirement_lines(file: Path) -> list[str]:
-    """The lines of a requirement file without comments and blank lines."""
-    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in file.read_text().splitlines())
-    return [line for line in lines if line]
 
 
 def has_gpu() -> bool:
@@ -118,11 +110,7 @@ class Environment:
         self.stamp.write_text(json.dumps(record, indent=1) + "\n")
 
     def create(self) -> None:
-        """Create the virtual environment, or check that the one there is usable.
-
-        Raises:
-            SetupError: this Python cannot make one, or the one there is broken or too old.
-        """
+        """Create the virtual environment, or check that the one there works. Raises SetupError."""
         if not self.path.exists():
             if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
                 raise SetupError(
@@ -130,31 +118,15 @@ class Environment:
                     f"apt-get install python3.{sys.version_info[1]}-venv"
                 )
             print(f"setup: creating {self.path} with Python {platform.python_version()}")
-            command = [sys.executable, "-m", "venv", str(self.path)]
-            made = subprocess.run(command, capture_output=True, text=True)
-            if made.returncode != 0:
-                shutil.rmtree(self.path, ignore_errors=True)
-                last = (made.stdout + made.stderr).strip().splitlines()[-1:] or ["no output"]
-                raise SetupError(f"{sys.executable} -m venv {self.path} failed: {last[0]}")
-        probe = "import sys, pip; print(*sys.version_info[:2])"
+            subprocess.run([sys.executable, "-m", "venv", str(self.path)])
         try:
-            answer = subprocess.run([self.python, "-c", probe], capture_output=True, text=True)
-            version = tuple(int(part) for part in answer.stdout.split())
-        except (OSError, ValueError):
-            version = ()
-        if not version:
-            raise SetupError(
-                f"{self.path} is not a working virtual environment with pip; delete it and "
-                "try again"
-            )
-        if not SUPPORTED[0] <= version <= SUPPORTED[1]:
-            raise SetupError(
-                f"{self.path} has Python {version[0]}.{version[1]}, the pinned packages need "
-                "3.11 to 3.13; delete it and try again"
-            )
+            subprocess.run([self.python, "-c", "import pip"], capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            problem = "is not a working virtual environment with pip; delete it and try again"
+            raise SetupError(f"{self.path} {problem}") from error
 
-    def run(self, *command: str | Path) -> str:
-        """Run a command, its output to the log; return the output.
+    def run(self, *command: str | Path) -> None:
+        """Run a command, its output to the log.
 
         Raises:
             SetupError: it failed; the message ends with the last lines of its output.
@@ -164,35 +136,23 @@ class Environment:
         variables = dict(os.environ, TMPDIR=str(temporary), UV_NO_CACHE="1")
         variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
         variables.pop("PIP_USER", None)  # pip refuses it inside a venv
-        output, count = "", 0
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=variables,
-            cwd=self.root,
-        )
-        with self.log.open("a") as log, process:
+        with self.log.open("a+") as log:
             log.write(f"\n$ {' '.join(map(str, command))}\n")
-            for line in process.stdout or ():
-                log.write(line)
-                output += line
-                is_package = line.startswith(("Collecting ", "Processing ", "Installing "))
-                if is_package and sys.stdout.isatty():  # one line, written over
-                    count += 1
-                    print(f"\r{count:4d}  {line.strip()[:70]:70}", end="", flush=True)
-        if count:
-            print(f"\r{'':76}\r", end="", flush=True)
+            log.flush()
+            start = log.tell()
+            ended = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.root
+            )
+            log.seek(start)
+            output = log.read()
         shutil.rmtree(temporary, ignore_errors=True)
-        if process.returncode != 0:
-            raise explain_failure(output, process.returncode, self.log)
-        return output
+        if ended.returncode != 0:
+            raise explain_failure(output, ended.returncode, self.log)
 
-    def pip_install(self, *arguments: str | Path) -> str:
+    def pip_install(self, *arguments: str | Path) -> None:
         """`pip install` into this environment; see `run`."""
         pip = [str(self.python), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
-        return self.run(*pip, *arguments)
+        self.run(*pip, *arguments)
 
 
 def explain_failure(output: str, code: int, log: Path) -> SetupError:
@@ -268,11 +228,6 @@ def install(environment: Environment, chosen: RequirementSet) -> None:
     install_torch(environment, torch)
 
 
-def known_environments(root: Path = ROOT) -> list[str]:
-    """The folders of envs/ that are environments, without importing them."""
-    return sorted(path.parent.name for path in (root / "envs").glob("*/__init__.py"))
-
-
 def install_extras(environment: Environment, chosen: RequirementSet, env: str) -> None:
     """Install the packages of one environment: envs/NAME/requirements.txt, where there is one."""
     extras = environment.root / "envs" / env / "requirements.txt"
@@ -294,7 +249,7 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
             print("setup: .venv holds the cpu set, for the GPU here: make setup SET=cuda")
         set_name = set_name or ("cuda" if has_gpu() else "cpu")
     chosen = SETS[set_name]
-    names = known_environments(environment.root)
+    names = sorted(path.parent.name for path in (environment.root / "envs").glob("*/__init__.py"))
     for name in env.split():  # module:Class is the user's own, packages included
         if name not in names and ":" not in name:
             raise SetupError(f"there is no environment {name!r}; known: {', '.join(names)}")
@@ -328,12 +283,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())
-    except OSError as error:
-        advice = "free some disk space and run again: " if error.errno == errno.ENOSPC else ""
+    except (SetupError, OSError) as error:
+        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        advice = "free some disk space and run again: " if is_full else ""
         print(f"error: {advice}{error}", file=sys.stderr)
-        return 1
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nerror: interrupted; the same command goes on from here", file=sys.stderr)
