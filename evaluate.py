@@ -246,14 +246,14 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
-    names = ("env", "prompt", "engine", "temperature", "seed")
-    names += ("max_tokens_per_turn", "max_trajectory_tokens")
+    shared = ["env", "prompt", "engine", "temperature", "seed"]
+    shared += ["max_tokens_per_turn", "max_trajectory_tokens"]
     config = EvalConfig(
         run=folder,
         model=str(checkpoint),
         max_rounds=(c.evaluation_rounds,),
         samples=c.eval_samples,
-        **{name: getattr(c, name) for name in names},
+        **{name: getattr(c, name) for name in shared},
     )
     if "env" in named_options and env not in (None, c.env):
         # It has a prompt and a horizon of its own.
@@ -279,8 +279,8 @@ def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
 
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     """What a result depends on, as eval.json names it."""
-    names = ("temperature", "seed", "samples", "limit")
-    names += ("max_tokens_per_turn", "max_trajectory_tokens")
+    names = ["temperature", "seed", "samples", "limit"]
+    names += ["max_tokens_per_turn", "max_trajectory_tokens"]
     about: dict[str, Any] = {"env": env, "model": config.model_name()}
     about |= {name: getattr(config, name) for name in names}
     about["max_rounds"] = config.horizons(env)

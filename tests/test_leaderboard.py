@@ -21,22 +21,17 @@ def test_the_subtasks_of_a_family_add_up_to_it(paper):
     assert mean == pytest.approx(paper.success[MODELS.index("SI-7B")], abs=0.05 + 0.05)
 
 
-@pytest.mark.parametrize(
-    ("items", "success"),
-    [
-        pytest.param(items, success, id=f"{env} {name} {success}")
-        for env, paper in PAPER.items()
-        for name, items, success in [
-            *((model, paper.items, x) for model, x in zip(MODELS, paper.success, strict=True)),
-            *((name, *row) for name, row in paper.subtasks.items()),
-        ]
-        if (env, name) != ("webarena", "base 7B")  # printed as 9.8, which no count of 50 gives
-    ],
-)
-def test_every_percentage_is_a_whole_number_of_tasks(items, success):
+def test_every_percentage_is_a_whole_number_of_tasks():
     """One sample per task: a slip in a digit or in a count of tasks shows."""
-    solved = items * success / 100
-    assert abs(solved - round(solved)) <= items * 0.05 / 100 + 1e-9
+    for env, paper in PAPER.items():
+        for items, success in [
+            *((paper.items, x) for x in paper.success),
+            *paper.subtasks.values(),
+        ]:
+            solved = items * success / 100
+            is_whole = abs(solved - round(solved)) <= items * 0.05 / 100 + 1e-9
+            # Printed as 9.8, which no count of 50 gives.
+            assert is_whole or (env, success) == ("webarena", 9.8), (env, success)
 
 
 def has_test_split(env):
@@ -99,46 +94,28 @@ def test_an_environment_played_as_the_paper_does_stands_beside_it_without_a_mark
     assert printed == [f"{success:.1f}" for success in PAPER[env].success]
 
 
-def test_a_small_table_is_markdown_whose_columns_are_aligned():
-    table = benchmark(babyai="boom | no\nJava", letters=played({"odd": 4}))
-    lines = format_markdown(table).splitlines()
-    assert lines[:2] == ["# tiny: 1 per task, temperature 1, seed 0", ""]
-    assert [" ".join(line.split()) for line in lines[2:7] if "---" not in line] == [
-        "| family | sub-task | items | avg@1 % [95 %] | paper's items "
-        "| base 3B | base 7B | AG-3B | AG-7B | SI-7B |",
-        "| babyai | not measured: boom / no Java | | | 90 | 52.2 | 66.7 | 93.3 | 92.2 | 96.7 |",
-        "| letters | odd | 4 | 50.0 [0.0, 100.0] | | | | | | |",
-        "| letters | all | 4 | 50.0 [0.0, 100.0] | | | | | | |",
-    ]
-    assert len({len(line) for line in lines[2:7] if "not measured" not in line}) == 1
-
-
-def test_other_tasks_are_marked_in_their_rows_and_said_below():
-    table = benchmark(textcraft=played({"depth 1": 31, "depth 2": 2, "depth 5": 1}))
+def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_said():
+    craft = played({"depth 1": 31, "depth 2": 2, "depth 5": 1}, samples=2)
+    counts = {name: items for name, (items, _) in PAPER["babyai"].subtasks.items()}
+    short = played(counts, max_rounds=(5, 10), samples=2, lost=1)
+    table = benchmark(textcraft=craft, babyai=short, mars="no | Java", temperature=0.5, samples=2)
     rows = rows_of(format_markdown(table))
-    items = {name: row["items"] for (_, name), row in rows.items()}
+    items = {name: row["items"] for (env, name), row in rows.items() if env == "textcraft"}
     assert items == {
         "depth 1": "31", "depth 2": "2 !", "depth 3": "0 !", "depth 4": "0 !",
         "depth 5": "1 !", "all": "34 !",
     }  # fmt: skip
-    assert rows["textcraft", "depth 3"]["avg@1 % [95 %]"] == "-"
-    assert differences(table) == [
-        "textcraft: other tasks than the paper's test (depth 2 2 of 41, depth 3 0 of 25, "
-        "depth 4 0 of 3, depth 5 1 of 0, all 34 of 100)"
-    ]
-    assert f"! not comparable: {differences(table)[0]}" in format_markdown(table)
-
-
-def test_another_horizon_or_temperature_and_lost_episodes_are_said():
-    counts = {name: items for name, (items, _) in PAPER["babyai"].subtasks.items()}
-    short = played(counts, max_rounds=(5, 10), samples=2, lost=1)
-    table = benchmark(babyai=short, temperature=0.5, samples=2)
+    assert rows["textcraft", "depth 3"]["avg@2 % [95 %]"] == "-"
+    assert "pass@2 % [95 %]" in rows["babyai", "all"]
+    assert ("mars", "not measured: no / Java") in rows
     assert differences(table) == [
         "temperature 0.5, the paper's is 1",
+        "textcraft: other tasks than the paper's test (depth 2 2 of 41, depth 3 0 of 25, "
+        "depth 4 0 of 3, depth 5 1 of 0, all 34 of 100)",
         "babyai: 1 of 180 episodes were lost to infrastructure, they are in no number",
         "babyai: up to 10 turns, the paper's 20",
     ]
-    assert "pass@2 % [95 %]" in rows_of(format_markdown(table))["babyai", "all"]
+    assert all(f"! not comparable: {line}" in format_markdown(table) for line in differences(table))
 
 
 def test_json_holds_the_numbers_unrounded_and_the_papers():
