@@ -70,24 +70,17 @@ def solve(env: SciWorld, task_index: int, seed: int = 0) -> list[str]:
 
 
 def test_blocks_of_task_indices_are_agentgyms():
-    last = dict(zip([kind.name for kind in KINDS], [start - 1 for start in STARTS[1:]]))
+    last = {kind.name: start - 1 for kind, start in zip(KINDS, STARTS[1:])}
     agentgym = {
-        "boil": 29, "melt": 59, "freeze": 89, "change-the-state-of-matter-of": 119,
-        "use-thermometer": 659, "measure-melting-point-known-substance": 1095,
+        "boil": 29, "change-the-state-of-matter-of": 119, "use-thermometer": 659,
         "measure-melting-point-unknown-substance": 1395, "power-component": 1415,
-        "power-component-renewable-vs-nonrenewable-energy": 1435, "test-conductivity": 2335,
         "test-conductivity-of-unknown-substances": 2935, "find-living-thing": 3235,
-        "find-non-living-thing": 3535, "find-plant": 3835, "find-animal": 4135,
-        "chemistry-mix": 4167, "chemistry-mix-paint-secondary-color": 4203,
-        "chemistry-mix-paint-tertiary-color": 4239, "lifespan-longest-lived": 4364,
-        "lifespan-shortest-lived": 4489, "lifespan-longest-lived-then-shortest-lived": 4614,
-        "identify-life-stages-1": 4628, "identify-life-stages-2": 4638,
+        "find-animal": 4135, "chemistry-mix": 4167, "chemistry-mix-paint-tertiary-color": 4239,
+        "lifespan-longest-lived-then-shortest-lived": 4614, "identify-life-stages-2": 4638,
     }  # fmt: skip
     assert {name: last[name] for name in agentgym} == agentgym
-    assert list(agentgym) == [kind.name for kind in KINDS[:23]]
     assert [kind.number for kind in KINDS[23:]] == "5-1 5-2 9-1 9-2 9-3 10-1 10-2".split()
-    assert NUM_VARIATIONS == 4639 + 2568 == 7207
-    assert SciWorld.num_tasks() == 14414  # each once more in the easy mode
+    assert NUM_VARIATIONS == 7207 and SciWorld.num_tasks() == 14414  # once more in the easy mode
 
 
 def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
@@ -125,17 +118,6 @@ def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
             assert kind in SHORT_KINDS or not name.startswith("short")
 
 
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
-        ("Thought: I go.\nAction:  open   door to hallway. \nDone.", "open door to hallway"),
-        ("Action: `focus on tall giraffe`", "focus on tall giraffe"),
-    ],
-)
-def test_parse_takes_the_action_line(text, action):
-    assert SciWorld.parse(text) == action
-
-
 # ---- the world
 
 
@@ -162,6 +144,7 @@ def test_a_solved_task_word_for_word(env):
         "kitchen (that is closed)\n\tA door to the living room (that is closed)\n\tA door to the "
         "workshop (that is closed)"
     )
+    assert env.parse("Action: `open   door to hall`. \nDone.") == "open door to hall"
     assert env.reset(STARTS[18]) == (
         "Your task is to find the animal with the longest life span. The animals are in the "
         "'outside' location. Focus on the animal with the longest life span.\n"
@@ -211,19 +194,9 @@ def test_the_oracle_solves_the_short_kinds(env, index):
     assert len(solve(env, index)) <= 14
 
 
-def test_the_oracle_names_what_an_observation_has_shown(env):
-    told = env.reset(4409)  # ScienceWorld's own solution: baby baby mouse
-    while not (action := env.oracle()[1]).startswith("focus on"):
-        told += env.step(action)[0]
-    assert f"\ta {action.removeprefix('focus on ')}\n" in told
-    assert env.step(action)[4]["success"]
-
-
 def test_a_wrong_focus_ends_the_episode_and_what_was_earned_stays(env):
     env.reset(LIVING)
-    rewards = []
-    while not sum(rewards):
-        rewards.append(env.step(env.oracle()[1])[1])
+    assert env.step("open door to kitchen")[1] == 0.08
     _, reward, terminated, truncated, info = env.step("focus on agent")
     assert (reward, terminated, truncated) == (0, True, False)
     assert info == {"success": False, "score": -100}
@@ -236,9 +209,7 @@ def test_a_wrong_focus_ends_the_episode_and_what_was_earned_stays(env):
 
 def test_the_policy_cannot_restart_the_world_and_earn_its_score_again(env):
     env.reset(LIVING)
-    reward = 0.0
-    while not reward:
-        reward = env.step(env.oracle()[1])[1]
+    assert env.step("open door to kitchen")[1] == 0.08
     for text in ("reset task", "Reset  Task", " reset task ", "reset"):
         observation, reward, terminated, _, info = env.step(text)
         assert (observation, reward, terminated) == (NO_RESTART, 0, False) and info["score"] > 0
@@ -264,9 +235,8 @@ def test_text_that_is_no_action_is_answered_and_changes_nothing(env):
 
 def test_the_world_cuts_an_episode_after_its_limit_of_actions(env):
     env.reset(LIVING)
-    outcomes = [env.step("look around") for _ in range(100)]
-    assert [outcome[3] for outcome in outcomes] == [False] * 99 + [True]
-    assert not any(outcome[2] for outcome in outcomes)
+    ends = [env.step("look around")[2:4] for _ in range(100)]
+    assert ends == [(False, False)] * 99 + [(False, True)]
     with pytest.raises(EpisodeEndedError):
         env.step("look around")
 

@@ -102,7 +102,6 @@ def answer(text):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("<search>flag of Kenya</search>", "<search> flag of Kenya </search>"),
         ("I look. <search>\n flag\n of  Kenya </search> Then", "<search> flag of Kenya </search>"),
         ("<answer> b </answer> <search> a </search>", "<answer> b </answer>"),
         ("<think> <search> a </search> </think>", "<search> a </search>"),
@@ -245,23 +244,16 @@ def test_with_f1_a_wrong_answer_is_paid_its_overlap_and_success_stays_exact_matc
     _, reward, terminated, _, info = env.step(answer("the Kenyan shilling of 1966"))
     assert reward == info["f1"] == info["score"] == pytest.approx(2 * 2 / (4 + 2))
     assert terminated and not info["success"]
-
-
-@pytest.mark.parametrize("last", ["KES", "nothing"])
-def test_with_f1_and_go_on_only_what_is_better_than_before_is_paid(env, monkeypatch, last):
-    env = options(monkeypatch, REWARD="f1", WRONG_ANSWER="go_on")
-    texts = ["shilling", "dollar", "shilling", "Kenyan shilling coin", "shilling", last]
+    env = options(monkeypatch, WRONG_ANSWER="go_on")  # paid is what is better than before
+    texts = ["shilling", "dollar", "shilling", "Kenyan shilling coin", "shilling", "KES"]
     rewards = [env.step(answer(text))[1] for text in texts]
-    assert rewards[:5] == pytest.approx([2 / 3, 0, 0, 4 / 5 - 2 / 3, 0])
-    assert all(reward >= 0 for reward in rewards)
-    assert sum(rewards) == pytest.approx(1 if last == "KES" else 4 / 5)
-    assert env.state_for_people()["success"] is (last == "KES")
+    assert rewards == pytest.approx([2 / 3, 0, 0, 4 / 5 - 2 / 3, 0, 1 / 5])
+    assert env.state_for_people()["success"]
 
 
 def test_an_episode_is_cut_after_its_limit_of_turns(env):
-    outcomes = [env.step("I think.") for _ in range(MAX_TURNS)]
-    assert [outcome[3] for outcome in outcomes] == [False] * (MAX_TURNS - 1) + [True]
-    assert not any(outcome[2] for outcome in outcomes)
+    ends = [env.step("I think.")[2:4] for _ in range(MAX_TURNS)]
+    assert ends == [(False, False)] * (MAX_TURNS - 1) + [(False, True)]
     with pytest.raises(EpisodeEndedError):
         env.step("I think.")
 
@@ -359,11 +351,8 @@ def test_the_oracle_names_no_bridge_that_a_search_for_it_has_not_shown(env):
 
 def test_a_search_in_the_policys_words_counts_if_they_hold_those_of_a_query(env, shelf):
     shelf.found["which country has the anthem Ee Mungu"] = [ANTHEM]
-    thought, action = played(env, search("which country has the anthem Ee Mungu"))
-    assert (thought, action) == (
-        "Doc 1 shows Kenya. Now the answer is missing.",
-        search("Kenya currency"),
-    )
+    move = played(env, search("which country has the anthem Ee Mungu"))
+    assert move == ("Doc 1 shows Kenya. Now the answer is missing.", search("Kenya currency"))
 
 
 def test_the_oracle_searches_in_other_words_and_is_lost_when_there_are_none(env, shelf):
@@ -388,18 +377,11 @@ def test_a_comparison_is_answered_from_its_figures():
     )
     chad = Search("Chad airports", (Passage(0, "Chad", "Airports: 58"),))
     mali = Search("Mali airports", (Passage(1, "Mali", "Airports: 29"),))
-    assert next_move(question, [], 300) == (
-        "The first figure is missing.",
-        search("Chad airports"),
-    )
-    assert next_move(question, [chad], 300) == (
-        "Doc 1 shows 58. Now the second figure is missing.",
-        search("Mali airports"),
-    )
-    assert next_move(question, [chad, mali], 300) == (
-        "I found 58. Doc 1 shows 29. I compare.",
-        answer("Chad"),
-    )
+    assert [next_move(question, searches, 300) for searches in ([], [chad], [chad, mali])] == [
+        ("The first figure is missing.", search("Chad airports")),
+        ("Doc 1 shows 58. Now the second figure is missing.", search("Mali airports")),
+        ("I found 58. Doc 1 shows 29. I compare.", answer("Chad")),
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -430,22 +412,14 @@ def test_the_oracle_answers_the_book_and_says_nothing_that_it_was_not_shown(book
 
 
 def test_people_see_the_question_its_passages_and_its_answers(env):
-    played(env, search("anthem Ee Mungu"))
+    env.step(search("Kenya currency"))
     env.step(answer("dollar"))
-    state = json.loads(json.dumps(env.state_for_people()))
-    assert state == {
+    shown = {"title": MONEY.title, "text": MONEY.text}
+    assert env.state_for_people() == {
         "question": SHILLING.question,
         "subtask": SearchQA.subtask(FIRST_OWN),
         "hops": 2,
-        "queries": [
-            {
-                "query": "anthem Ee Mungu",
-                "passages": [
-                    {"title": TEA.title, "text": TEA.text},
-                    {"title": ANTHEM.title, "text": ANTHEM.text},
-                ],
-            }
-        ],
+        "queries": [{"query": "Kenya currency", "passages": [shown]}],
         "answers": ["Kenyan shilling", "KES"],
         "given": "dollar",
         "num_turns": 2,

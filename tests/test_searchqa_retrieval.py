@@ -1,6 +1,5 @@
 """Retrieval: rankings by words, ties, the cache; the service, and the retriever that asks one."""
 
-import contextlib
 import hashlib
 import json
 import math
@@ -10,12 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +22,9 @@ from starlette.testclient import TestClient
 if os.environ.get("CI") != "true":
     pytest.importorskip("bm25s", reason="NOT TESTED: make setup ENV=searchqa")
 
+from envs.http import Answer, Line, Lost, TimedOut
 from envs.searchqa import retrieval
+from envs.searchqa.corpus import CorpusError
 from envs.searchqa.retrieval import (
     BM25,
     Remote,
@@ -87,17 +87,10 @@ def numbers(scored):
 # -------------------------------------------------------------------------------------------- BM25
 
 
-@pytest.mark.parametrize(
-    ("query", "number"),
-    [
-        ("currency of Kenya", 0),
-        ("CAPITAL Kenya?", 2),
-        ("capital of Cote d'Ivoire", 3),
-        ("flag", 4),
-    ],
-)
-def test_the_passage_that_shares_rare_words_comes_first(query, number):
-    assert numbers(BM25(BOOK).search(query, 1)) == [number]
+def test_the_passage_that_shares_rare_words_comes_first():
+    retriever = BM25(BOOK)
+    queries = ("currency of Kenya", "CAPITAL Kenya?", "capital of Cote d'Ivoire", "flag")
+    assert [numbers(retriever.search(query, 1)) for query in queries] == [[0], [2], [3], [4]]
 
 
 def slow_scores(corpus, query):
@@ -133,10 +126,11 @@ def test_best_is_a_stable_sort_of_everything():
             assert best(scores, top_k).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("query", ["", "?!", "zzzzz", "\ud83d", "日本"])
-def test_a_query_without_a_known_word_gets_the_first_passages(query):
-    assert BM25(BOOK).search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
-    assert len(BM25(BOOK).search(query, 99)) == len(BOOK)
+def test_a_query_without_a_known_word_gets_the_first_passages():
+    retriever = BM25(BOOK)
+    for query in ("", "?!", "zzzzz", "\ud83d", "日本"):
+        assert retriever.search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
+        assert len(retriever.search(query, 99)) == len(BOOK)
 
 
 def test_a_query_of_100_kb_counts_so_many_words():
@@ -189,146 +183,92 @@ def test_the_service_answers_in_search_r1s_format(client):
     assert client.post("/retrieve", json=body).json()["result"][0][0] == document
     found = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
     assert [len(each) for each in found] == [3]  # as many as Search-R1 asks for
-    assert client.post("/retrieve", json={"queries": []}).json() == {"result": []}
     assert client.get("/").json() == {"retriever": "BM25", "passages": 5}
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
+def test_a_bad_request_is_422_and_a_broken_corpus_500_with_what_was_wrong(client, monkeypatch):
+    def ask(body):
+        answer = client.post("/retrieve", content=body)
+        return answer.status_code, answer.json()["error"]
+
+    for body, said in (
         (b"not json", "JSON"),
-        (b"[]", "Input should be an object"),
         (b"{}", "queries"),
-        (b'{"queries": "Kenya"}', "queries"),
         (b'{"queries": [1]}', "queries.0"),
         (b'{"queries": ["a"], "topk": 0}', "topk"),
         (b'{"queries": ["a"], "topk": "3"}', "topk"),
-    ],
-)
-def test_a_bad_request_is_422_with_what_was_wrong(client, body, said):
-    answer = client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 422
-    assert said in answer.json()["error"]
-    assert answer.json()["hint"]
+    ):
+        status, error = ask(body)
+        assert status == 422 and said in error
+    broken = CorpusError("wiki.jsonl, line 7: no JSON")
+    monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
+    assert ask(b'{"queries": ["a"]}') == (500, str(broken))
 
 
-def test_a_broken_line_of_the_corpus_is_500_with_its_number(client, monkeypatch):
-    def search(query, top_k):
-        raise ValueError("wiki.jsonl, line 7: no JSON")
-
-    monkeypatch.setattr(BM25, "search", lambda self, *query: search(*query))
-    answer = client.post("/retrieve", json={"queries": ["bad"]})
-    assert (answer.status_code, answer.json()["error"]) == (500, "wiki.jsonl, line 7: no JSON")
+# ------------------------------------------------------------------------------------------ remote
 
 
-@contextlib.contextmanager
-def scripted(*answers):
-    """A server that gives these answers, (status, body) each or None to hang up, the last for ever;
-    yields its URL and what it was asked."""
-    left, asked = list(answers), []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((self.path, json.loads(body)))
-            answer = left.pop(0) if len(left) > 1 else left[0]
-            if answer is None:
-                self.close_connection = True
-                return
-            status, content = answer
-            content = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(content)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+@pytest.fixture
+def service(monkeypatch):
+    """In the place of HTTP exchanges; `side_effect` holds the answers."""
+    service = Mock()
+    monkeypatch.setattr(Line, "ask", service)
+    monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
+    return service
 
 
-def document(number, score=None, **other):
-    inner = {"id": str(number), "contents": contents(BOOK[number])} | other
-    return inner if score is None else {"document": inner, "score": score}
+def reply(status, content):
+    return Answer(status, {}, json.dumps(content).encode())
 
 
-def unnumbered(number):
-    """A passage as a service names it: its line in the corpus is not known."""
-    return BOOK[number]._replace(number=-1)
+URL = "http://127.0.0.1:9"
+DOCUMENT = {"id": "2", "contents": '"Kenya"\nA republic'}
+SCORED = {"document": DOCUMENT, "score": 1.5}
+GOOD = reply(200, {"result": [[SCORED, DOCUMENT, {"id": "doc-7", "contents": "no title"}]]})
 
 
-GOOD = (200, {"result": [[document(2, 1.5), document(0, 0.5)]]})
-
-
-def test_remote_asks_and_reads_search_r1s_format():
-    with scripted(GOOD) as (url, asked):
-        found = Remote(f"{url}/retrieve").search("Nairobi", 2)
-        assert found == [Scored(unnumbered(2), 1.5), Scored(unnumbered(0), 0.5)]
-    body = {"queries": ["Nairobi"], "topk": 2, "return_scores": True}
-    assert asked == [("/retrieve", body)]
-
-
-def test_remote_takes_documents_without_titles_scores_and_numbers():
-    documents = [{"id": "doc-7", "title": "ignored", "contents": "no title"}, {"contents": ""}]
-    with scripted((200, {"result": [documents]})) as (url, _):
-        found = Remote(url).search("query", 2)
-    assert found == [Scored(Passage(-1, "", "no title"), 0.0), Scored(Passage(-1, "", ""), 0.0)]
+def test_remote_asks_and_reads_search_r1s_format(service):
+    service.side_effect = [GOOD]
+    assert Remote(f"{URL}/retrieve").search("Nairobi", 3) == [
+        Scored(Passage(-1, "Kenya", "A republic"), 1.5),
+        Scored(Passage(-1, "Kenya", "A republic"), 0.0),
+        Scored(Passage(-1, "", "no title"), 0.0),
+    ]
+    method, path, body, *_ = service.call_args.args
+    assert (method, path) == ("POST", "/retrieve")
+    assert json.loads(body) == {"queries": ["Nairobi"], "topk": 3, "return_scores": True}
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((200, b"<html>hello</html>"), "not Search-R1's"),
-        ((200, [1]), "not Search-R1's"),
-        ((200, {"results": []}), "not Search-R1's"),
-        ((200, {"result": ["text"]}), "not Search-R1's"),
-        ((200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
-        ((200, {"result": [[document(0, 0.5, contents=7)] * 2]}), "not Search-R1's"),
-        ((200, {"result": [[document(0, "high")] * 2]}), "not Search-R1's"),
-        ((200, {"result": [[document(0)] * 2] * 2}), "not Search-R1's"),
-        ((200, {"result": [[document(0)]]}), "got 1"),
-        ((200, b" " * 300_000), "larger than 200000 bytes"),
-        ((422, b"x\ny"), "HTTP 422"),
+        (Answer(200, {}, b"<html>hello</html>"), "not Search-R1's"),
+        (reply(200, [1]), "not Search-R1's"),
+        (reply(200, {"result": ["text"]}), "not Search-R1's"),
+        (reply(200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
+        (reply(200, {"result": [[{"contents": 7}] * 2]}), "not Search-R1's"),
+        (reply(200, {"result": [[SCORED | {"score": "high"}] * 2]}), "not Search-R1's"),
+        (reply(200, {"result": [[SCORED] * 2] * 2}), "not Search-R1's"),
+        (reply(200, {"result": [[SCORED]]}), "asked for 2 passages, got 1"),
+        (Answer(422, {}, b"x\ny"), "HTTP 422: x y"),
+        (TimedOut("no answer within 25 s"), "no answer within 25 s"),
     ],
 )
-def test_an_answer_that_is_none_is_refused_at_once_in_one_line(answer, said):
-    with scripted(answer) as (url, asked):
-        with pytest.raises(RetrievalError) as caught:
-            Remote(url, max_bytes=200_000).search("query", 2)
-        assert len(asked) == 1
+def test_an_answer_that_is_none_is_refused_at_once_in_one_line(service, answer, said):
+    service.side_effect = [answer]
+    with pytest.raises(RetrievalError) as caught:
+        Remote(URL).search("query", 2)
     message = str(caught.value)
-    assert said in message and url in message and "SEARCHQA_RETRIEVAL_URL" in message
+    assert said in message and URL in message and "SEARCHQA_RETRIEVAL_URL" in message
     assert "\n" not in message and len(message) < 700
 
 
-def test_a_lost_connection_and_a_5xx_are_repeated(monkeypatch):
-    monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
-    with scripted(None, (503, b"loading"), GOOD) as (url, asked):
-        assert len(Remote(url).search("Nairobi", 2)) == 2
-        assert len(asked) == 3
-
-
-def test_a_service_that_is_down_is_an_error_within_seconds():
-    with scripted(GOOD) as (url, _):
-        pass
-    with pytest.raises(RetrievalError, match=f"{url} .SEARCHQA_RETRIEVAL_URL.: .*refused"):
-        Remote(url, timeout_s=0.5).search("query", 2)
-    with scripted((500, {"error": "it broke"})) as (url, asked):
-        with pytest.raises(RetrievalError, match="HTTP 500: .*it broke"):
-            Remote(url, timeout_s=1.0).search("query", 2)
-        assert len(asked) > 1
+def test_a_lost_connection_and_a_5xx_are_repeated_so_many_times(service):
+    service.side_effect = [Lost("refused"), reply(503, "loading"), GOOD]
+    assert len(Remote(URL).search("Nairobi", 2)) == 2
+    service.side_effect = [Lost("refused")] * 4
+    with pytest.raises(RetrievalError, match="refused"):
+        Remote(URL).search("Nairobi", 2)
 
 
 def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
@@ -350,6 +290,7 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
                 expected = local.search(query, 3)
                 assert [score for _, score in answer] == [score for _, score in expected]
                 assert [each.text for each, _ in answer] == [each.text for each, _ in expected]
+            remote._line.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         finally:
