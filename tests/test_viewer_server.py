@@ -6,11 +6,10 @@ import shutil
 
 import pytest
 from fastapi.testclient import TestClient
-from made_run import HOSTILE, add_step, append, hostile_line, make_run
+from made_run import append, hostile_line, make_run
 
-from trajectory import from_line
-from viewer.export import bundle, export
-from viewer.server import PAGE, create_app
+from viewer.export import export
+from viewer.server import create_app
 from viewer.sources import NoSource, open_source
 
 HOST = "127.0.0.1:8610"
@@ -93,20 +92,6 @@ def test_a_trajectory_is_shown_token_by_token_as_its_file_has_it(run):
     assert said == [message["content"] for message in line["messages"]]
 
 
-def test_without_a_tokenizer_there_are_ids_and_without_tokens_nothing(run):
-    shutil.rmtree(run / "tokenizer")
-    tokens = ask(client_of(run), "trajectory/0/step_000003/1")["opening_tokens"]
-    assert tokens["text"] is None and len(tokens["ids"]) > 10
-    path = run / "trajectories/step_000001.jsonl"
-    line = json.loads(path.read_text().splitlines()[0])
-    line |= dict.fromkeys(("input_ids", "loss_mask", "rollout_log_probs", "advantages"))
-    for turn in line["turns"]:
-        turn["action_span"] = None
-    path.write_text(json.dumps(line) + "\n")
-    found = ask(client_of(run), "trajectory/0/step_000001/0")
-    assert found["opening_tokens"] is None and found["turns"][0]["action_tokens"] is None
-
-
 def test_what_was_lost_before_its_first_turn_says_why_and_is_not_a_failure(run):
     client = client_of(run)
     found = ask(client, "trajectory/0/step_000003/6")
@@ -129,8 +114,11 @@ def test_a_search_finds_what_was_said_where_and_says_how_far_it_is(run, tmp_path
     def hits(source, text):
         response = client.get(f"/api/search/{source}", params={"text": text})
         events = [json.loads(line) for line in response.text.splitlines()]
-        assert events[-1] == {"done": True, "hits": len(events) - 2, "cut": False}
-        assert "progress" in events[0] or "progress" in events[1]
+        assert events[-1] == {
+            "done": True,
+            "hits": sum("hit" in event for event in events),
+            "cut": False,
+        }
         return [event["hit"] for event in events if "hit" in event]
 
     said = hits(0, "INVENTORY")
@@ -141,16 +129,8 @@ def test_a_search_finds_what_was_said_where_and_says_how_far_it_is(run, tmp_path
     assert hits(0, "zzzz") == []
     for text in ('"hÉllo"', 'O"\nagain', "say"):  # JSON writes quotes and other letters otherwise
         assert len(hits(1, text)) == 1, text
-
-
-def test_a_run_that_grows_has_another_version_and_what_came(run):
-    client = client_of(run)
-    before = ask(client, "version")
-    assert ask(client, "version") == before
-    line = open_source(0, run).lines("step_000001").read(0)
-    add_step(run, 4, [from_line(line)])
-    assert ask(client, "version") != before
-    assert ask(client, "sources")["sources"][0]["files"][-1]["name"] == "step_000004"
+    view = ask(client, "trajectory/1/a/0")
+    assert view["opening_tokens"] is None and view["turns"][0]["action_tokens"] is None
 
 
 def test_an_evaluation_and_plain_files_are_sources_too_and_their_options_are_compared(
@@ -167,19 +147,11 @@ def test_an_evaluation_and_plain_files_are_sources_too_and_their_options_are_com
     assert (first["kind"], second["kind"]) == ("evaluation", "file")
     assert ask(client, "overview/0")["evaluations"][0]["overall"]["items"] == 3
     assert ask(client, "overview/1")["series"] == {}
-    view = ask(client, "trajectory/1/step_000001/0")
-    assert view["opening_tokens"]["text"]  # by the tokenizer of the run that the file is in
-
-
-def test_hostile_text_is_answered_as_it_is(tmp_path):
-    path = tmp_path / "hostile.jsonl"
-    path.write_text("".join(hostile_line(n, text) for n, text in enumerate(HOSTILE)))
-    client = client_of(path)
-    for row, text in zip(ask(client, "list/0/hostile")["rows"], HOSTILE, strict=True):
-        assert row["task_id"] == row["subtask"] == row["error"] == text
-        shown = ask(client, f"trajectory/0/hostile/{row['line']}")
-        assert shown["turns"][0]["state"]["goal"] == text
-    assert ask(client, "wrong/0/hostile")["failures"] == len(HOSTILE)
+    tokens = [
+        ask(client, f"trajectory/{where}/0")["opening_tokens"]
+        for where in ("0/trajectories", "1/step_000001")
+    ]  # the tokenizer is that of the run the file is in
+    assert tokens[0]["text"] is None and len(tokens[0]["ids"]) > 10 and tokens[1]["text"]
 
 
 # ---------------------------------------------------------------------------------- whom it refuses
@@ -230,9 +202,3 @@ def test_an_export_holds_the_newest_groups_whole_and_refuses_to_grow_without_end
     with pytest.raises(NoSource, match="give --limit N"):
         export([open_source(0, run)], out, None)
     assert not out.exists()
-
-
-def test_every_module_of_the_page_is_in_the_bundle():
-    script = bundle("app.js")
-    for path in PAGE.rglob("*.js"):
-        assert path.parent.name == "vendor" or f'MODULES["{path.name}"] = ' in script, path

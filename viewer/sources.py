@@ -26,6 +26,9 @@ READ_AT_ONCE = 20_000_000  # bytes of files that are indexed just to list how ma
 ALIVE_S = 600.0  # a run that has written nothing for longer is not live
 
 
+FileKind = Literal["train", "eval", "other"]
+
+
 class NoSource(ValueError):
     """There is nothing to look at; the message says what was expected."""
 
@@ -34,7 +37,7 @@ class NoSource(ValueError):
 class TrajectoryFile:
     name: str  # that pages use
     path: Path
-    kind: Literal["train", "eval", "other"]
+    kind: FileKind
     step: int | None
 
 
@@ -86,16 +89,14 @@ class Source:
     def listing(self) -> list[dict[str, Any]]:
         """Its files as pages list them. The number of trajectories is given for files that have
         been indexed, and for all files of a small source."""
-        files = self.files()
+        files, listed = self.files(), []
         is_small = sum(file.path.stat().st_size for file in files) < READ_AT_ONCE
-        listed = []
         for file in files:
-            lines = self.lines(file.name) if is_small or file.name in self._open else None
-            count, broken = (None, 0) if lines is None else (len(lines), lines.broken)
-            listed.append(
-                {"name": file.name, "kind": file.kind, "step": file.step}
-                | {"count": count, "broken": broken}
-            )
+            about = {"name": file.name, "kind": file.kind, "step": file.step}
+            if is_small or file.name in self._open:
+                lines = self.lines(file.name)
+                about |= {"count": len(lines), "broken": lines.broken}
+            listed.append(about)
         return listed
 
     @cached_property
@@ -125,11 +126,9 @@ class RunSource(Source):
     def files(self) -> list[TrajectoryFile]:
         files = []
         for path in (self.path / "trajectories").glob("*.jsonl"):
-            if match := re.fullmatch(r"(step|eval)_(\d+)", path.stem):
-                kind: Literal["train", "eval"] = "train" if match[1] == "step" else "eval"
-                files.append(TrajectoryFile(path.stem, path, kind, int(match[2])))
-            else:
-                files.append(TrajectoryFile(path.stem, path, "other", None))
+            match = re.fullmatch(r"(step|eval)_(\d+)", path.stem)
+            kind: FileKind = "other" if not match else "train" if match[1] == "step" else "eval"
+            files.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
         return sorted(files, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
 
     def config(self) -> dict[str, Any]:
@@ -145,10 +144,10 @@ class RunSource(Source):
 
     def status(self) -> str:
         steps, log = self.config().get("steps"), self.logs()[0]
-        status = f"{self.last_step()} of {steps} steps" if steps else ""
+        parts = [f"{self.last_step()} of {steps} steps"] if steps else []
         if log.exists() and self.is_live():
-            status += f", written {time.time() - log.stat().st_mtime:.0f} s ago"
-        return status
+            parts.append(f"written {time.time() - log.stat().st_mtime:.0f} s ago")
+        return ", ".join(parts)
 
     def last_step(self) -> int:
         """By its log, or by its trajectories: some methods do not play in every step."""
