@@ -230,23 +230,16 @@ def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"token_ids": None},
-        {"token_ids": [], "logprobs": {"token_logprobs": []}},
-        {"token_ids": [5, 6, 7]},
-        {"logprobs": {"token_logprobs": [-0.1, math.nan]}},
-    ],
-    ids=str,
-)
-def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, servers, changed):
-    answer = completion([5, 6])
-    answer["choices"][0].update(changed)
-    servers[0].script["/v1/completions"] = [(200, {}, answer)]
-    engine.submit("a", [5], SETTINGS)
-    with pytest.raises(EngineError, match="is it vLLM"):
-        finish(engine)
+def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, servers):
+    one_too_many, nothing, not_finite = completion([5]), completion([]), completion([5])
+    one_too_many["choices"][0]["token_ids"] = [5, 6]
+    not_finite["choices"][0]["logprobs"] = {"token_logprobs": [math.nan]}
+    answers = [one_too_many, nothing, not_finite, {"choices": [{"text": "of another server"}]}]
+    for n, answer in enumerate(answers):
+        servers[0].script["/v1/completions"] = [(200, {}, answer)]
+        submit(engine, [n])
+        with pytest.raises(EngineError, match="is it vLLM"):
+            finish(engine)
 
 
 @pytest.mark.parametrize(

@@ -110,41 +110,32 @@ def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(en
 def test_a_peak_leaves_out_what_a_sleeping_sampler_has_given_back(engine, monkeypatch):
     """torch still counts it as allocated: an update was said to take 146 GB of a card of 150."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 90)
-    assert clock.peak() == 90
-    engine.sleep()
-    engine.sleep()
-    assert clock.peak() == 90 - FakeLLM.GIVEN_BACK
-    engine.load_weights(iter(WEIGHTS))
-    assert clock.peak() == 90
-    engine.sleep()
-    engine.close()
-    assert clock.peak() == 90
-
-
-def test_nothing_is_sampled_between_sleep_and_new_weights(engine):
-    """vLLM would answer noise, without an error."""
-    engine.sleep()
-    with pytest.raises(EngineError, match="vLLM has no weights"):
-        engine.submit("a", [1, 2], SETTINGS)
-    assert engine.num_running == 0
-    engine.load_weights(iter(WEIGHTS))
-    expected = {"a": Generation("a", [7, 8], [-0.5, -0.25], "stop")}
-    assert run(engine, a=([1, 2], SETTINGS)) == expected
+    peaks = [clock.peak()]
+    for change in (engine.sleep, lambda: engine.load_weights(WEIGHTS), engine.sleep, engine.close):
+        change()
+        peaks.append(clock.peak())
+    asleep = 90 - FakeLLM.GIVEN_BACK
+    assert peaks == [90, asleep, 90, asleep, 90]
 
 
 @pytest.mark.parametrize(
     "fails", [("wake_up", "weights"), ("reload_weights", "b"), ("wake_up", "kv_cache")]
 )
-def test_weights_that_came_in_part_are_not_sampled_from(engine, monkeypatch, fails):
+def test_nothing_is_sampled_between_sleep_and_all_of_the_new_weights(engine, monkeypatch, fails):
+    """vLLM would answer noise, without an error."""
     engine.sleep()
+    with pytest.raises(EngineError, match="vLLM has no weights"):
+        engine.submit("a", [1, 2], SETTINGS)
     monkeypatch.setattr(FakeLLM, "fails", fails)
     with pytest.raises(EngineError, match="out of memory"):
         engine.load_weights(iter(WEIGHTS))
     with pytest.raises(EngineError, match="vLLM has no weights"):
         engine.submit("a", [1, 2], SETTINGS)
+    assert engine.num_running == 0
     monkeypatch.setattr(FakeLLM, "fails", ())
     engine.load_weights(iter(WEIGHTS))
-    assert len(run(engine, a=([1, 2], SETTINGS))) == 1
+    expected = {"a": Generation("a", [7, 8], [-0.5, -0.25], "stop")}
+    assert run(engine, a=([1, 2], SETTINGS)) == expected
 
 
 def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(engine):

@@ -1,6 +1,6 @@
 """sampling/fleet.py with one real vLLM server of the tiny model."""
 
-from contextlib import ExitStack
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,16 +15,19 @@ __all__ = ["checkpoint", "lm"]  # fixtures
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    """What the server runs, and its address."""
+    served = Served(checkpoint, 1001, "float32")
+    with start_servers(served, [0] if torch.cuda.is_available() else ["cpu"]) as urls:
+        yield served, urls
+
+
 def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weights(
-    checkpoint, lm, tmp_path
+    served, lm, tmp_path
 ):
     """Trap 20, over HTTP: read from a folder without the tied head, vLLM keeps the old one."""
-    with ExitStack() as stack:
-        devices = [0] if torch.cuda.is_available() else ["cpu"]
-        served = Served(checkpoint, 512, "float32")
-        urls = stack.enter_context(start_servers(served, devices))
-        engine = FleetEngine(urls, tmp_path / "weights", served)
-        stack.callback(engine.close)
+    with closing(FleetEngine(served[1], tmp_path / "weights", served[0])) as engine:
 
         def assert_trainer_agrees(lm):
             prompts = {f"r{n}": prompt_of(n, seed=n) for n in (5, 17, 300)}
@@ -43,22 +46,22 @@ def test_a_real_server_samples_what_the_trainer_scores_before_and_after_new_weig
             engine.load_weights(new.state_dict().items())
             assert_trainer_agrees(new)
 
-        # Ends at a stop token, which is kept; an aborted request leaves nothing behind.
+        # Ends at a stop token; an aborted request leaves nothing behind.
         greedy = run(engine, a=(prompt_of(8), SamplingSettings(8, 0.0)))["a"].token_ids
-        stop = greedy[3]
-        sampling = SamplingSettings(8, 0.0, stop_token_ids=(stop,))
+        sampling = SamplingSettings(8, 0.0, stop_token_ids=(greedy[3],))
         done = run(engine, a=(prompt_of(8), sampling))["a"]
-        assert done.token_ids == greedy[: greedy.index(stop) + 1] and done.finish_reason == "stop"
+        assert done.token_ids == greedy[: greedy.index(greedy[3]) + 1]
+        assert done.finish_reason == "stop"
         engine.submit("long", prompt_of(8), SamplingSettings(480))
         engine.poll()
         engine.abort()
         engine.load_weights(lm.state_dict().items())
         assert_trainer_agrees(lm)
-        engine.submit("too long", prompt_of(600), SamplingSettings(4))
-        with pytest.raises(EngineError, match=r"HTTP 400.*512"):
+        engine.submit("too long", prompt_of(1100), SamplingSettings(4))
+        with pytest.raises(EngineError, match=r"HTTP 400.*1001"):
             finish(engine)
 
 
-def test_two_trainer_processes_share_a_server_that_gets_each_steps_weights(tmp_path):
-    run_dir, _ = run_with_vllm(tmp_path, engine_devices=("cpu",))
-    assert not any((run_dir / "weights").glob("*"))
+def test_two_trainer_processes_share_a_server_that_gets_each_steps_weights(served, tmp_path):
+    run_dir, _ = run_with_vllm(tmp_path, engine_url=served[1])
+    assert not (run_dir / "weights").exists()

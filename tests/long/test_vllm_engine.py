@@ -68,31 +68,21 @@ def test_a_turn_reads_little_of_its_history_again_and_agrees(vllm, lm, monkeypat
         history = history + done.token_ids + prompt_of(8, seed=turn)
 
 
-def test_vllm_takes_requests_while_others_run(vllm, lm):
+def test_vllm_takes_requests_while_others_run_and_ends_them_at_a_stop_token(vllm, lm):
     engine, dtype = vllm
-    early, late = prompt_of(30, seed=1), prompt_of(60, seed=2)
+    early, late = prompt_of(30, seed=1), prompt_of(8)
     engine.submit("early", early, SamplingSettings(24))
     for _ in range(5):
         assert engine.poll() == []
-    engine.submit("late", late, SamplingSettings(4))
-    order = []
-    while engine.num_running:
-        order += engine.poll()
-    assert [g.request_id for g in order] == ["late", "early"]
-    assert_trainer_agrees(lm, dtype, late, order[0])
-    assert_trainer_agrees(lm, dtype, early, order[1])
-
-
-def test_vllm_keeps_the_stop_token_and_tells_why_it_ended(vllm):
-    engine, _ = vllm
-    prompt = prompt_of(8)
-    greedy = run(engine, a=(prompt, SamplingSettings(8, 0.0)))["a"]
-    assert len(greedy.token_ids) == 8 and greedy.finish_reason == "length"
-    stop = greedy.token_ids[3]
-    first = greedy.token_ids.index(stop)
-    done = run(engine, a=(prompt, SamplingSettings(8, 0.0, stop_token_ids=(stop,))))["a"]
-    assert done.token_ids == greedy.token_ids[: first + 1] and done.finish_reason == "stop"
-    assert len(done.log_probs) == len(done.token_ids)
+    engine.submit("late", late, SamplingSettings(8, 0.0))
+    whole, other = [g for _ in range(40) for g in engine.poll()]
+    assert (whole.request_id, other.request_id) == ("late", "early")
+    assert_trainer_agrees(lm, dtype, early, other)
+    assert len(whole.token_ids) == 8 and whole.finish_reason == "length"
+    stop = whole.token_ids[3]
+    cut = run(engine, a=(late, SamplingSettings(8, 0.0, stop_token_ids=(stop,))))["a"]
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]  # it is kept
+    assert len(cut.log_probs) == len(cut.token_ids) and cut.finish_reason == "stop"
 
 
 def test_new_weights_reach_vllms_tied_head_and_its_cached_prefixes(vllm, lm):
