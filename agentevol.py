@@ -90,22 +90,15 @@ class EvolConfig(IteratedConfig):
     data: tuple[str, ...] = ()
     """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the
     environment's oracle demonstrates training tasks, as it did for the warm start"""
-    num_demonstrations: int = 32
-    """demonstrations of the oracle, of each environment, without --data (episodes)"""
-    iterations: int = 3
-    """times that the policy explores; each is followed by an equal part of the steps"""
-    tasks_per_iteration: int = 64
-    """tasks that it explores (tasks)"""
-    min_return: float = 0.0
-    """least return of a trajectory that is kept, or taken from --data; a return of 0 never is
-    (0..1)"""
-    keep_per_task: int = 8
-    """trajectories kept of one task and iteration, the best first (trajectories)"""
+    num_demonstrations: int = 32  # of the oracle, per environment, without --data (episodes)
+    iterations: int = 3  # times that the policy explores, each followed by as many steps
+    tasks_per_iteration: int = 64  # tasks that it explores (tasks)
+    min_return: float = 0.0  # least return that is kept, or taken from --data; 0 never is (0..1)
+    keep_per_task: int = 8  # of one task and iteration, the best first (trajectories)
     weighting: Literal["played", "return", "one"] = "played"
     """how much a kept trajectory counts: played: its return, as often as it was played alike;
     return: once; one: 1, as a demonstration"""
-    ignore_returns: bool = False
-    """control: keep what is explored first, whatever it earned, as if it had earned 1"""
+    ignore_returns: bool = False  # control: keep what is explored first, as if it had earned 1
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
     """what an iteration's exploration joins: all that was there before, or only the demonstrations
     [paper: all]"""
@@ -113,17 +106,11 @@ class EvolConfig(IteratedConfig):
     """the weights that an iteration begins with: the run's start, or the last iteration's [paper:
     base]"""
     # How it learns
-    steps: int = 12
-    """training steps in total, in equal parts (steps)"""
-    mini_batch_size: int = 64
-    """trajectories of a step, which is one optimizer step (trajectories)"""
-    learning_rate: float = 4e-5
-    """of the policy, AdamW, at the beginning of each iteration [paper: 1e-5]"""
-    eval_every: int = 4
-    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never;
-    the steps of an iteration show what each has learned (steps)"""
-    save_every: int = 4
-    """write a checkpoint every so many steps, and after the last (steps)"""
+    steps: int = 12  # training steps in total, in equal parts (steps)
+    mini_batch_size: int = 64  # trajectories of a step (trajectories)
+    learning_rate: float = 4e-5  # AdamW, at the beginning of each iteration [paper: 1e-5]
+    eval_every: int = 4  # evaluate held-out tasks every N steps, first and after all; 0: never
+    save_every: int = 4  # write a checkpoint every N steps, and after the last
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.data:
@@ -163,23 +150,20 @@ def train(config: EvolConfig) -> Run:
             iteration, place = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
-            if place == 0 or not evolving:
-                with session.saving_on_failure(), clock("time/rollout_s"):
-                    evolving, explored = evolve(session, files, step, demonstrations)
-                    w.rest()  # while the weights are still those of a step
-                if place == 0:
-                    metrics |= explored
-                    if iteration:  # the first begins with the start as it is
-                        begin_again(w, config)
-                        if config.learn_from == "base":
-                            session.sentinels = Sentinels()
+            with session.saving_on_failure():
+                if place == 0 or not evolving:
+                    with clock("time/rollout_s"):
+                        evolving, explored = evolve(session, files, step, demonstrations)
+                w.rest()  # while the weights are still those of a step
+            if place == 0:
+                metrics |= explored
+                if iteration:  # the first begins with the start as it is
+                    begin_again(session, config)
 
             # --------------------------------------------------------------------------- 2 imitate
             key = f"evolve/{config.seed}/{iteration}"
             rows, epochs = portion(place + 1, len(evolving), config.mini_batch_size, key)
             batch = w.batch_of([evolving[row] for row in rows])
-            with session.saving_on_failure():
-                w.rest()
             w.set_learning_rates(place + 1)
             with clock("time/update_s"):
                 metrics |= imitate(w.policy, batch, w.portions(len(batch)), seed=step)
@@ -250,8 +234,6 @@ def evolve(
         origins = Counter(record["origin"] for record in evolving)
         counts = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
         distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {counts}")
-        if not new:
-            distributed.say(f"nothing new of {len(explored)} explored earned enough to join")
         metrics |= {
             "train/trajectories_used": len(new),
             "data/evolving": len(evolving),
@@ -268,8 +250,8 @@ def selected(
 ) -> list[Record]:
     """The explored records that join the set, each with its origin and weight: the best of each
     task. Equal texts join as one; with --weighting played its weight is the sum of what they
-    earned, for q(τ) ∝ π(τ) R(τ). Otherwise it counts once, and not again if the set had it before
-    (an easy task would gain weight with each iteration)."""
+    earned, for q(τ) ∝ π(τ) R(τ). Otherwise it counts once, and not again if the set had it before:
+    an easy task would gain weight with each iteration."""
     blind, played = config.ignore_returns, config.weighting == "played"
     good = [r for r in explored if blind or is_enough(r["return"], config)]
     sums: dict[Any, float] = defaultdict(float)
@@ -302,15 +284,17 @@ def is_enough(total: float, config: EvolConfig) -> bool:
     return total > ROUNDING and total > config.min_return - ROUNDING
 
 
-def begin_again(worker: MethodWorker, config: EvolConfig) -> None:
+def begin_again(session: Session[MethodWorker], config: EvolConfig) -> None:
     """An iteration's first weights: the run's start, or the last ones with a fresh optimizer. The
     sampler is asleep by then."""
-    if config.learn_from == "base":
-        with phase("back to the base policy"):
-            worker.forget_policy()
-            worker.policy = worker.fresh_policy()
-    else:
+    worker = session.worker
+    if config.learn_from == "last":
         worker.policy = worker.renewed(worker.policy)
+        return
+    with phase("back to the base policy"):
+        worker.forget_policy()
+        worker.policy = worker.fresh_policy()
+    session.sentinels = Sentinels()
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

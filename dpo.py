@@ -98,49 +98,30 @@ class DpoConfig(IteratedConfig):
     large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
 
     # The pairs; without any of these files the policy plays for them
-    pairs: tuple[str, ...] = ()
-    """pair files, {"id", "prompt", "chosen", "rejected"}, JSON or a line each"""
-    data: tuple[str, ...] = ()
-    """runs, or conversations with returns: better and worse tries at one task become pairs"""
-    expert: tuple[str, ...] = ()
-    """conversations to choose from, e.g. demonstrations; with --experience"""
-    experience: tuple[str, ...] = ()
-    """conversations to reject from: what the policy did at the tasks of --expert"""
-    min_gap: float = 0.5
-    """least difference of returns within a pair (0..1)"""
-    min_return: float = 0.0
-    """least return of a chosen trajectory (0..1)"""
-    pairs_per_task: int = 4
-    """pairs of one task, at most, the largest gaps first; of --pairs the first in the file
-    (pairs)"""
+    pairs: tuple[str, ...] = ()  # pair files, {"id", "prompt", "chosen", "rejected"}
+    data: tuple[str, ...] = ()  # runs, or conversations with returns: tries at a task become pairs
+    expert: tuple[str, ...] = ()  # conversations to choose from; with --experience
+    experience: tuple[str, ...] = ()  # to reject from: what the policy did at the tasks of --expert
+    min_gap: float = 0.5  # least difference of returns within a pair (0..1)
+    min_return: float = 0.0  # least return of a chosen trajectory (0..1)
+    pairs_per_task: int = 4  # at most: the largest gaps, or of --pairs the first in the file
     # The loss
-    beta: float = 0.1
-    """how much a margin counts: the smaller, the further from the reference [paper: 0.5]"""
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """sigmoid: DPO; ipo; hinge: as SLiC (PREFERENCES in dpo.py)"""
-    label_smoothing: float = 0.0
-    """chance that a pair is the wrong way round, with sigmoid (0..0.5)"""
+    beta: float = 0.1  # the smaller, the further from the reference [paper: 0.5]
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # sigmoid: DPO; hinge: as SLiC
+    label_smoothing: float = 0.0  # chance that a pair is the wrong way round (sigmoid; 0..0.5)
     sft_coef: float = 1.0
     """weight of imitating the chosen one, per token, against likelihoods that both fall; 0: DPO
     alone [paper: 0]"""
     # How it learns
-    iterations: int = 6
-    """times that the policy plays, each followed by an equal part of the steps; pairs from files
-    are one iteration"""
-    tasks_per_iteration: int = 48
-    """tasks that it plays then (tasks)"""
+    iterations: int = 6  # times that the policy plays; pairs from files are one iteration
+    tasks_per_iteration: int = 48  # tasks that it plays then (tasks)
     steps: int = 18
     """training steps in total, also on resume; a pass over n pairs takes 2 n / --mini-batch-size,
     rounded up (steps)"""
-    mini_batch_size: int = 64
-    """trajectories of a step, which is one optimizer step, two of each pair (trajectories)"""
-    learning_rate: float = 4e-5
-    """of the policy, AdamW [paper: 5e-7]"""
-    eval_every: int = 9
-    """evaluate held-out tasks every so many steps, before the first and after the last; 0: never
-    (steps)"""
-    save_every: int = 9
-    """write a checkpoint every so many steps, and after the last (steps)"""
+    mini_batch_size: int = 64  # trajectories of a step, two of each pair (trajectories)
+    learning_rate: float = 4e-5  # of the policy, AdamW [paper: 5e-7]
+    eval_every: int = 9  # evaluate held-out tasks every N steps, first and after all; 0: never
+    save_every: int = 9  # write a checkpoint every N steps, and after the last
 
     def check(self) -> None:
         super().check()
@@ -572,12 +553,10 @@ def pairs_in_files(config: DpoConfig) -> list[Pair]:
         else:
             expert, experience = examples(config.expert), examples(config.experience)
             pairs = pairs_of_experts(expert, experience, config, counts)
-        distributed.say(describe(pairs, counts))
+        report = describe(pairs, counts)
         if not pairs:
-            raise ValueError(
-                f"{describe(pairs, counts)}; tries at one task have one "
-                '"item_id", or "id", and open with the same words'
-            )
+            raise ValueError(f"{report}; a pair needs one item_id and the same opening")
+        distributed.say(report)
         return pairs
 
     with refusing():

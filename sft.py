@@ -70,23 +70,16 @@ class SftConfig(MethodConfig):
     data: tuple[str, ...] = ()
     """conversations: files of AgentTraj or messages, JSON or a line each, and runs; none: the
     environment's oracle demonstrates training tasks"""
-    min_return: float | None = None
-    """of a run in --data: only trajectories with at least this return; solved ones have 1 in
-    textcraft, less in babyai (none: all)"""
-    num_demonstrations: int = 128
-    """demonstrations of the oracle, of each environment, without --data (episodes)"""
+    min_return: float | None = None  # of --data: only what earned at least this (none: all)
+    num_demonstrations: int = 128  # of the oracle, per environment, without --data (episodes)
     hold_out: float = 0.0
     """share of the conversations, all of a task or none, that is not learned but measured: its loss
     at each evaluation, or after each epoch when nothing is played; the lowest is `best` (0..1)"""
     # How it learns
-    steps: int = 0
-    """training steps in total, also on resume; 0: as many as --epochs take (steps)"""
-    epochs: int = 2
-    """passes over the conversations, without --steps (epochs)"""
-    warm_start: str = "never"
-    """never: from --model as it is; auto: from its warm start; or a folder"""
-    env_weights: tuple[int, ...] = ()
-    """of train.py, dpo.py and agentevol.py; here each environment shows as many"""
+    steps: int = 0  # training steps in total, also on resume; 0: as many as --epochs take (steps)
+    epochs: int = 2  # passes over the conversations, without --steps (epochs)
+    warm_start: str = "never"  # from --model as it is; auto: from its warm start; or a folder
+    env_weights: tuple[int, ...] = ()  # of the other programs: each environment shows as many
 
     def check(self) -> None:
         super().check()
@@ -156,12 +149,10 @@ def train(config: SftConfig) -> Run:
 
 def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     """What is learned, and what is held out."""
-    task_ids = [example.task_id for example in examples]
-    tasks = held_out_of(task_ids, config.hold_out, config.seed)
+    tasks = held_out_of([example.task_id for example in examples], config.hold_out, config.seed)
     held_out = [example for example in examples if example.task_id in tasks]
     if held_out:
-        counts = f"{len(held_out)} of {len(examples)} conversations, of {len(tasks)} tasks"
-        distributed.say(f"held out: {counts}")
+        distributed.say(f"held out: {len(held_out)} conversations of {len(tasks)} tasks")
     return [example for example in examples if example.task_id not in tasks], held_out
 
 

@@ -32,7 +32,7 @@ import torch
 from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import SMALL_MODELS, Objective, RunConfig, in_each, prompt_of, refusing, tasks_of
-from data import PLAIN, Manner, Record, as_opening, demonstrations, encode
+from data import Manner, Record, as_opening, demonstrations, encode
 from envs import env_name, get_env
 from models import load_policy, load_tokenizer, stop_ids_of
 from run.files import build_folder, cache_dir, write_json
@@ -68,10 +68,6 @@ class SftSettings:
     def num_steps(self, num_records: int) -> int:
         """Optimizer steps over so many demonstrations."""
         return self.epochs * math.ceil(num_records / self.batch_size)
-
-    @property
-    def manner(self) -> Manner:
-        return Manner(self.slips, self.thoughts)
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -123,8 +119,8 @@ def batch_of(
 def train_to(
     folder: Path | None, model: str, records: list[Record], settings: SftSettings, accelerator: Any
 ) -> None:
-    """Fine-tune `model` and save a checkpoint, with its data and losses beside it, and adapters
-    also by themselves. Collective.
+    """Fine-tune `model` and save a checkpoint, with its losses beside it, and adapters also by
+    themselves. Collective.
 
     Args:
         folder: where to; None on the ranks that do not write.
@@ -150,7 +146,6 @@ def train_to(
     if folder is not None:
         about = {"model": model, "settings": asdict(settings), "losses": losses}
         write_json(folder / ABOUT, about | {"records": hash_of(records)})
-        write_json(folder / "sft_data.json", records)
     distributed.forget(accelerator, policy)
     distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
 
@@ -187,7 +182,8 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
     records = []
     for c in in_each(config):
         prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
-        manner = settings_for(c.model, c.env).manner if begins_warm(c) else PLAIN
+        settings = settings_for(c.model, c.env) if begins_warm(c) else SftSettings()
+        manner = Manner(settings.slips, settings.thoughts)
         for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, manner):
             if prompt is not None:  # the oracle plays the same under any prompt
                 turns = as_opening(prompt) + record["conversations"][num_replaced:]

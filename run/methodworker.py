@@ -77,12 +77,9 @@ class MethodConfig(RunConfig):
     large: ClassVar[dict[str, Any]] = {"learning_rate": 1e-5}
 
     # How it learns
-    rounds: tuple[int, ...] = (6,)
-    """most turns of a trajectory that is played (turns) [paper: 30]"""
-    mini_batch_size: int = 16
-    """trajectories of a step, which is one optimizer step (trajectories)"""
-    learning_rate: float = 1e-4
-    """of the policy, AdamW [paper: 1e-5]"""
+    rounds: tuple[int, ...] = (6,)  # most turns of a trajectory (turns) [paper: 30]
+    mini_batch_size: int = 16  # trajectories of a step, which is one optimizer step (trajectories)
+    learning_rate: float = 1e-4  # of the policy, AdamW [paper: 1e-5]
     learning_rate_decay_steps: int = 0
     """linear decay to 1/N of the rate in N steps, then constant; 0: over all steps, for AgentEvol
     over those of each iteration (steps)"""
@@ -100,16 +97,10 @@ class MethodConfig(RunConfig):
                 yield name, "leave it out, nothing is played without --eval-every"
 
     def check(self) -> None:
-        """Refuse options that cannot work.
-
-        Raises:
-            Misuse: one line that says what to do.
-        """
         super().check()
         for c in in_each(self):
-            rounds = " ".join(map(str, c.rounds))
             if len(c.rounds) != 1 or c.rounds[0] < 1:
-                raise Misuse(f"--rounds {rounds}: {self.program} needs one number, at least 1")
+                raise Misuse(f"--rounds: {self.program} needs one number, at least 1")
         least = getattr(self, "min_return", None)
         is_fine = least is None or (math.isfinite(least) and (least >= 0 or self.method == "sft"))
         self.require("min_return", is_fine, "must be finite, and no return is below 0")
@@ -133,21 +124,16 @@ class MethodConfig(RunConfig):
                     played = saved_config(file, RunConfig)
                 except Misuse:  # it is not a run
                     continue
-                problem = ""
+                how = f"{flag(name)} {file} was played"
                 if not set(names_of(played.env)) & set(names_of(self.env)):
-                    problem = f"in {played.env}, this run plays {self.env}"
+                    yield f"{how} in {played.env}, this run plays {self.env}: give --env"
                 elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
-                    problem = f"by {played.model} as trained there, this run starts otherwise"
-                if problem:
-                    yield (
-                        f"{flag(name)} {file} was played {problem}: --env and --model are not "
-                        f"taken from it (--model {file}/checkpoints/best continues it)"
-                    )
+                    best = f"--model {file}/checkpoints/best"
+                    yield f"{how} by {played.model}, as trained there: {best} goes on from it"
 
     @property
     def has_material(self) -> bool:
-        """Whether a resumed run holds what its files gave its first iteration: they are not read
-        again."""
+        """Whether a resumed run holds what its files gave it, so that they are not read again."""
         return False
 
 
@@ -159,21 +145,15 @@ class IteratedConfig(MethodConfig):
     folder: ClassVar[str] = ""  # of the run, with what each iteration made
 
     # When it plays
-    iterations: int = 1
-    """times that the policy plays; each is followed by an equal part of the steps"""
-    tasks_per_iteration: int = 32
-    """tasks that it plays then (tasks)"""
-    group_size: int = 8
-    """trajectories per task (trajectories)"""
+    iterations: int = 1  # times that the policy plays, each followed by as many steps
+    tasks_per_iteration: int = 32  # tasks that it plays then (tasks)
+    group_size: int = 8  # trajectories per task (trajectories)
 
     def check(self) -> None:
         super().check()
         steps, times = self.steps, self.num_iterations
-        if steps > 0 and (rest := steps % times):
-            near = " or ".join(str(n) for n in (steps - rest, steps - rest + times) if n)
-            raise Misuse(
-                f"--steps {steps} cannot be cut into --iterations {times} equal parts; give {near}"
-            )
+        if steps % times:
+            raise Misuse(f"--steps {steps} is not a multiple of --iterations {times}")
 
     @property
     def num_iterations(self) -> int:
@@ -274,12 +254,7 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
     def read() -> list[Example]:
         if not config.data:
             records = demonstrations_for(config, config.num_demonstrations, config.seed)
-            wanted = config.num_demonstrations * len(in_each(config))
-            if len(records) < wanted:
-                distributed.say(
-                    f"the oracle gave {len(records)} of {wanted} demonstrations; the others "
-                    "failed, or repeated one"
-                )
+            distributed.say(f"the oracle gave {len(records)} demonstrations")
             return encode_all(chat, records)
         records = list(read_records([Path(path) for path in config.data]))
         chosen = records
@@ -319,18 +294,12 @@ def drop_too_long(
     lengths = [max(len(e.trajectory.input_ids) for e in examples_of(item)) for item in items]
     fit = [item for item, length in zip(items, lengths, strict=True) if length <= limit]
     if not fit:
-        raise Misuse(
-            f"--max-trajectory-tokens {limit} leaves none of {len(items)} {what}; raise it"
-        )
+        raise Misuse(f"--max-trajectory-tokens {limit} leaves none of the {what}; raise it")
     if num_out := len(items) - len(fit):
-        distributed.say(
-            f"{num_out} of {len(items)} {what} have more than {limit} tokens and are left out"
-        )
+        distributed.say(f"{num_out} {what} have more than {limit} tokens and are left out")
     examples = [example for item in fit for example in examples_of(item)]
     if num_again := sum(example.is_reencoded for example in examples):
-        distributed.say(
-            f"{num_again} trajectories are from another tokenizer: encoded again, from text"
-        )
+        distributed.say(f"{num_again} trajectories of another tokenizer are encoded from text")
     num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
     num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
     distributed.say(f"{len(fit):,} {what}: {num_tokens:,} tokens, {num_learned:,} of them learned")

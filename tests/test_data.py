@@ -17,7 +17,7 @@ from data import (
     play_demonstrations,
     to_agenttraj,
 )
-from envclient import NotSupported, StepOutsideEpisode, StepResult, connect
+from envclient import StepOutsideEpisode, StepResult, connect
 from envs import OracleLost, load_tasks
 from envs.common import action_line
 from envs.textcraft.env import TextCraft
@@ -259,16 +259,6 @@ def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
     assert [task.subtask for task, _ in pairs] == ["even", "odd"] * 8
     assert len({(task.task_index, seed) for task, seed in pairs}) == 16
     assert [seed for _, seed in pairs] == [7] * 8 + [8] * 8
-
-
-def test_a_server_without_an_oracle_is_named_and_nothing_is_kept(tmp_path, monkeypatch):
-    def no_oracle(client):
-        raise NotSupported("GET /oracle: 404", "http://x")
-
-    monkeypatch.setattr("envclient.EnvClient.oracle", no_oracle)
-    with serve(Told) as url, pytest.raises(NotSupported, match="/oracle"):
-        letters(2, [url])
-    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
 
 
 # --- Wrong moves that are shown and not imitated --------------------------------------------------

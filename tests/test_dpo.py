@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -672,17 +671,11 @@ def test_returns_of_a_file_are_kept_to_and_of_a_task_the_first_pairs_are_taken(t
 
 
 def test_both_sides_may_name_the_task_and_say_what_they_earned():
-    sides = {"chosen": played("maze_7", "open").record, "rejected": played("maze_7", "go").record}
-    sides = {
-        "chosen": sides["chosen"] | {"reward": 1.0},
-        "rejected": sides["rejected"] | {"return": 0.25},
-    }
+    chosen, rejected = (played("maze_7", text).record for text in ("open", "go"))
+    sides = {"chosen": chosen | {"reward": 1.0}, "rejected": rejected | {"return": 0.25}}
     pair = pair_in({"id": 17} | sides, "x", WORDS)
     assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
     assert pair_in(GOOD | {"id": 17, "item_id": "maze_7"}, "x", WORDS).task_id == "maze_7"
-    assert (
-        pair_in({"prompt": "dark", "chosen": "open", "rejected": "go"}, "x", WORDS).task_id == "x"
-    )
 
 
 RECORDS = [played("a", "open").record, played("b", "go").record]
@@ -707,21 +700,25 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
     assert problem.startswith(f"{file}, line 2") and message in problem and "\n" not in problem
 
 
-@pytest.mark.parametrize(
-    ("content", "changes", "problem"),
-    [
-        ([GOOD | {"rejected": GOOD["chosen"]}], {}, "0 pairs; left out: 1 equal texts; tries at"),
-        ([GOOD], {"max_trajectory_tokens": 5}, "5 leaves none of 1 pairs; raise it"),
-    ],
-)
-def test_files_without_a_pair_to_learn_from_are_refused(
-    tmp_path, monkeypatch, content, changes, problem
-):
+def test_pairs_come_from_the_files_that_the_options_name(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "chat_of", lambda config: WORDS)
-    file = tmp_path / "pairs.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(Misuse, match=problem):
-        dpo.pairs_in_files(DpoConfig(pairs=(str(file),), **changes))
+    files = {name: (str(tmp_path / f"{name}.json"),) for name in ("pairs", "data", "a", "b")}
+    openings = (("x", "dark"), ("y", "bright"))
+    wins = [played(task, "open", 1.0, seen).record for task, seen in openings]
+    losses = [played(task, "go", 0.0, seen).record for task, seen in openings]
+    for name, content in (("pairs", [GOOD]), ("data", wins + losses), ("a", wins), ("b", losses)):
+        Path(*files[name]).write_text(json.dumps(content))
+
+    def pairs(**options):
+        return dpo.pairs_in_files(DpoConfig(eval_every=0, **options))
+
+    assert [pair.task_id for pair in pairs(pairs=files["pairs"])] == ["a"]
+    for options in ({"data": files["data"]}, {"expert": files["a"], "experience": files["b"]}):
+        assert [(pair.task_id, pair.gap) for pair in pairs(**options)] == [("x", 1.0), ("y", 1.0)]
+    with pytest.raises(Misuse, match="0 pairs; left out: 2 no partner; a pair needs"):
+        pairs(data=files["a"])
+    with pytest.raises(Misuse, match="5 leaves none of the pairs; raise it"):
+        pairs(pairs=files["pairs"], max_trajectory_tokens=5)
 
 
 def test_the_examples_of_the_page_are_read(tmp_path):
@@ -746,14 +743,9 @@ def test_the_examples_of_the_page_are_read(tmp_path):
 # --- Options --------------------------------------------------------------------------------------
 
 
-def test_the_kinds_of_loss_are_the_choices_of_the_option():
-    assert set(get_args(get_type_hints(DpoConfig)["loss"])) == set(PREFERENCES)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"sft_coef": -1.0}, "--sft-coef -1.0 must not be negative"),
         ({"min_return": math.nan}, "--min-return nan must be finite"),
         ({"beta": math.inf}, "--beta inf must be above 0, and finite"),
         ({"min_gap": -0.5}, "--min-gap -0.5 must be a difference"),
@@ -763,8 +755,8 @@ def test_the_kinds_of_loss_are_the_choices_of_the_option():
         ({"expert": ("x",)}, "--expert needs"),
         ({"pairs": ("x",), "data": ("y",)}, "--pairs, --data and --expert each say where"),
         ({"group_size": 1}, "--group-size 1 leaves no second"),
-        ({"steps": 5, "iterations": 2}, "--steps 5 cannot be cut into --iterations 2"),
-        ({"rounds": (2, 4)}, "--rounds 2 4: dpo.py needs one number"),
+        ({"steps": 5, "iterations": 2}, "--steps 5 is not a multiple of --iterations 2"),
+        ({"rounds": (2, 4)}, "--rounds: dpo.py needs one number"),
         ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json is not there"),
     ],
 )

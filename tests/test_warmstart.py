@@ -12,7 +12,7 @@ from chat import ChatTemplate
 from config import complete, options
 from data import demonstrations, play_demonstrations
 from envs import load_tasks
-from models import PolicyModel, load_policy, load_tokenizer
+from models import load_policy, load_tokenizer
 from scale import distributed
 from scale.default_models import resolve_model
 from update import Learner
@@ -73,28 +73,6 @@ def test_the_loop_is_that_of_plain_gradient_descent_written_out(tiny, batch):
     # Adam turns a gradient near 0 into a whole step, one way or the other by rounding.
     ours, plain = (torch.cat([p.flatten() for p in m.parameters()]) - start for m in (ours, plain))
     assert torch.cosine_similarity(ours, plain, dim=0) > 0.98
-
-
-def test_what_demonstrations_have_in_common_is_computed_once_and_nothing_else_changes(
-    tiny, batch, monkeypatch
-):
-    """The instructions: packed, they are read once a step, and the losses are the same."""
-    seen = {True: 0, False: 0}
-    forward = PolicyModel.forward
-
-    def counting(self, input_ids, *args, **kwargs):
-        seen[share] += input_ids.numel()
-        return forward(self, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(PolicyModel, "forward", counting)
-    losses = {}
-    for share in (True, False):
-        settings = replace(SETTINGS, share_prefix=share, max_tokens=10_000, epochs=1)
-        with fresh_process_state():
-            learner = learner_of(load_policy(tiny, share), "no")
-            losses[share] = warmstart.imitate(learner, batch, settings)
-    assert losses[True] == pytest.approx(losses[False], abs=1e-3)
-    assert seen[True] < 0.9 * seen[False]
 
 
 # --- Made once, or shipped with the project -------------------------------------------------------
