@@ -1,6 +1,7 @@
 """BabyAI: the same texts everywhere, AgentGym's numbers, actions that do what they say,
 an oracle that wins, ends, recovers and disturbs nothing."""
 
+import contextlib
 import json
 import os
 import random
@@ -108,77 +109,31 @@ def test_without_minigrid_the_class_works_for_trainers_and_reset_says_what_to_do
 # ---- what the agent reads
 
 
-def test_an_episode_word_for_word():
+def test_the_oracle_plays_and_explains_a_whole_episode():
     env = BabyAI()
-    told = [env.reset(25)]
+    assert env.reset(25).startswith("Your goal: open the door\nYou see: no objects.\n")
+    moves, observation = [], ""
     while env.available_actions():
-        action = "fly"
-        if len(told) > 1:
-            thought, action = env.oracle()
-            told.append(f"# {thought}")
-        observation, reward, *_ = env.step(action)
-        told += [f"> {action}", observation]
-    told.append(f"reward {reward:g}")
-    assert "\n".join(told) + "\n" == EPISODE
+        moves.append(env.oracle())
+        observation, reward, *_ = env.step(moves[-1][1])
+    assert moves == [
+        ("I do not see the door, so I turn right to look for it.", "turn right"),
+        ("There may be a key in yellow box 1, so I go to yellow box 1.", "go to yellow box 1"),
+        ("There may be a key in yellow box 1, so I toggle.", "toggle"),
+        (
+            "I need purple key 1 to open a locked door, so I pick up purple key 1.",
+            "pickup purple key 1",
+        ),
+        ("I want to open the purple door, so I turn right.", "turn right"),
+        (
+            "I see purple door 1, which is my goal, so I toggle and go through purple door 1.",
+            "toggle and go through purple door 1",
+        ),
+    ]
+    assert (observation, reward) == ("You open purple door 1.\nThe goal is reached.", 0.975)
     with pytest.raises(EpisodeEndedError):
         env.step("turn left")
-    assert env.available_actions() == [] and env.state_for_people()["success"]
-
-
-EPISODE = """\
-Your goal: open the door
-You see: no objects.
-Walls: 4 ahead, 3 right.
-You carry nothing.
-Available actions: ["turn left", "turn right", "move forward", "check available actions"]
-> fly
-Not possible: 'fly' is no action.
-Available actions: ["turn left", "turn right", "move forward", "check available actions"]
-# I do not see the door, so I turn right to look for it.
-> turn right
-You turn right.
-You see: yellow box 1 (1 ahead, 1 right).
-Walls: 3 ahead, 3 right.
-You carry nothing.
-Available actions: ["turn left", "turn right", "move forward", "go to yellow box 1", \
-"pickup yellow box 1", "check available actions"]
-# There may be a key in yellow box 1, so I go to yellow box 1.
-> go to yellow box 1
-You go to yellow box 1.
-You see: yellow box 1 (1 ahead).
-Walls: 3 ahead, 2 left.
-You carry nothing.
-Available actions: ["turn left", "turn right", "go to yellow box 1", "pickup yellow box 1", \
-"toggle", "check available actions"]
-# There may be a key in yellow box 1, so I toggle.
-> toggle
-You open the yellow box: a purple key is in it.
-You see: purple key 1 (1 ahead).
-Walls: 3 ahead, 2 left.
-You carry nothing.
-Available actions: ["turn left", "turn right", "go to purple key 1", "pickup purple key 1", \
-"check available actions"]
-# I need purple key 1 to open a locked door, so I pick up purple key 1.
-> pickup purple key 1
-You pick up purple key 1.
-You see: no objects.
-Walls: 3 ahead, 2 left.
-You carry a purple key.
-Available actions: ["turn left", "turn right", "move forward", "drop", "check available actions"]
-# I want to open the purple door, so I turn right.
-> turn right
-You turn right.
-You see: purple door 1 (locked, 5 ahead, 3 right).
-Walls: 5 ahead, 3 left.
-You carry a purple key.
-Available actions: ["turn left", "turn right", "move forward", "go to purple door 1", \
-"toggle and go through purple door 1", "drop", "check available actions"]
-# I see purple door 1, which is my goal, so I toggle and go through purple door 1.
-> toggle and go through purple door 1
-You open purple door 1.
-The goal is reached.
-reward 0.975
-"""
+    assert env.state_for_people()["success"]
 
 
 def test_things_are_named_by_distance_and_placed_in_steps():
@@ -390,17 +345,10 @@ def test_the_id_lists_have_agentgyms_sizes_and_subtasks_and_share_no_seed():
     counts = {"GoTo": 55, "Pickup": 15, "ActionObjDoor": 5, "FindObjS7": 5, "OneRoomS20": 5}
     assert Counter(task.subtask for task in tasks["test"]) == counts | {"SynthLoc": 5}
     ids = {name: {task.task_index for task in tasks[name]} for name in names}
-    assert ids["test"] | ids["train"] == {
-        task_index_of(number, seed)
-        for number in (*range(1, 12), 17, 19, 21, 30, 31, 33, 36)
-        for seed in range(50)
-    }
+    assert not ids["test"] & ids["train"] and not ids["simple_test"] & ids["train"]
     assert {index // 40 for index in ids["test"]} == {*range(5)}
+    assert {index // 40 for index in ids["train"]} == {*range(5, 50)}
     assert ids["simple_train"] <= ids["train"]
-    assert {task.subtask for task in tasks["simple_test"]} == {"GoTo", "Pickup"}
-    env = BabyAI()
-    starts = [{env.reset(index) for index in ids[name]} for name in ("simple_train", "simple_test")]
-    assert not starts[0] & starts[1]
 
 
 # ---- the oracle
@@ -478,34 +426,21 @@ def test_asking_changes_neither_the_episode_nor_later_answers():
             assert silent.oracle() == asked.oracle()
 
 
-def random_start(number: int, seed: int, num_actions: int = 10) -> BabyAI:
-    """An episode after random actions; it starts over whenever one of them ends it."""
-    generator = random.Random(f"{number} {seed}")
-    env = BabyAI()
-    env.reset(task_index_of(number, seed))
-    for _ in range(num_actions):
-        env.step(generator.choice(env.available_actions()))
-        if not env.available_actions():
-            env.reset(task_index_of(number, seed))
-    return env
-
-
-def solved_after_random_play(numbers, seeds) -> Counter:
-    outcomes = Counter()
+def num_solved_after_random_play(numbers, seed) -> int:
+    """In how many of these levels the oracle wins after ten random actions."""
+    num_solved = 0
     for number in numbers:
-        for seed in seeds:
-            env = random_start(number, seed)
-            try:
-                won = solve(env)
-            except OracleLost:
-                outcomes["lost"] += 1
-            except AssertionError:
-                outcomes["circles"] += 1
-            else:
-                outcomes["solved" if won else "failed"] += 1
-    return outcomes
+        generator, env = random.Random(f"{number} {seed}"), BabyAI()
+        env.reset(task_index_of(number, seed))
+        for _ in range(10):
+            env.step(generator.choice(env.available_actions()))
+            if not env.available_actions():
+                env.reset(task_index_of(number, seed))
+        with contextlib.suppress(OracleLost):
+            num_solved += solve(env)
+    return num_solved
 
 
 def test_the_oracle_recovers_from_ten_random_actions():
-    outcomes = solved_after_random_play([1, 3, 5, 8, 11, 13, 19, 20, 22, 23, 25, 26, 28, 30], [0])
-    assert outcomes["solved"] >= 0.9 * outcomes.total(), outcomes
+    numbers = [1, 3, 5, 8, 11, 13, 19, 20, 22, 23, 25, 26, 28, 30]
+    assert num_solved_after_random_play(numbers, seed=0) >= 13

