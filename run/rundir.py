@@ -56,20 +56,18 @@ class Run:
     ) -> None:
         self.path, self.is_new, self.writes, self.program = path, is_new, writes, program
         self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
-        if not writes:
-            return
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if writes:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
             raise Misuse(f"--run-dir {path} is in use by another process; choose another") from None
 
     def write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
         """trajectories/<name>.jsonl, one line each."""
-        if not self.writes:
-            return
-        lines = "".join(t.to_json() for t in trajectories)
-        files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
+        if self.writes:
+            lines = "".join(t.to_json() for t in trajectories)
+            files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
     def keep_tokenizer(self, tokenizer: Any) -> None:
         """tokenizer/: turns the ids of the trajectories into text before there is a checkpoint."""
@@ -106,18 +104,15 @@ class Run:
         self._lock.close()
 
     @property
-    def best(self) -> Path:
+    def best(self) -> Path | None:
         """The checkpoint with the best held-out success; without an evaluation the newest."""
-        checkpoint = best_checkpoint(self.path)
-        if checkpoint is None:
-            raise FileNotFoundError(f"{self.path} holds no checkpoint")
-        return checkpoint
+        return best_checkpoint(self.path)
 
 
 def python() -> str:
     """This Python as a command from here, with the path to environments outside the project."""
-    here, program = Path.cwd(), Path(sys.executable)
-    words = str(program.relative_to(here) if program.is_relative_to(here) else program)
+    program = Path(sys.executable)
+    words = str(program).removeprefix(f"{Path.cwd()}/")
     if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
         words = "python"
     path = python_path()
@@ -133,13 +128,13 @@ def open_run(config: RunConfig) -> Run:
     """
     run: Run | None = None
 
-    def open_on_first_rank() -> tuple[str, bool]:
+    def open_on_first_rank() -> Path:
         nonlocal run
         run = _open(config)
-        return str(run.path), run.is_new
+        return run.path
 
-    path, is_new = distributed.first("opening the run", open_on_first_rank)
-    seen = distributed.gather((Path(path) / "config.json").exists())
+    path = distributed.first("opening the run", open_on_first_rank)
+    seen = distributed.gather((path / "config.json").exists())
     if not all(seen):
         if run:
             run.discard()
@@ -148,7 +143,7 @@ def open_run(config: RunConfig) -> Run:
             f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
             "does not): each writes its part of a checkpoint there"
         )
-    return run or Run(Path(path), is_new, False, config.program)
+    return run or Run(path, not config.resume, writes=False, program=config.program)
 
 
 def _open(config: RunConfig) -> Run:

@@ -128,43 +128,35 @@ class Session(Generic[WorkerType]):
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint first."""
-        path, writes = self.run.path, self.run.writes
-        is_loaded = self.config.resume and self.load_checkpoint()
-        resume_step = self.completed_step if self.config.resume else None
+        c, path, writes = self.config, self.run.path, self.run.writes
+        if c.resume:
+            self.load_checkpoint()
+        resume_step = self.completed_step if c.resume else None
         try:
             check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
             distributed.first("resuming", check)
-            names = self.config.log_to if writes else ()
-            trackers = Trackers(names, path, asdict(self.config), resume_step)
-            envs = [env_name(name) for name in names_of(self.config.env)]
-            columns = progress.columns_of(self.config.method, envs)
+            trackers = Trackers(c.log_to if writes else (), path, asdict(c), resume_step)
+            columns = progress.columns_of(c.method, [env_name(name) for name in names_of(c.env)])
             if writes:
                 truncate_log(path / ALARMS, self.completed_step)
                 (path / ALARMS).touch()  # empty: no alarm so far
             self.logger = MetricsLogger(path, resume_step, writes, trackers, columns)
         except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
-        if is_loaded:
+        if c.resume:
             for timings in read_log(path / "timings.jsonl") if writes else ():
                 self.time_left.note(timings)
             self.tidy_up()
             distributed.say(f"resumed after step {self.completed_step}")
 
-    def load_checkpoint(self) -> bool:
-        """Go on from the newest checkpoint; False if there is none."""
+    def load_checkpoint(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
         worker = self.worker
         worker.rest()  # on a GPU the optimizer's state needs the sampler's memory
-        loaded = checkpoint.load_newest(self.run.path, self.identity(), worker.parts())
-        if loaded:
+        if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
-            try:
-                self.load_state_dict(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise TrainingError(
-                    f"the state of checkpoints/step_{self.completed_step:06d} is not what this "
-                    f"version writes ({error!r}): resume with the version that wrote it"
-                ) from None
+            self.load_state_dict(state)
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
                     f"{worker.start} holds other weights than when this run began, and it needs "
@@ -172,7 +164,6 @@ class Session(Generic[WorkerType]):
                 )
         if self.config.plays:  # the sampler wakes with these weights
             worker.sync_probed(self.completed_step, worker.openings)
-        return bool(loaded)
 
     def steps_left(self) -> Iterator[int]:
         """Numbers of the steps to do, counted from 1, until held-out success reaches --stop-at."""
@@ -227,8 +218,8 @@ class Session(Generic[WorkerType]):
 
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
         """`evaluate`; if Ctrl-C or a failure cuts it short, the resumed run evaluates again."""
-        is_next = is_due(step, self.config.eval_every, self.config.steps) and not self.failure
-        if is_next and not self.stop.agreed():
+        is_next = is_due(step, self.config.eval_every, self.config.steps)
+        if is_next and not self.failure and not self.stop.agreed():
             cut_short = contextlib.suppress(KeyboardInterrupt)
             with self.saving_on_failure(learned=True), cut_short, clock("time/eval_s"):
                 return self.evaluate(step)
@@ -244,10 +235,9 @@ class Session(Generic[WorkerType]):
         rows = {env_name(env): row for env, row in summary["worlds"].items()}
         # Checked per environment, so that losing a small one is noticed.
         if missing := {task.env for task in self.worker.eval_tasks} - rows.keys():
-            where = f" of {' and '.join(sorted(missing))}" if rows else ""
             raise TrainingError(
-                f"step {step}: every held-out trajectory{where} was lost: "
-                f"{summary['lost']['last_error']}"
+                f"step {step}: every held-out trajectory of {' and '.join(sorted(missing))} was "
+                f"lost: {summary['lost']['last_error']}"
             )
         for env, row in rows.items():
             avg, where = row["avg"], f" in {env}" if len(rows) > 1 else ""
@@ -322,11 +312,10 @@ class Session(Generic[WorkerType]):
         stops = [alarm.message for alarm in alarms if alarm.severity == "stop"]
         if not stops or self.config.on_collapse == "warn":
             return None
-        best = f"the best checkpoint is {self.run.path}/checkpoints/best (step {self.best_step})"
-        if self.best_step is None:
-            best = "nothing was evaluated (--eval-every 0), so no checkpoint is known as the best"
-        elif self.best_step == 0:
-            best = f"the best policy so far is the one it began with, {self.worker.start}"
+        best = "no checkpoint is known to be better than the start"
+        if self.best_step:
+            folder = f"{self.run.path}/checkpoints/best"
+            best = f"the best checkpoint is {folder} (step {self.best_step})"
         return (
             f"stopped after step {step}, the run is collapsing: {stops[0]}; {best}; "
             "--resume with --on-collapse warn goes on all the same"
@@ -473,47 +462,38 @@ def command_line(
     except KeyboardInterrupt:
         distributed.leave()
         return 130
-    except Misuse as error:
-        return _fail(prog, error, 2)
-    except (RunFailed, OSError, SafetensorError) as error:  # the last two: the disk is full
-        return _fail(prog, error, 1)
+    except (Misuse, RunFailed, OSError, SafetensorError) as error:  # the last two: a full disk
+        problem: Exception = error
     except RuntimeError as error:
         if not distributed.is_lost_contact(error):
             raise
         gone = "lost contact with another process; it or its launcher says why (exitcode -9: most"
-        return _fail(prog, RuntimeError(f"{gone} likely out of memory)"), 1)
-
-
-def _fail(prog: str, error: Exception, code: int) -> int:
-    """Say what went wrong, once over all processes; returns the exit code."""
-    if distributed.world_size() == 1 and not distributed.rank():
-        complain(prog, error)
-        return code
+        problem = RuntimeError(f"{gone} likely out of memory)")
+    code = 2 if isinstance(problem, Misuse) else 1
     if distributed.rank() == 0:
-        complain(prog, error)
-    elif not distributed.is_known_to_all(error):
+        complain(prog, problem)
+    elif not distributed.is_known_to_all(problem):
         time.sleep(3)  # if rank 0 says the same, the launcher has ended this process by then
-        complain(prog, f"rank {distributed.rank()}: {error}")
-    os._exit(code)  # the others may be gone, so nothing can be closed in order
+        complain(prog, f"rank {distributed.rank()}: {problem}")
+    if distributed.world_size() > 1:
+        os._exit(code)  # the others may be gone, so nothing can be closed in order
+    return code
 
 
 def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     """The last lines of a run: how it began and ended, and which file or command shows what."""
-    env, *more = names_of(config.env)
-    which = f" --env {env}" if more else ""  # one environment is measured at a time
-    if not config.needs_world:  # it learned from files
-        which = f" --env {env}  (or the environment that its texts are from)"
-    rows = read_log(run.path / "metrics.jsonl")
+    env, *others = names_of(config.env)
+    which = f" --env {env}" if others or not config.needs_world else ""  # one is measured at a time
+    rows, python = read_log(run.path / "metrics.jsonl"), rundir.python()
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
+    has_played = any(run.path.glob("trajectories/*.jsonl"))
     lines = {
         "mean return": first_and_last(means),
         "the curve": run.path / "reward.png",
-        "what it did": f"{rundir.python()} replay.py {run.path}",
+        "what it did": f"{python} replay.py {run.path}" if has_played else None,
         "every number": run.path / "metrics.jsonl",
-        "measure it": f"{rundir.python()} evaluate.py --run {run.path}{which}",
+        "measure it": f"{python} evaluate.py --run {run.path}{which}",
     }
-    if not any(run.path.glob("trajectories/*.jsonl")):
-        del lines["what it did"]
     words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
     return "\n".join([f"done: {run.path}", *words])
 

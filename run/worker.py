@@ -18,7 +18,6 @@ import gc
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,10 +174,12 @@ class Worker:
         c = self.config
         self.policy = self.fresh_policy()
         model, ranks = self.policy.model, distributed.world_size()
-        trained = f", {num_trained(model) / 1e6:.2f}M of them trained" if c.lora_rank else ""
-        spread = f", in parts on {ranks} processes" if ranks > 1 else ""
-        size = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
-        distributed.say(f"policy: {size}{trained}{spread}")
+        about = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
+        if c.lora_rank:
+            about += f", {num_trained(model) / 1e6:.2f}M of them trained"
+        if ranks > 1:
+            about += f", in parts on {ranks} processes"
+        distributed.say(f"policy: {about}")
         if 0 < (n := c.learning_rate_decay_steps) < c.steps_in_a_row:
             distributed.say(
                 f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; raise "
@@ -243,44 +244,37 @@ class Worker:
 
     # Playing
 
-    def settings(self) -> RolloutSettings:
-        c = self.config
-        return RolloutSettings(
-            max_tokens_per_turn=c.max_tokens_per_turn,
-            max_trajectory_tokens=c.max_trajectory_tokens,
-            temperature=c.temperature,
-            seed=c.seed,
-            max_env_failures=c.max_env_failures,
-            record_state=c.record_state,
-        )
-
     def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
         """Play all requests. After an engine error the finished trajectories are written."""
         step, log = requests[0].step, RolloutLog()
-        settings = replace(self.settings(), weight_version=step - 1)
         try:
-            return self.play(requests, settings, "rollout", log), log
+            return self.play(requests, step - 1, "rollout", log), log
         except (EngineError, distributed.RankError):  # raised on all ranks
             finished = [t for part in distributed.gather(log.ended) for t in part]
             self.run.write_trajectories(f"step_{step:06d}", finished)
             raise
 
     def play(
-        self,
-        requests: Sequence[RolloutRequest],
-        settings: RolloutSettings,
-        label: str,
-        log: RolloutLog,
+        self, requests: Sequence[RolloutRequest], weight_version: int, label: str, log: RolloutLog
     ) -> list[RolloutHandler]:
         """`rollout.collect` on all ranks: each plays a share and gets all trajectories, ordered as
-        the requests."""
-        ranks, rank = distributed.world_size(), distributed.rank()
-        share = share_of(requests, rank, ranks)
-        lenient = replace(settings, max_env_failures=1.0)  # lost ones are counted over all ranks
+        the requests. `log` is this rank's; at the end it holds the numbers of all.
+        """
+        c, ranks = self.config, distributed.world_size()
+        share = share_of(requests, distributed.rank(), ranks)
+        settings = RolloutSettings(
+            max_tokens_per_turn=c.max_tokens_per_turn,
+            max_trajectory_tokens=c.max_trajectory_tokens,
+            temperature=c.temperature,
+            seed=c.seed,
+            max_env_failures=1.0,  # lost ones are counted below, over all ranks
+            record_state=c.record_state,
+            weight_version=weight_version,
+        )
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:
             with self.stop.allowed():
-                handlers = collect(self.engine, self.pool, self.chat, share, lenient, log)
+                handlers = collect(self.engine, self.pool, self.chat, share, settings, log)
                 return handlers, (log.seconds, log.engine_idle_s, log.generated_tokens)
 
         with playing(label, len(share)) as log.on_end:  # includes waiting for the other ranks
@@ -291,16 +285,15 @@ class Worker:
         place = {r.heading("")["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: place[handler.trajectory_id])
-        check_failures(handlers, settings.max_env_failures)
+        check_failures(handlers, c.max_env_failures)
         return handlers
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], list[RolloutHandler]]:
         """Held-out tasks played by the policy as it is now: summary and trajectories."""
         c = self.config
-        settings = replace(self.settings(), weight_version=step)
         horizons, samples = evaluation_horizons(c), c.samples_at(step)
         requests = all_samples(self.eval_tasks, samples, c.seed, step, horizons)
-        trajectories = self.play(requests, settings, "held-out evaluation", RolloutLog())
+        trajectories = self.play(requests, step, "held-out evaluation", RolloutLog())
         longest = [max(horizons.values())]
         return summarize(trajectories, samples, longest, step, c.seed), trajectories
 
@@ -390,7 +383,7 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
     learns = f"adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
     sampler = f"{c.engine} samples" if c.plays else "nothing is played"
     held_out = "nothing is held out, so no checkpoint will be known as the best"
-    if num_held_out and c.eval_every:
+    if num_held_out:
         held_out = (
             f"{num_held_out} held out, {c.eval_samples} samples of each every {c.eval_every} "
             f"steps, {c.samples_at(0)} now, at most {max(evaluation_horizons(c).values())} turns"
