@@ -1,5 +1,6 @@
 """run/rundir.py: a run's directory, what lies in it, and how it was begun."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -27,6 +28,12 @@ def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
     assert about["command"] == "again --resume" and about["begun"]["command"] == "train.py"
     assert about["begun"].keys() == {"versions", "git_commit", "hardware", "command"}
     assert about["config"]["resume"] is True
+
+
+def test_a_directory_that_another_run_uses_is_refused(tmp_path):
+    with contextlib.closing(rundir.open_run(Config(run_dir=str(tmp_path)))):
+        with pytest.raises(Misuse, match="in use by another process"):
+            rundir.open_run(Config(run_dir=str(tmp_path), resume=True))
 
 
 def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
