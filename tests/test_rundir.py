@@ -31,9 +31,10 @@ def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
 
 
 def test_a_directory_that_another_run_uses_is_refused(tmp_path):
-    with contextlib.closing(rundir.open_run(Config(run_dir=str(tmp_path)))):
-        with pytest.raises(Misuse, match="in use by another process"):
-            rundir.open_run(Config(run_dir=str(tmp_path), resume=True))
+    first, second = Config(run_dir=str(tmp_path)), Config(run_dir=str(tmp_path), resume=True)
+    in_use = pytest.raises(Misuse, match="in use by another process")
+    with contextlib.closing(rundir.open_run(first)), in_use:
+        rundir.open_run(second)
 
 
 def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
