@@ -95,9 +95,10 @@ def train(config: Config) -> Run:
             # --------------------------------------------------------------------------- 2 roll out
             requests = requests_of(step, w.tasks, config, horizons)
             with session.saving_on_failure(), clock("time/rollout_s"):
-                trajectories, log = w.roll_out(requests)
+                trajectories, speed = w.roll_out(requests)
             if c.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=c.seed + step)
+            clock.values |= speed
             usable, num_compared, signal = select(trajectories, config)
             metrics = by_env("horizon/max_rounds", horizons, max)
             metrics["data/epoch"] = w.epoch_of(step)
@@ -142,7 +143,7 @@ def train(config: Config) -> Run:
             metrics |= summarize_trajectories(trajectories, list(horizons)) | signal
             session.run.write_trajectories(f"step_{step:06d}", trajectories)
             metrics |= session.evaluate_if_due(step, clock)
-            session.finish_step(step, metrics, clock, log)
+            session.finish_step(step, metrics, clock)
     return session.run
 
 

@@ -32,7 +32,6 @@ from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_l
 from reporting.metrics import MetricsLogger, by_env
 from reporting.sentinels import Sentinels
 from reporting.trackers import TrackerError, Trackers
-from rollout import RolloutLog
 from run import checkpoint, progress, rundir
 from run.clock import Clock
 from run.errors import (
@@ -48,6 +47,7 @@ from run.worker import Worker
 from scale import distributed
 from scale.memory import check_room
 
+EVALUATED = ("best", "best_step", "evaluated_step")  # of a session; a checkpoint keeps them
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
 
@@ -262,9 +262,7 @@ class Session(Generic[WorkerType]):
 
     # The end of a step
 
-    def finish_step(
-        self, step: int, metrics: dict[str, Any], clock: Clock, log: RolloutLog | None = None
-    ) -> None:
+    def finish_step(self, step: int, metrics: dict[str, Any], clock: Clock) -> None:
         """Log the step, save when due, print its row; end the run if it must not go on.
 
         Raises:
@@ -284,12 +282,6 @@ class Session(Generic[WorkerType]):
             "time/step_s": clock.total(),
             "memory/peak_bytes": clock.peak_bytes(),
         }
-        if log is not None:
-            seconds = max(log.seconds, 1e-9)
-            timings |= {
-                "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
-                "rollout/engine_idle_share": log.engine_idle_s / seconds,
-            }
         self.time_left.note(timings)
         self.logger.show_step(step, metrics, timings, self.config.steps, self.time_left.after(step))
         if collapse:
@@ -327,20 +319,15 @@ class Session(Generic[WorkerType]):
         """What a checkpoint keeps beside weights and optimizers, as JSON."""
         controller = self.worker.kl_controller
         state = {"kl_controller": controller.state_dict()} if controller else {}
-        return state | {
-            "start": self.start,
-            "best": self.best,
-            "best_step": self.best_step,
-            "evaluated_step": self.evaluated_step,
-            "sentinels": self.sentinels.state_dict(),
-        }
+        state["sentinels"] = self.sentinels.state_dict()
+        return state | {name: getattr(self, name) for name in ("start", *EVALUATED)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.worker.kl_controller:
             self.worker.kl_controller.load_state_dict(state["kl_controller"])
         self.sentinels.load_state_dict(state["sentinels"])
-        self.best, self.best_step = state["best"], state["best_step"]
-        self.evaluated_step = state["evaluated_step"]
+        for name in EVALUATED:
+            setattr(self, name, state[name])
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that resumes it must have in common."""

@@ -244,15 +244,23 @@ class Worker:
 
     # Playing
 
-    def roll_out(self, requests: list[RolloutRequest]) -> tuple[list[RolloutHandler], RolloutLog]:
-        """Play all requests. After an engine error the finished trajectories are written."""
+    def roll_out(
+        self, requests: list[RolloutRequest]
+    ) -> tuple[list[RolloutHandler], dict[str, float]]:
+        """Play all requests: trajectories, and timings of the sampler. After an engine error the
+        finished trajectories are written."""
         step, log = requests[0].step, RolloutLog()
         try:
-            return self.play(requests, step - 1, "rollout", log), log
+            trajectories = self.play(requests, step - 1, "rollout", log)
         except (EngineError, distributed.RankError):  # raised on all ranks
             finished = [t for part in distributed.gather(log.ended) for t in part]
             self.run.write_trajectories(f"step_{step:06d}", finished)
             raise
+        seconds = max(log.seconds, 1e-9)
+        return trajectories, {
+            "rollout/generated_tokens_per_s": log.generated_tokens / seconds,
+            "rollout/engine_idle_share": log.engine_idle_s / seconds,
+        }
 
     def play(
         self, requests: Sequence[RolloutRequest], weight_version: int, label: str, log: RolloutLog

@@ -68,20 +68,7 @@ def test_a_child_and_what_it_has_started_end_with_the_block(module):
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_one_that_does_not_end_when_asked_is_killed(module, monkeypatch):
-    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PARENT
-    wait = subprocess.Popen.wait
-    monkeypatch.setattr(
-        subprocess.Popen, "wait", lambda self, timeout=None: wait(self, timeout and timeout / 20)
-    )
-    with child(module(deaf)) as server:
-        pids = processes_of(server)
-    until(lambda: not any(map(is_alive, pids)))
-    assert server.process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_and_what_it_has_started_end_with_their_parent(module, how):
+def test_a_child_and_what_it_has_started_end_with_their_parent(module):
     code = """
 import sys, time
 from run.processes import child
@@ -94,7 +81,7 @@ with child(sys.argv[1]) as server:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:
         pids = list(map(int, parent.stdout.readline().split()))
         assert len(pids) == 2 and all(map(is_alive, pids))
-        os.kill(parent.pid, how)
+        os.kill(parent.pid, signal.SIGKILL)
     until(lambda: not any(map(is_alive, pids)))
 
 

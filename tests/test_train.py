@@ -1,11 +1,14 @@
 """train.py as its user meets it: what a run leaves, what may fail, Ctrl-C, resume."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,3 +373,22 @@ def test_with_adapters_the_base_is_the_reference_and_a_resumed_run_is_the_whole_
     name = "model.layers.0.mlp.up_proj.weight"
     assert base.keys() == merged.keys()
     assert not torch.allclose(base[name], merged[name], atol=1e-4)
+
+
+def test_a_resumed_sampler_has_a_seed_of_its_own_however_many_checkpoints_are_left(
+    tmp_path, monkeypatch
+):
+    """Counting the checkpoints that are left repeats a seed once old ones go."""
+    seeds = []
+    monkeypatch.setattr(worker, "make_engine", lambda *_, seed, **__: seeds.append(seed))
+    own = SimpleNamespace(
+        config=Config(engine="vllm"),
+        run=SimpleNamespace(path=tmp_path),
+        precision=SimpleNamespace(dtype="float32"),
+        start="tiny",
+    )
+    for step in range(1, 5):
+        worker.Worker.start_engine(own, contextlib.ExitStack())
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
+    assert len(set(seeds)) == 4

@@ -28,7 +28,6 @@ from reporting.metrics import MetricsLogger  # noqa: E402
 from run import checkpoint, files  # noqa: E402
 from run import worker as worker_module  # noqa: E402
 from run.session import Session  # noqa: E402
-from scale import lora  # noqa: E402
 from train import RLWorker as Worker  # noqa: E402
 
 # Phase -> the function in which it happens; phases nest, and the innermost counts.
@@ -37,35 +36,24 @@ PHASES = {
     "truncating": (metrics, "truncate_log"),
     "amending": (MetricsLogger, "amend"),
     "rollout": (Worker, "roll_out"),
-    "log-probs": (Worker, "score"),
     "update": (Worker, "update"),
-    "sync": (Worker, "sync"),
     "evaluation": (Session, "evaluate"),
-    "logging": (MetricsLogger, "log"),
     "saving": (Session, "save"),
     "pruning": (checkpoint, "prune"),
-    "showing": (MetricsLogger, "show_step"),
 }
 
 # Place -> the phase (None: any), and which call of which function the signal comes before.
 PLACES = {
     "in the rollout": ("rollout", TransformersEngine, "poll", 3),
-    "between the policy's log-probs and the critic's": ("log-probs", train, "score_critic", 1),
     "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
-    "in the middle of the weight sync": ("sync", lora, "whole", 5),
     "in the evaluation": ("evaluation", TransformersEngine, "poll", 2),
     "between the evaluation's two files": ("evaluation", files, "write_text", 2),
-    "before the step is logged": (None, MetricsLogger, "log", 1),
     "between logging and saving": (None, Session, "watch", 1),
-    "after the policy's files": ("saving", checkpoint, "_write", 1),
     "in the middle of the optimizer's file": ("saving", dcp_files, "_write_item", 40),
     "before the checkpoint gets its name": ("saving", checkpoint, "finish_folder", 1),
-    "before the best is marked": ("saving", checkpoint, "mark_best", 1),
     "while the best is marked": ("saving", os, "replace", 1),
-    "before pruning": (None, checkpoint, "prune", 1),
     "in the middle of pruning": ("pruning", os, "unlink", 5),
     "between saving and the timings": (None, MetricsLogger, "show_step", 1),
-    "before the picture is drawn": ("showing", metrics, "plot", 1),
     "while weights are restored": ("resuming", checkpoint, "load", 1),
     "while the log is truncated": ("truncating", os, "replace", 1),
     "while the log is amended": ("amending", metrics, "plot", 1),

@@ -25,7 +25,6 @@ from run import checkpoint
 pytestmark = pytest.mark.long
 
 QWEN2 = "transformers.models.qwen2.modeling_qwen2"  # what `tiny` is
-SIGKILLED = -signal.SIGKILL
 
 
 class Lucky(Letters):
@@ -41,13 +40,14 @@ KILLABLE = {
     "algorithm": "ppo",  # has most to lose: two networks and optimizers, a reference,
     "kl_coef": 0.1,  # and a KL controller
     "kl_target": 0.001,
+    "steps": 3,
     "mini_batch_size": 2,
     "deterministic": True,
     "learning_rate": 1e-3,
     "max_tokens_per_turn": 2,
     "eval_every": 1,
     "eval_samples": 1,
-    "keep_last": 9,
+    "keep_last": 1,
     "seed": 7,  # see the first test
 }
 
@@ -70,63 +70,52 @@ def forkserver():
 class Runs:
     """Runs of train.py in the served environment, each in a folder of its own."""
 
-    def __init__(self, url, held_out, forkserver, new_folder):
-        self.url, self.held_out, self.forkserver = url, held_out, forkserver
-        self.new_folder, self.whole = new_folder, {}
+    def __init__(self, forkserver, settings):
+        self.forkserver, self.settings = forkserver, settings
 
-    def settings(self, folder, **changes):
+    def start(self, folder, *before):
+        """Begin the run in a folder, or go on with it; `before` goes to train_toy.py."""
         folder.mkdir(exist_ok=True)
-        return options(folder, self.url, **(KILLABLE | {"eval_tasks": self.held_out} | changes))
-
-    def start(self, folder, *argv):
         (folder / "watch").unlink(missing_ok=True)
-        argv = ["--watch", str(folder / "watch"), *map(str, argv)]
+        argv = flags(**self.settings | {"run_dir": str(folder / "run")})
+        if (folder / "run").exists():
+            argv = ["--resume", "--run-dir", str(folder / "run")]
+        argv = ["--watch", str(folder / "watch"), *map(str, before), *argv]
         args = (argv, str(folder / "out"))
         process = self.forkserver.Process(target=train_toy.forked, args=args)
         process.start()
         return process
 
-    def run(self, folder, *argv):
+    def run(self, folder, *before):
         """The exit code."""
-        process = self.start(folder, *argv)
+        process = self.start(folder, *before)
         process.join()
         return process.exitcode
 
-    def resume(self, folder, *before):
-        return self.run(folder, *before, "--resume", "--run-dir", folder / "run")
-
-    def uninterrupted(self, **changes):
-        """Where a run with these options lies to which nothing happens, and what it leaves."""
-        key = str(changes)
-        if key not in self.whole:
-            folder = self.new_folder("whole")
-            assert self.run(folder, *flags(**self.settings(folder, **changes))) == 0
-            self.whole[key] = folder, left_by(folder / "run")
-        return self.whole[key]
-
-    def kill(self, folder, place, step, **changes):
-        """Start a run that dies at a place, or resume it if it is there."""
-        begin = flags(**self.settings(folder, **changes))
-        if (folder / "run").exists():
-            begin = ["--resume", "--run-dir", folder / "run"]
-        assert self.run(folder, "--kill-at", place, step, *begin) == SIGKILLED, output(folder)
+    def kill(self, folder, place, step):
+        code = self.run(folder, "--kill-at", place, step)
+        assert code == -signal.SIGKILL, (place, (folder / "out").read_text())
         assert_nothing_half_written(folder / "run")
 
-    def go_on(self, folder):
-        """Resume it to its end; what it left."""
-        assert self.resume(folder) == 0, output(folder)
+    def finish(self, folder):
+        """Run it to its end; what it leaves."""
+        assert self.run(folder) == 0, (folder / "out").read_text()
         return left_by(folder / "run")
 
 
 @pytest.fixture(scope="module")
 def runs(forkserver, tmp_path_factory):
-    held_out = write_ids(tmp_path_factory.mktemp("ids") / "held_out.json", num_tasks=2)
+    folder = tmp_path_factory.mktemp("ids")
+    held_out = write_ids(folder / "held_out.json", num_tasks=2)
     with serve(Lucky) as url:
-        yield Runs(url, held_out, forkserver, tmp_path_factory.mktemp)
+        yield Runs(forkserver, options(folder, url, eval_tasks=held_out, **KILLABLE))
 
 
-def output(folder):
-    return (folder / "out").read_text()
+@pytest.fixture(scope="module")
+def whole(runs, tmp_path_factory):
+    """The folder of a run to which nothing happened, and what it left."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, runs.finish(folder)
 
 
 # --- What is compared ----------------------------------------------------------------------------
@@ -141,49 +130,38 @@ def left_by(run_dir):
             for turn in line["turns"]:
                 del turn["generate_s"], turn["env_s"]
         trajectories[path.name] = lines
-    best = run_dir / "checkpoints/best"
     return {
-        "metrics": (run_dir / "metrics.jsonl").read_bytes(),
-        "alarms": (run_dir / "alarms.jsonl").read_bytes(),
+        "metrics": (run_dir / "metrics.jsonl").read_text(),
         "trajectories": trajectories,
         "evaluations": {p.name: p.read_text() for p in sorted((run_dir / "eval").iterdir())},
-        "best": os.readlink(best) if best.is_symlink() else None,
-        "checkpoints": {p.name: content_of(p) for p in folders(run_dir)},
+        "best": os.readlink(run_dir / "checkpoints/best"),
         "files": sorted(str(p.relative_to(run_dir)) for p in run_dir.rglob("*")),
+        **{step: content_of(run_dir, step) for step in checkpoint.steps_saved(run_dir)},
     }
 
 
-def folders(run_dir):
-    return sorted((run_dir / "checkpoints").glob("step_*"))
-
-
-def content_of(folder):
-    """A checkpoint's content; `read_state` refuses one that is not whole."""
-    run_dir, step = folder.parents[1], int(folder.name.removeprefix("step_"))
-    state = checkpoint.read_state(run_dir, step, {"algorithm": "ppo"})
+def content_of(run_dir, step):
+    """A checkpoint's content, which must be whole."""
+    folder = checkpoint.folder_of(run_dir, step)
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert weights.keys()
-    files = [p for p in folder.rglob("*") if p.is_file()]
-    return {"state": state} | {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in files
-        if p.name not in (".metadata", "state.json")  # torch's index holds paths
-    }
+    content = {"state": checkpoint.read_state(run_dir, step, {"algorithm": "ppo"})}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name not in (".metadata", "state.json"):  # the index has paths
+            name = str(path.relative_to(folder))
+            content[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return content
 
 
 def assert_same(left, expected):
-    for name in ("metrics", "trajectories", "evaluations", "best", "files"):
+    for name in left.keys() | expected.keys():
         assert left[name] == expected[name], name
-    for step, content in expected["checkpoints"].items():
-        for name, value in content.items():
-            assert left["checkpoints"][step][name] == value, (step, name)
-    assert left["checkpoints"].keys() == expected["checkpoints"].keys()
 
 
 def assert_nothing_half_written(run_dir):
     """What a process that was killed leaves to whoever looks before it is resumed."""
-    for folder in folders(run_dir):
-        content_of(folder)
+    for step in checkpoint.steps_saved(run_dir):
+        content_of(run_dir, step)
     best = run_dir / "checkpoints/best"
     assert not best.is_symlink() or best.exists()
     for path in [*run_dir.glob("trajectories/[!.]*"), *run_dir.glob("metrics.jsonl")]:
@@ -192,96 +170,65 @@ def assert_nothing_half_written(run_dir):
         json.loads(path.read_text())
 
 
-def test_the_runs_that_are_killed_have_something_to_lose(runs):
+def test_the_runs_that_are_killed_have_something_to_lose(whole):
     """Step 2 is the best, step 0 is better than step 1, and the KL controller adapts."""
-    _, left = runs.uninterrupted(steps=2)
+    _, left = whole
     scores = [json.loads(e)["overall"]["avg"]["value"] for e in left["evaluations"].values()]
-    assert scores == [0.5, 0.0, 1.0]
-    assert left["best"] == "step_000002"
-    states = [content["state"] for content in left["checkpoints"].values()]
-    assert [s["best_step"] for s in states] == [0, 2]
-    assert states[0]["kl_controller"] != states[1]["kl_controller"]
-    assert len(left["metrics"].splitlines()) == 2
+    assert scores[:3] == [0.5, 0.0, 1.0] and left["best"] == "step_000002"
+    assert left[2]["state"]["kl_controller"] != left[3]["state"]["kl_controller"]
 
 
 # --- Killed at a place ---------------------------------------------------------------------------
 
-
-def slow(*case):
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
-# Where a run is killed, and killed again when it is resumed, in which steps.
-KILLS = [
-    [("between the evaluation's two files", 0)],
-    [("in the rollout", 1)],  # there is no checkpoint to go back to
-    [("between the policy's log-probs and the critic's", 2)],
-    [("between two optimizer steps", 2)],
-    [("in the middle of the weight sync", 2)],
-    [("in the evaluation", 2)],
-    slow(("before the step is logged", 2)),
-    [("between logging and saving", 2)],
-    [("after the policy's files", 2)],
-    [("in the middle of the optimizer's file", 2)],
-    slow(("before the checkpoint gets its name", 2)),
-    [("before the best is marked", 2)],
-    slow(("while the best is marked", 2)),
-    slow(("before pruning", 1)),
-    slow(("between saving and the timings", 1)),
-    slow(("before the picture is drawn", 1)),
-    [("in the rollout", 2), ("while weights are restored", 0)],
-    [("between logging and saving", 2), ("while the log is truncated", 0)],
-    [
+# Where one run is killed, and killed again each time it is resumed, in which steps.
+KILLS = {
+    "before there is a checkpoint": [
+        ("between the evaluation's two files", 0),
+        ("in the rollout", 1),
+        ("between two optimizer steps", 1),
+        ("between logging and saving", 1),
+        ("while the log is truncated", 0),
         ("in the middle of the optimizer's file", 1),
-        ("after the policy's files", 1),
-        ("in the evaluation", 2),
-        ("between saving and the timings", 2),
+        ("before the checkpoint gets its name", 1),
     ],
-]
+    "with one to go back to": [
+        ("between saving and the timings", 1),
+        ("while weights are restored", 0),
+        ("between two optimizer steps", 2),
+        ("in the evaluation", 2),
+        ("between logging and saving", 2),
+        ("while the best is marked", 2),
+        ("in the middle of pruning", 0),
+    ],
+}
 
 
-@pytest.mark.parametrize("places", KILLS, ids=lambda places: places[-1][0])
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(runs, tmp_path, places):
-    _, expected = runs.uninterrupted(steps=2)
-    for place, step in places:
-        runs.kill(tmp_path, place, step, steps=2)
-    assert_same(runs.go_on(tmp_path), expected)
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    runs, whole, tmp_path, kills
+):
+    _, expected = whole
+    for place, step in KILLS[kills]:
+        runs.kill(tmp_path, place, step)
+    assert_same(runs.finish(tmp_path), expected)
     timed = [row["step"] for row in read_log(tmp_path / "run/timings.jsonl")]
     assert timed == sorted(set(timed))
-    lost = {1, 2} - set(timed)  # a line of times may be lost
-    assert lost <= {step for _, step in places}
+    assert {1, 2, 3} - set(timed) <= {1, 2}  # a line of times may be lost
 
 
-@pytest.mark.parametrize("place", ["before pruning", "in the middle of pruning"])
-def test_a_run_killed_before_it_has_tidied_up_is_tidied_up_on_resume(runs, tmp_path, place):
-    """It was the last step: no other one saves, marks the best and prunes."""
-    _, expected = runs.uninterrupted(steps=2, keep_last=1)
-    assert list(expected["checkpoints"]) == ["step_000002"]
-    runs.kill(tmp_path, place, 2, steps=2, keep_last=1)
-    assert_same(runs.go_on(tmp_path), expected)
-
-
-@pytest.mark.parametrize(
-    ("place", "step"),
-    [
-        ("while the log is amended", 0),
-        ("in the rollout", 3),
-    ],
-)
 def test_an_evaluation_that_ctrl_c_cut_short_is_made_up_for_by_a_run_that_is_killed(
-    runs, tmp_path, place, step
+    runs, whole, tmp_path
 ):
     """The resumed run evaluates step 2, amends its line in the log and marks it as the best."""
-    _, expected = runs.uninterrupted(steps=3)
-    argv = flags(**runs.settings(tmp_path, steps=3))
-    assert runs.run(tmp_path, "--interrupt-at", "in the evaluation", 2, *argv) == 130
+    _, expected = whole
+    assert runs.run(tmp_path, "--interrupt-at", "in the evaluation", 2) == 130
     assert "eval/avg" not in read_metrics(tmp_path / "run")[-1]
-    runs.kill(tmp_path, place, step)
-    left = runs.go_on(tmp_path)
+    runs.kill(tmp_path, "while the log is amended", 0)
+    runs.kill(tmp_path, "in the rollout", 3)
     # Step 2 was saved before its evaluation, so its state cannot know of it.
-    others = {k: v for k, v in expected["checkpoints"].items() if k != "step_000002"}
-    assert left["checkpoints"].pop("step_000002")
-    assert_same(left, expected | {"checkpoints": others})
+    left = runs.finish(tmp_path)
+    assert left[2].pop("state") != expected[2]["state"]
+    assert_same(left, expected | {2: {k: v for k, v in expected[2].items() if k != "state"}})
 
 
 # --- Killed at random moments --------------------------------------------------------------------
@@ -300,16 +247,15 @@ def start_of_rollout(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(20))
-def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(runs, tmp_path, case):
+def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(runs, whole, tmp_path, case):
     """At any moment between the first rollout and the end, drawn with the case as the seed."""
-    changes = {"steps": 4, "save_every": 1 + case % 2, "keep_last": 1 + case // 2 % 2}
-    whole, expected = runs.uninterrupted(**changes)
-    delay = random.Random(case).uniform(0, moments(whole)[-1][0] - start_of_rollout(whole))
-    exitcode, attempt = None, 0
-    while exitcode != SIGKILLED:  # on a machine that has become faster a run may end first
+    unkilled, expected = whole
+    end = moments(unkilled)[-1][0] - start_of_rollout(unkilled)
+    exitcode, attempt, delay = None, 0, random.Random(case).uniform(0, end)
+    while exitcode != -signal.SIGKILL:  # on a machine that has become faster a run may end first
         attempt += 1
         folder = tmp_path / str(attempt)
-        process = runs.start(folder, *flags(**runs.settings(folder, **changes)))
+        process = runs.start(folder)
         while process.is_alive() and start_of_rollout(folder) is None:
             time.sleep(0.005)
         time.sleep(max(0.0, start_of_rollout(folder) + delay - time.monotonic()))
@@ -318,4 +264,4 @@ def test_a_run_killed_at_a_random_moment_ends_as_if_it_had_not_been(runs, tmp_pa
         exitcode, delay = process.exitcode, delay / 2
     print(f"killed in {moments(folder)[-1]}")
     assert_nothing_half_written(folder / "run")
-    assert_same(runs.go_on(folder), expected)
+    assert_same(runs.finish(folder), expected)
