@@ -129,6 +129,9 @@ class Line:
         while self._idle:
             self._idle.pop()[1].close()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _idle_connection(self) -> HTTPConnection | None:
         with contextlib.suppress(IndexError):  # none is idle; other threads take from the list too
             since, connection = self._idle.pop()

@@ -17,16 +17,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from envs import env_name, get_env
+from envs import get_env
 from envs.http import Answer
-from envs.sessions import (
-    MAX_BODY_BYTES,
-    Episodes,
-    Sessions,
-    body_too_large,
-    query_fields,
-)
-from envs.sessions import Answer as JsonAnswer
+from envs.sessions import MAX_BODY_BYTES, Episodes, Sessions, body_too_large, query_fields
 
 LOCAL = "local"  # the address of an environment in this process
 
@@ -44,11 +37,8 @@ class LocalLine:
     """An environment in this process, asked as a `Line` asks a server, by one thread at a time.
     Nothing can be cut short: a step that never ends never ends."""
 
-    url = LOCAL
-    hung_up = False
-
     def __init__(self, env: str) -> None:
-        env_class, self._env_name = get_env(env), env_name(env)
+        env_class = get_env(env)
         sessions = Sessions(_called_here(env_class), max_sessions=1, idle_timeout_s=math.inf)
         self._episodes = Episodes(sessions)
         # Fast environments take turns with all others, as on a server's event loop. The rest wait
@@ -69,14 +59,9 @@ class LocalLine:
         with self._lock:
             if content and len(content) > MAX_BODY_BYTES:
                 answer = body_too_large()
-            elif path == "/health":
-                answer = JsonAnswer({"env": self._env_name})
             else:
                 answer = _result(self._episodes.answer(method, path, fields))
         return Answer(answer.status_code, {}, bytes(answer.body))
-
-    def hang_up(self) -> None:
-        """Nothing: a call in this process has to be waited for."""
 
     def close(self) -> None:
         """Nothing: /close has freed the environment."""

@@ -17,7 +17,7 @@ GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id= (
 Errors are status codes with {"error": what happened, "hint": what to do}, so that a failure of the
 environment is never scored as one of the policy: 404 unknown session or task, 409 step before reset
 or after the end, 413 body too large, 422 malformed, 429 too many sessions, 500 the environment
-failed, 403 a web page asks, 408 the body does not arrive.
+failed, 403 a web page asks.
 
 Run it:  python -m envs.server --env textcraft --port 36005
 Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
@@ -25,7 +25,6 @@ Read next: envs/sessions.py (who waits for whom), then envclient.py, the other e
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -51,7 +50,6 @@ from envs import ENVS, VERSION, env_name, get_env
 from envs.sessions import (
     MAX_BODY_BYTES,
     Answer,
-    ApiError,
     Episodes,
     Sessions,
     body_too_large,
@@ -59,10 +57,7 @@ from envs.sessions import (
     query_fields,
 )
 
-BODY_TIMEOUT_S = 30.0  # for a request's body to arrive
-DRAIN_BYTES = 16_000_000  # read and dropped of a body that is too large, so its client sees the 413
 MAX_FILES = 65_536  # some machines allow a billion, which tools that close all of them feel
-OWN_FILES = 128  # open beside the connections: libraries, logs, pipes, what an environment needs
 LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
 
 
@@ -100,8 +95,7 @@ def create_app(
             if request.method == "GET":
                 fields: Any = query_fields(request.url.query)
             else:
-                ignored = request.url.path == "/create"  # its body says nothing that we use
-                fields = {} if ignored else json.loads(await request.body() or b"{}")
+                fields = json.loads(await request.body() or b"{}")
         except (ValueError, RecursionError):
             return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
         return await episodes.answer(request.method, request.url.path, fields)
@@ -133,8 +127,7 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
     yield
     sweeper.cancel()
     for session_id in list(sessions.table):
-        with contextlib.suppress(ApiError):  # logged by call(); the others are closed all the same
-            await sessions.close(session_id)
+        await sessions.close(session_id)
     if hasattr(env_class, "close_shared"):
         await anyio.to_thread.run_sync(env_class.close_shared)
 
@@ -160,41 +153,33 @@ class Guard:
             return
         headers = dict(scope["headers"])
         host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1")).lower()
-        answer, body = None, b""
         hint = "ask from a program, at the address that the server printed"
         if b"origin" in headers:
-            answer = error_answer(403, "requests of web pages are refused", hint)
+            refusal = error_answer(403, "requests of web pages are refused", hint)
+            await refusal(scope, receive, send)
         elif self.hosts and host not in self.hosts:
-            answer = error_answer(403, f"this server does not answer to the name {host!r}", hint)
-        elif scope["method"] != "GET":
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body, num_bytes = await self._read(receive)
-            except TimeoutError:
-                error = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
-                answer = error_answer(408, error, "send it all at once", {"Connection": "close"})
-            else:
-                answer = body_too_large(self.max_bytes) if num_bytes > self.max_bytes else None
-        if answer is not None:
-            await answer(scope, receive, send)
-            return
-        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            refusal = error_answer(403, f"this server does not answer to the name {host!r}", hint)
+            await refusal(scope, receive, send)
+        elif len(body := await self._read(receive)) > self.max_bytes:
+            await body_too_large(self.max_bytes)(scope, receive, send)
+        else:
+            unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def receive_body() -> Message:
-            return unread.pop() if unread else await receive()
+            async def receive_body() -> Message:
+                return unread.pop() if unread else await receive()
 
-        await self.app(scope, receive_body, send)
+            await self.app(scope, receive_body, send)
 
-    async def _read(self, receive: Receive) -> tuple[bytes, int]:
-        """The body, or as much of it as the limit allows; its length."""
-        body, num_bytes, more = bytearray(), 0, True
-        while more and num_bytes <= DRAIN_BYTES:
+    async def _read(self, receive: Receive) -> bytes:
+        """The body. Of one that is too large the rest is dropped, so that its client, which is
+        still sending, sees the 413."""
+        body, more = bytearray(), True
+        while more:
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes <= self.max_bytes:
+            if len(body) <= self.max_bytes:
                 body += message.get("body", b"")
             more = message.get("more_body", False)
-        return bytes(body), num_bytes
+        return bytes(body)
 
 
 def hosts_of(host: str) -> frozenset[str]:
@@ -232,17 +217,15 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
             file=sys.stderr,
         )
     # Every connection is an open file, and the usual limit of 1,024 is soon reached.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
-        soft = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    num_files = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
     config = uvicorn.Config(
         app,
         ws="none",
         log_level="warning",
         access_log=False,
-        limit_concurrency=max(num_files - OWN_FILES, num_files // 2),
+        limit_concurrency=num_files * 3 // 4,  # the environment opens files, too
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)

@@ -16,15 +16,17 @@ Measured: benchmarks/environments.py. Read next: envs/server.py, then envclient.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -60,9 +62,9 @@ class Answer(JSONResponse):
 
 
 def _plain(value: Any) -> Any:
-    if not hasattr(value, "item"):
-        raise TypeError(f"JSON cannot carry {type(value).__name__}")
-    return value.item()
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"JSON cannot carry {type(value).__name__}")
 
 
 class ApiError(Exception):
@@ -77,11 +79,9 @@ def failure(what: str, hint: str = RULES) -> ApiError:
     return ApiError(500, f"the environment failed: {what}", hint)
 
 
-def error_answer(
-    status: int, error: str, hint: str, headers: Mapping[str, str] | None = None
-) -> Answer:
-    more = {"Retry-After": "1"} if status == 429 else {}
-    return Answer({"error": error, "hint": hint}, status, more | dict(headers or {}))
+def error_answer(status: int, error: str, hint: str) -> Answer:
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return Answer({"error": error, "hint": hint}, status, headers)
 
 
 def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
@@ -91,13 +91,11 @@ def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
 
 @dataclass
 class Session:
-    """One instance of the environment and what its latest reset or step answered."""
+    """One instance of the environment."""
 
     session_id: int
-    env: Any
-    turn: dict | None = None
-    task_index: int = 0
-    has_episode: bool = False  # /reset was called
+    env: Any = None
+    turn: dict | None = None  # what the episode's latest reset or step answered
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -117,7 +115,6 @@ class Sessions:
         self.idle_timeout_s = idle_timeout_s
         self.table: dict[int, Session] = {}
         self._numbers = itertools.count(self.first_id)
-        self._num_starting = 0
         self._closing: set[asyncio.Task] = set()  # evicted, and not yet closed
         self._threads: anyio.CapacityLimiter | None = None
 
@@ -138,21 +135,22 @@ class Sessions:
             raise failure(f"{type(error).__name__}: {error}", hint) from error
 
     async def create(self) -> Session:
-        if len(self.table) + self._num_starting >= self.max_sessions:
+        if len(self.table) >= self.max_sessions:
             self.evict_idle()
-        if len(self.table) + self._num_starting >= self.max_sessions:
+        if len(self.table) >= self.max_sessions:
             raise ApiError(
                 429,
                 f"{self.max_sessions} sessions are open, the most this server allows",
                 "close sessions, retry later, or start the server with a larger --max-sessions",
             )
-        self._num_starting += 1
+        session = Session(next(self._numbers))
+        self.table[session.session_id] = session  # it counts while its environment starts
         try:
-            env = await self.call(self.env_class)
-        finally:
-            self._num_starting -= 1
-        session = Session(next(self._numbers), env)
-        self.table[session.session_id] = session
+            async with session.lock:
+                session.env = await self.call(self.env_class)
+        except BaseException:
+            self.table.pop(session.session_id, None)
+            raise
         return session
 
     @asynccontextmanager
@@ -187,13 +185,15 @@ class Sessions:
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
                 closing = asyncio.create_task(self._end(self.table.pop(session.session_id)))
-                self._closing.add(closing)
+                self._closing.add(closing)  # the loop itself keeps no reference
                 closing.add_done_callback(self._closing.discard)
-                closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _end(self, session: Session) -> None:
-        async with session.lock:  # asyncio's locks serve in the order of asking
-            await self.call(session.env.close)
+        """Close its environment; call() has logged it if that fails."""
+        with contextlib.suppress(ApiError):
+            async with session.lock:  # asyncio's locks serve in the order of asking
+                if session.env is not None:  # it did not start
+                    await self.call(session.env.close)
 
 
 TURN: dict[str, Any] = {
@@ -205,27 +205,33 @@ TURN: dict[str, Any] = {
 }
 
 
-def problem_of(outcome: Any) -> str | None:
-    """What is wrong with what a user's environment returned from step.
+def as_turn(outcome: Any) -> dict[str, Any]:
+    """What a user's environment returned from step, by name. ApiError if it is something else.
 
-    >>> problem_of((42, 0.0, False, False, {}))
-    'gives observation as int'
-    >>> problem_of(("You see a door.", 0.0, False, {}))
-    'does not return observation, reward, terminated, truncated, info from step'
+    >>> as_turn(("You see a door.", 0.0, False, {}))
+    Traceback (most recent call last):
+    envs.sessions.ApiError: the environment failed: step does not return observation, reward, \
+terminated, truncated, info
     """
     if not isinstance(outcome, tuple) or len(outcome) != len(TURN):
-        return f"does not return {', '.join(TURN)} from step"
-    for value, (name, expected) in zip(outcome, TURN.items(), strict=True):
-        is_numpy = expected not in (str, dict) and hasattr(value, "item")
-        if not isinstance(value, expected) and not is_numpy:
-            return f"gives {name} as {type(value).__name__}"
-    _, reward, _, _, info = outcome
-    if not math.isfinite(reward):
-        return f"gives a reward of {reward}, which must be finite"
-    success = info.get("success", False)
+        raise failure(f"step does not return {', '.join(TURN)}")
+    turn = {
+        name: value.item() if hasattr(value, "item") else value  # numpy's as Python's
+        for name, value in zip(TURN, outcome, strict=True)
+    }
+    for name, value in turn.items():
+        if not isinstance(value, TURN[name]):
+            raise failure(f"step gives {name} as {type(value).__name__}")
+    if not math.isfinite(turn["reward"]):
+        raise failure(f"step gives a reward of {turn['reward']}, which must be finite")
+    success = turn["info"].get("success", False)
     if not isinstance(success.item() if hasattr(success, "item") else success, bool):
-        return f"gives info['success'] as {type(success).__name__}"
-    return None
+        raise failure(f"step gives info['success'] as {type(success).__name__}")
+    return turn
+
+
+def first_turn(observation: Any) -> dict[str, Any]:
+    return as_turn((observation, 0, False, False, {"success": False, "score": 0}))
 
 
 class Episodes:
@@ -235,122 +241,113 @@ class Episodes:
         self.sessions, self.env_class = sessions, sessions.env_class
         self.wire = sessions.env_class.WIRE
         self.num_tasks = sessions.env_class.num_tasks()  # loads what all sessions share, now
-        # Requests that only ask: path -> (HTTP method, the environment's method that answers).
-        self._questions: dict[str, tuple[str, str]] = {
-            "/available_actions": ("GET", "available_actions"),
-            "/state": ("GET", "state_for_people"),
-            "/oracle": ("GET", "oracle"),
-            **self.wire.paths,
+        self._answers: dict[tuple[str, str], Callable] = {
+            ("POST", "/create"): self._create,
+            ("POST", "/reset"): self._reset,
+            ("POST", "/step"): self._step,
+            ("POST", "/close"): self._close,
+            ("GET", "/observation"): self._observation,
+            ("GET", "/detail"): self._detail,
+            ("GET", "/available_actions"): partial(self._ask, method="available_actions"),
+            ("GET", "/state"): partial(self._ask, method="state_for_people"),
+            ("GET", "/oracle"): self._oracle,
         }
-        self._methods = dict.fromkeys(("/create", "/reset", "/step", "/close"), "POST")
-        self._methods |= dict.fromkeys(("/observation", "/detail"), "GET")
-        for path, (kind, _) in self._questions.items():
-            self._methods[path] = "GET" if kind == "GET" else "POST"
+        for path, (kind, method) in self.wire.paths.items():
+            if kind == "STEP":
+                self._answers["POST", path] = partial(self._step, more=method)
+            else:
+                self._answers[kind, path] = partial(self._ask, method=method)
 
     async def answer(self, method: str, path: str, fields: Any) -> Answer:
         """The answer to a request; `fields` are those of its body or of its query."""
         try:
-            if self._methods.get(path) != method:
-                is_known = path in self._methods
-                status, why = (405, "Method Not Allowed") if is_known else (404, "Not Found")
-                raise ApiError(status, f"{method} {path}: {why}", "envs/server.py lists the paths")
-            return Answer(await self._answer(path, fields))
+            if (method, path) not in self._answers:
+                raise ApiError(404, f"{method} {path}: Not Found", "envs/server.py lists the paths")
+            return Answer(await self._answers[method, path](fields))
         except ApiError as error:
             return error_answer(error.status, error.error, error.hint)
 
-    async def _answer(self, path: str, fields: Any) -> Any:
-        wire = self.wire
-        if path == "/create":
-            return await self._create()
-        session_id = _field(fields, wire.session_field, int)
-        if path == "/close":
-            return wire.close(await self.sessions.close(session_id))
-        if path == "/reset":
-            task_index = _field(fields, wire.index_field, int, wire.index_default)
-            seed = _field(fields, "seed", int, 0)
-            async with self.sessions.use(session_id) as session:
-                turn = await self._reset(session, task_index, seed)
-                session.has_episode = True
-                return wire.reset(session_id, turn, task_index)
-        kind, method = self._questions.get(path, ("STEP" if path == "/step" else "", ""))
-        action = _field(fields, "action", str) if kind == "STEP" else ""
-        async with self.sessions.use(session_id) as session:
-            if session.turn is None or path not in ("/observation", "/detail"):
-                self._require_episode(session)
-            if kind == "STEP":
-                answer = wire.step(await self._step(session, action))
-                return answer | await self._ask(session, method) if method else answer
-            if method:
-                return await self._ask(session, method)
-            turn = session.turn or {}
-            if path == "/observation":
-                return wire.observation(turn)
-            return {k: turn[k] for k in ("observation", "done", "reward")} | {"deleted": False}
-
-    async def _create(self) -> Any:
+    async def _create(self, fields: Any) -> Any:
         session = await self.sessions.create()
         if not self.wire.shows_task_at_create:
             return self.wire.create(session.session_id, None)
         # As AgentGym: the n-th session shows task n. An episode begins with /reset all the same.
         number = session.session_id - self.sessions.first_id
         try:
-            async with self.sessions.use(session.session_id):
-                turn = await self._reset(session, number % self.num_tasks)
+            turn = await self._play(session, first_turn, "reset", number % self.num_tasks, 0)
         except ApiError:  # its client will never learn of this session
             await self.sessions.close(session.session_id)
             raise
         return self.wire.create(session.session_id, turn)
 
-    async def _reset(self, session: Session, task_index: int, seed: int = 0) -> dict:
-        observation = await self._play(session, session.env.reset, task_index, seed)
-        session.task_index = task_index
-        info = {"success": False, "score": 0}
-        return self._set_turn(session, (observation, 0, False, False, info))
+    async def _reset(self, fields: Any) -> Any:
+        session_id = self._session_id(fields)
+        task_index = _field(fields, self.wire.index_field, int, self.wire.index_default)
+        seed = _field(fields, "seed", int, 0)
+        async with self.sessions.use(session_id) as session:
+            turn = await self._play(session, first_turn, "reset", task_index, seed)
+            session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
+            return self.wire.reset(session_id, session.turn, task_index)
 
-    async def _step(self, session: Session, action: str) -> dict:
-        if session.turn is not None and session.turn["done"]:
-            hint = "POST /reset starts the next episode"
-            raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-        return self._set_turn(session, await self._play(session, session.env.step, action))
+    async def _step(self, fields: Any, more: str = "") -> Any:
+        """`more`: a method of the environment whose dict is added."""
+        action = _field(fields, "action", str)
+        async with self._episode(fields) as (session, turn):
+            if turn["done"]:
+                hint = "POST /reset starts the next episode"
+                raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
+            session.turn = turn | await self._play(session, as_turn, "step", action)
+            answer = self.wire.step(session.turn)
+            return answer | await self.sessions.call(getattr(session.env, more)) if more else answer
 
-    async def _ask(self, session: Session, method: str) -> Any:
-        answer = await self.sessions.call(getattr(session.env, method))
-        if method != "oracle":
-            return answer
+    async def _close(self, fields: Any) -> Any:
+        return self.wire.close(await self.sessions.close(self._session_id(fields)))
+
+    async def _observation(self, fields: Any) -> Any:
+        async with self._episode(fields) as (_, turn):
+            return self.wire.observation(turn)
+
+    async def _detail(self, fields: Any) -> Any:
+        async with self._episode(fields) as (_, turn):
+            shown = {name: turn[name] for name in ("observation", "done", "reward")}
+            return shown | {"deleted": False}
+
+    async def _ask(self, fields: Any, method: str) -> Any:
+        async with self._episode(fields) as (session, _):
+            return await self.sessions.call(getattr(session.env, method))
+
+    async def _oracle(self, fields: Any) -> Any:
+        answer = await self._ask(fields, "oracle")
         if not isinstance(answer, tuple | list) or [type(part) for part in answer] != [str, str]:
-            name = self.env_class.__name__
-            raise failure(f"{name}.oracle() gives {answer!r:.80}, not a thought and an action")
+            raise failure(f"oracle() gives {answer!r:.80}, not a thought and an action")
         return {"thought": answer[0], "action": answer[1]}
 
-    async def _play(self, session: Session, function: Callable, *arguments: Any) -> Any:
+    def _session_id(self, fields: Any) -> int:
+        return _field(fields, self.wire.session_field, int)
+
+    @asynccontextmanager
+    async def _episode(self, fields: Any) -> AsyncIterator[tuple[Session, dict]]:
+        """The session that a request names, and its latest turn."""
+        session_id = self._session_id(fields)
+        async with self.sessions.use(session_id) as session:
+            if session.turn is None:
+                names = f"{self.wire.session_field} and {self.wire.index_field}"
+                hint = f"POST /reset with {names} starts one"
+                raise ApiError(409, f"session {session_id} has no episode", hint)
+            yield session, session.turn
+
+    async def _play(
+        self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
+    ) -> dict:
+        """What reset or step answers, as a turn."""
         try:
-            return await self.sessions.call(function, *arguments)
+            turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
         except ApiError as error:
             if error.status == 500:  # its state is unknown: only a reset repairs it
-                session.has_episode = False
+                session.turn = None
             raise
-
-    def _require_episode(self, session: Session) -> None:
-        if not session.has_episode:
-            fields = f"{self.wire.session_field} and {self.wire.index_field}"
-            what = f"session {session.session_id} has no episode"
-            raise ApiError(409, what, f"POST /reset with {fields} starts one")
-
-    def _set_turn(self, session: Session, outcome: tuple) -> dict:
-        if problem := problem_of(outcome):
-            session.has_episode = False
-            raise failure(f"{self.env_class.__name__} {problem}")
-        observation, reward, terminated, truncated, info = outcome
-        session.turn = {
-            "observation": observation,
-            "reward": self.wire.to_points(reward),
-            "done": terminated or truncated,
-            "terminated": terminated,
-            "truncated": truncated,
-            "info": info,
-            "subtask": self.env_class.subtask(session.task_index),
-        }
-        return session.turn
+        reward, done = self.wire.to_points(turn["reward"]), turn["terminated"] or turn["truncated"]
+        return turn | {"reward": reward, "done": done}
 
 
 def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:

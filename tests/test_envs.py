@@ -185,7 +185,7 @@ STRANGE = {
         'info["score"], True, False',
         "0.0, True",
         "step",
-        "from step",
+        "does not return observation, reward",
     ),
     "a number to read": ('return "It is heads."', "return 42", "step", "observation as int"),
     "a NaN for a reward": ('info["score"], True', "float('nan'), True", "step", "reward of nan"),
