@@ -114,24 +114,21 @@ class Settings:
 def get_env(name: str) -> Any:
     """The environment class called `name`, imported only now: a key of ENVS, or
     "package.module:Class". ValueError if there is none, or the class lacks something."""
-    where = ENVS.get(name, name)
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", where):
+    if name in ENVS:
+        module_name, _, class_name = ENVS[name].partition(":")
+        return getattr(import_module(module_name), class_name)
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
         known = ", ".join(sorted(ENVS))
         raise ValueError(
             f"unknown environment {name!r}; choose one of: {known}; or give package.module:Class"
         )
-    module_name, _, class_name = where.partition(":")
-    if name in ENVS:
-        return getattr(import_module(module_name), class_name)
+    module_name, _, class_name = name.partition(":")
     try:
         module = import_module(module_name)
     except Exception as error:  # a user's file may raise anything
-        if isinstance(error, ImportError) and f"{module_name}.".startswith(f"{error.name}."):
-            what = f"there is no module {error.name}; put its folder on PYTHONPATH"
-        else:
-            what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
-        raise ValueError(f"environment {name}: {what}") from error
-    env_class: Any = getattr(module, class_name, None)
+        what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
+        raise ValueError(f"environment {name}: {what}; is its folder on PYTHONPATH?") from error
+    env_class = getattr(module, class_name, None)
     if not inspect.isclass(env_class):
         raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
     if problem := _problem_of(env_class):  # type: ignore[arg-type]
@@ -172,12 +169,12 @@ def problem_of_messages(messages: Any) -> str | None:
             return f'expected a list of {{"role": ..., "content": ...}}, got {message!r:.80}'
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
-    if turns != ["user", "assistant"] * (len(turns) // 2):
-        return (
-            f"the roles are {', '.join(roles)}; expected system, or user and assistant in turn, "
-            "since the first observation follows as a user's message"
-        )
-    return None
+    if turns == ["user", "assistant"] * (len(turns) // 2):
+        return None
+    return (
+        f"the roles are {', '.join(roles)}; expected system, or user and assistant in turn, "
+        "since the first observation follows as a user's message"
+    )
 
 
 def names_of(env: str) -> list[str]:
@@ -259,10 +256,10 @@ def load_tasks(
         if index in tasks:
             raise ValueError(f"{path}: {task_id!r} is listed twice; a task may appear once")
         tasks[index] = Task(task_id, index, env_class.subtask(index), name)
-    if unseen := set(subtasks) - {task.subtask for task in tasks.values()}:
-        known = sorted({env_class.subtask(index) for index in range(num_tasks)})
-        for subtask in sorted(unseen - set(known)):
-            choices = ", ".join(known)
+    subtasks_of_env = {env_class.subtask(index) for index in range(num_tasks)} if subtasks else ()
+    for subtask in subtasks:
+        if subtask not in subtasks_of_env:
+            choices = ", ".join(sorted(subtasks_of_env))
             raise ValueError(f"unknown sub-task {subtask!r} of {name}; choose from: {choices}")
     chosen = [task for task in tasks.values() if not subtasks or task.subtask in subtasks]
     if not chosen:
@@ -289,23 +286,20 @@ def name_of_list(env: str, file: str) -> str:
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:
     """The path of the id list that is meant; None for all tasks."""
-    if split is None and file is None:
-        return None
     if split is not None and file is not None:
         raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
     lists, name = id_lists(env), env_name(env)
     known = ", ".join(lists) or "none"
+    if split is not None and split not in lists:
+        where = ids_dir(env) / f"{name}_{split}.json"
+        raise ValueError(f"{name} has no split {split!r}, which would be {where}; it has: {known}")
     if file is None:
-        if split not in lists:
-            where = "" if lists else f"; its file would be {ids_dir(env) / f'{name}_{split}.json'}"
-            raise ValueError(f"{name} has no split {split!r}; choose one of: {known}{where}")
-        return lists[split]
+        return None if split is None else lists[split]
     path = Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
         path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
     if not path.exists():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        what = f"cannot read the id list {path}: no such file{where}; lists of {name}: {known}"
+        what = f"cannot read the id list {path.absolute()}: no such file; lists of {name}: {known}"
         raise ValueError(what)
     return path
 

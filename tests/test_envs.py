@@ -130,8 +130,7 @@ def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):
     [
         ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft; or"),
         ("far.coin", "unknown environment 'far.coin'"),
-        ("nowhere.coin:Coin", "there is no module nowhere; put its folder on PYTHONPATH"),
-        ("far.coins:Coin", "there is no module far.coins;"),
+        ("nowhere.coin:Coin", "No module named 'nowhere'.*; is its folder on PYTHONPATH"),
         ("far.coin:Penny", "far.coin has no class Penny"),
         ("far.coin:Stage", "the class lacks PROMPT, WIRE, .*close"),
     ],
@@ -140,12 +139,6 @@ def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
     with pytest.raises(ValueError, match=message) as error:
         get_env(name)
     assert "\n" not in str(error.value)
-
-
-def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
-    far.write_text("import no_such_package\n")
-    with pytest.raises(ValueError, match="far.coin cannot be imported .*no_such_package"):
-        get_env("far.coin:Coin")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +151,7 @@ def test_a_package_that_a_world_outside_lacks_is_named_and_not_the_world(far):
         ("lambda: 4", "lambda: 0", "has 0 tasks"),
         ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
+        ("World = Coin", "import no_such_package", "No module named 'no_such_package'"),
     ],
 )
 def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
@@ -171,41 +165,27 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-STRANGE = {
-    "a set in the state": ("return {}", "return {'x': {1}}", "state", "JSON cannot carry set"),
-    "a NaN in the state": ("return {}", "return {'x': float('nan')}", "state", "not JSON"),
-    "a tuple for a key": ("return {}", "return {(1, 2): 3}", "state", "not JSON"),
-    "an oracle without a thought": (
-        'return "It is always heads.", "heads"',
-        'return "ba"',
-        "oracle",
-        "oracle() gives 'ba', not a thought and an action",
-    ),
-    "no word on its limit": (
-        'info["score"], True, False',
-        "0.0, True",
-        "step",
-        "does not return observation, reward",
-    ),
-    "a number to read": ('return "It is heads."', "return 42", "step", "observation as int"),
-    "a NaN for a reward": ('info["score"], True', "float('nan'), True", "step", "reward of nan"),
-    "a set in info": ('{"success": action', '{"seen": {1}, "success": action', "step", "not JSON"),
-    "success that is a number": ('action == "heads",', "1,", "step", "info['success'] as int"),
-}
-
-
-@pytest.mark.parametrize("strange", STRANGE)
-def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, strange):
-    old, new, asked, message = STRANGE[strange]
+@pytest.mark.parametrize(
+    ("asked", "old", "new", "message"),
+    [
+        ("state", "return {}", "return {'x': {1}}", "JSON cannot carry set"),
+        ("state", "return {}", "return {'x': float('nan')}", "not JSON"),
+        ("oracle", '"It is always heads.", "heads"', '"ba"', "gives 'ba', not a thought and an"),
+        ("step", 'info["score"], True, False', "0.0, True", "does not return observation, reward"),
+        ("step", 'return "It is heads."', "return 42", "observation as int"),
+        ("step", 'info["score"], True', "float('nan'), True", "reward of nan"),
+        ("step", '{"success": action', '{"seen": {1}, "success": action', "not JSON"),
+        ("step", 'action == "heads",', "1,", "info['success'] as int"),
+    ],
+)
+def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, asked, old, new, message):
     assert old in COIN
     far.write_text(COIN.replace(old, new))
-    ask = {"state": lambda c: c.state(), "oracle": lambda c: c.oracle()}
-    ask["step"] = lambda c: c.step("Action: heads")
     with connect("far.coin:Coin", "local") as client:
-        for _ in range(2):
-            client.reset(0)
-            with pytest.raises(EnvServerError, match=re.escape(message)):
-                ask[asked](client)
+        client.reset(0)
+        with pytest.raises(EnvServerError, match=re.escape(message)):
+            client.step("Action: heads") if asked == "step" else getattr(client, asked)()
+        client.reset(0)
         if asked != "step":  # what was asked changes nothing
             assert client.step("Action: heads").terminated
 
@@ -267,10 +247,8 @@ def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
     ("content", "message"),
     [
         ("[", "is not JSON"),
-        ("{}", "is not an id list"),
         ('[{"item_id": 3}]', "is not an id list"),
         ('[{"item_id": "textcraft_544"}]', "'textcraft_544' is not a task of textcraft"),
-        ('[{"item_id": "textcraft_-1"}]', "is not a task of textcraft"),
         ('[{"item_id": "textcraft_1"}, {"item_id": "textcraft_1"}]', "is listed twice"),
         ("[]", "no task left"),
         ('[{"item_id": "babyai_3"}]', "'babyai_3' is not a task of textcraft; expected"),
@@ -285,11 +263,7 @@ def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, cont
 
 
 def test_misuse_of_load_tasks_names_the_choices(tmp_path):
-    with pytest.raises(ValueError, match="choose one of: .*textcraft"):
-        get_env("minecraft")
-    with pytest.raises(
-        ValueError, match="family_test, family_train, short_test, short_train, test, train"
-    ):
+    with pytest.raises(ValueError, match="it has: family_test, family_train, short_test"):
         load_tasks("textcraft", "validation")
     with pytest.raises(ValueError, match="choose from: depth 1, depth 2, depth 3, depth 4"):
         load_tasks("textcraft", "test", subtasks=["depth 5"])
@@ -299,31 +273,26 @@ def test_misuse_of_load_tasks_names_the_choices(tmp_path):
         load_tasks("textcraft", file=tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("world", ["textcraft", "babyai", "sciworld"])
-def test_a_worlds_own_list_is_found_from_any_folder(world, tmp_path, monkeypatch):
-    expected = load_tasks(world, "train")
+def test_a_worlds_own_list_is_found_from_any_folder(tmp_path, monkeypatch):
+    expected = load_tasks("babyai", "train")
     monkeypatch.chdir(tmp_path)
-    paths = (f"{folder}ids/{world}_train.json" for folder in ("", "/elsewhere/"))
-    for name in ("train", f"{world}_train", f"{world}_train.json", *paths):
-        assert load_tasks(world, file=name) == expected
-    (tmp_path / "train").write_text(json.dumps([{"item_id": f"{world}_5"}]))
-    assert [task.task_index for task in load_tasks(world, file="train")] == [5]
+    paths = ("ids/babyai_train.json", "/elsewhere/ids/babyai_train.json")
+    for name in ("train", "babyai_train", "babyai_train.json", *paths):
+        assert load_tasks("babyai", file=name) == expected
+    (tmp_path / "train").write_text('[{"item_id": "babyai_5"}]')
+    assert [task.task_index for task in load_tasks("babyai", file="train")] == [5]
 
 
 @pytest.mark.parametrize("env", ["textcraft", "babyai", "sciworld"])
-@pytest.mark.parametrize("index", [-1, 10**30])
-def test_an_index_out_of_range_is_refused_and_does_not_wrap_around(env, index):
-    if settings_of(env).package:
-        pytest.importorskip(settings_of(env).package)
-    with pytest.raises(TaskIndexError, match=f"{index} does not exist"):
-        get_env(env)().reset(index)
-
-
-@pytest.mark.parametrize("env", ["textcraft", "babyai"])
 def test_misuse_of_an_episode_has_its_own_errors(env):
     if settings_of(env).package:
         pytest.importorskip(settings_of(env).package)
     world = get_env(env)()
+    for index in (-1, 10**30):  # it does not wrap around
+        with pytest.raises(TaskIndexError, match=f"{index} does not exist"):
+            world.reset(index)
+    if env == "sciworld":  # the rest needs its Java
+        return
     asks = (lambda: world.step("inventory"), world.oracle, world.available_actions)
     for misuse in (*asks, world.state_for_people):
         with pytest.raises(NotResetError):
