@@ -1,17 +1,14 @@
-"""What the text environments share: where an episode stands, the line that holds an action, ids.
+"""What the text environments share: where an episode stands, the line that holds an action.
 
 These are small things to use, not a frame to fit into. Read next: envs/textcraft/env.py.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, env_name, ids_dir
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError
 
 
 class Stage:
@@ -94,22 +91,6 @@ def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
     return at_most + 1
 
 
-def write_id_lists(
-    env: str, lists: Mapping[str, Iterable[int | str]], folder: Path | None = None
-) -> dict[Path, int]:
-    """Write an id list for each split; returns how many ids each file holds. A task is an index, or
-    an id where that does not begin with the environment's name."""
-    written, name = {}, env_name(env)
-    for split, tasks in lists.items():
-        path = (folder or ids_dir(env)) / f"{name}_{split}.json"
-        path.parent.mkdir(exist_ok=True)
-        ids = [task if isinstance(task, str) else f"{name}_{task}" for task in tasks]
-        lines = [json.dumps({"item_id": task_id}) for task_id in ids]
-        path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-        written[path] = len(lines)
-    return written
-
-
 def play(env: Any, task_index: int, seed: int) -> None:
     """An episode in the terminal; an empty line asks the oracle, ? what can be done."""
     print("\n\n".join(message["content"] for message in env.PROMPT))
@@ -130,10 +111,8 @@ def play(env: Any, task_index: int, seed: int) -> None:
     print(f"return {total:g}")
 
 
-def command_line(
-    env_class: Any, name: str, task_index: int, **writers: Callable[[], Mapping[Any, int]]
-) -> None:
-    """`python -m envs.NAME`: play `task_index`, or call a writer, as --write-ids."""
+def command_line(env_class: Any, name: str, task_index: int) -> None:
+    """`python -m envs.NAME`: play `task_index` in the terminal."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
         prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."
@@ -142,16 +121,7 @@ def command_line(
         "--task-index", type=int, default=task_index, help=f"0 to {last} (default: {task_index})"
     )
     parser.add_argument("--seed", type=int, default=0, help="what a task leaves open (default: 0)")
-    for writer in writers:
-        flag, what = f"--{writer.replace('_', '-')}", writer.removeprefix("write_")
-        text = f"write the {what} of envs/{name}/ again and stop"
-        parser.add_argument(flag, action="store_true", help=text)
     arguments = parser.parse_args()
-    if chosen := [writer for writer in writers if getattr(arguments, writer)]:
-        for writer in chosen:
-            for written, num_tasks in writers[writer]().items():
-                print(f"{written}: {num_tasks} tasks")
-        return
     env = env_class()
     try:
         play(env, arguments.task_index, arguments.seed)
