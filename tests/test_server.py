@@ -346,18 +346,6 @@ def test_64_concurrent_sessions_do_not_mix(server_url):
     assert requests.get(f"{server_url}/health", timeout=30).json()["live_sessions"] == 0
 
 
-def test_100_concurrent_requests_to_one_session_happen_one_after_the_other():
-    with slow_world() as client:
-        session_id = start(client)
-
-        def step(_):
-            return client.post("/step", json={"id": session_id, "action": "sleep 0.002"}).json()
-
-        with ThreadPoolExecutor(100) as pool:
-            answers = list(pool.map(step, range(100)))
-        assert sorted(int(answer["observation"]) for answer in answers) == list(range(1, 101))
-
-
 def test_slow_steps_and_those_who_wait_for_them_delay_no_other_session():
     """200 requests queue behind one slow session, more than there are threads."""
 

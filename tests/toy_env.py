@@ -123,13 +123,13 @@ def registered(env_class=Letters, name=NAME):
 
 
 @contextlib.contextmanager
-def serve(env_class=Letters, middleware=None, name=NAME, first_id=None):
+def serve(env_class=Letters, middleware=None, name=NAME):
     """A real server of the environment, in a thread of this process; yields its base_url.
 
     `middleware(request, call_next)` may answer in the app's place, to play a server that fails.
     """
     with registered(env_class, name):
-        app = create_app(name, env_class=env_class, first_id=first_id)
+        app = create_app(name, env_class=env_class)
         if middleware is not None:
             app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on"))
