@@ -541,7 +541,7 @@ def check_ranges(config: RunConfig) -> None:
         if name in POSITIVE and not 0 < value < math.inf:
             raise Misuse(f"{flag(name)} {value} must be above 0, and finite")
         if not 0 <= value < math.inf:
-            raise Misuse(f"{flag(name)} {value} must not be negative, and finite")
+            raise Misuse(f"{flag(name)} {value} must not be negative or infinite")
         if name in SHARES and value > 1:
             raise Misuse(f"{flag(name)} {value} must lie between 0 and 1")
 

@@ -85,13 +85,6 @@ def test_every_package_that_the_project_imports_is_a_direct_requirement():
     assert missing == set()
 
 
-def test_no_set_up_file_names_a_package_index():
-    files = ["Makefile", "tools/setup_env.py", "pyproject.toml", ".ci/run", "stubs/README.md"]
-    for file in [*(ROOT / name for name in files), *ROOT.glob("requirements*.txt")]:
-        text = file.read_text()
-        assert not re.search(r"https?:|--index-url|--extra-index|--find-links|\.(org|io)\b", text)
-
-
 # ---- one installation, then nothing ----------------------------------------------------------
 
 
