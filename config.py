@@ -323,10 +323,7 @@ class Config(RunConfig, Objective):
     def notes(self) -> Iterator[str]:
         last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
         if self.rounds_scheduler != "fixed" and self.steps <= last_change:
-            yield (
-                f"--steps {self.steps} ends before the last of --rounds begins, after step "
-                f"{last_change}; see --steps-scaling-inter"
-            )
+            yield f"the last of --rounds begins after step {last_change}, --steps is {self.steps}"
 
 
 # ------------------------------------------------------------------------------------------ presets
@@ -600,10 +597,8 @@ def notes(config: RunConfig) -> Iterator[str]:
     if (config.tasks or config.split) and not files_teach(config.method, vars(config)):
         held_out = {task.task_id for task in held_out_tasks(config)}
         if both := held_out & {task.task_id for task in tasks_of(config)}:
-            yield (
-                f"{len(both)} of the {len(held_out)} held-out tasks are also trained on: success "
-                "there says little about others (--tasks, --eval-tasks)"
-            )
+            num = f"{len(both)} of the {len(held_out)}"
+            yield f"{num} held-out tasks are also trained on: success there says little of others"
     yield from config.notes()
 
 
