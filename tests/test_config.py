@@ -334,7 +334,7 @@ def test_an_option_that_is_given_and_has_no_effect_is_a_note(argv, noted):
     [
         (
             f"{STEPWISE} --rounds 2 4 --steps 100",
-            "ends before the last of --rounds begins, after step 100",
+            "the last of --rounds begins after step 100",
         ),
         ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
         (f"{STEPWISE} --rounds 2 4 --steps 101", None),
