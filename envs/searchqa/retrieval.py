@@ -201,12 +201,11 @@ class Remote:
                 answer = self._line.ask("POST", "/retrieve", body, JSON_HEADERS, remaining_s)
                 if answer.status == 200:
                     return answer.body
-                problem, may_pass = (
-                    f"HTTP {answer.status}: {answer.text[:200]}",
-                    answer.status >= 500,
-                )
+                problem = f"HTTP {answer.status}: {answer.text[:200]}"
+                may_pass = answer.status >= 500
             except ExchangeError as error:
-                problem, may_pass = str(error), isinstance(error, Lost)
+                problem = str(error)
+                may_pass = isinstance(error, Lost)
             if not may_pass or time.monotonic() + pause_s >= end:
                 break
             time.sleep(pause_s)
