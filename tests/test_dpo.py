@@ -372,16 +372,6 @@ def test_three_tries_at_one_task_by_hand():
     assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"over pairs per task": 2})
 
 
-def test_trajectories_that_open_otherwise_are_not_compared():
-    tries = [
-        played("a", "open", 1.0),
-        played("a", "go", 0.0, observation="bright"),  # another seed's episode
-        played("a", "take", 0.0, prompt="home"),  # told something else
-        played("b", "light", 0.0),  # another task that opens alike
-    ]
-    assert pairs_and_counts(tries) == ([], {"no partner": 4})
-
-
 def test_two_seeds_are_not_compared_though_they_open_alike():
     tries = [
         played("a", text, total, seed=seed)
@@ -391,14 +381,6 @@ def test_two_seeds_are_not_compared_though_they_open_alike():
     assert (described(pairs), counts) == ([("a", "open", "go", 1.0)], {"two seeds": 2})
     expert = [played("a", "light", 1.0)]  # of an unknown seed
     assert len(pairs_of_experts(expert, tries, DpoConfig(), Counter())) == 2
-
-
-def test_of_equal_returns_neither_is_better_even_where_any_gap_will_do():
-    tries = [played("a", text, 0.5) for text in ("open", "go", "take")]
-    assert pairs_and_counts(tries, min_gap=0.0) == ([], {"no partner": 1})
-    tries.append(played("a", "light", 0.6))
-    pairs, counts = pairs_and_counts(tries, min_gap=0.0)
-    assert (len(pairs), counts) == (3, {"gap": 3})
 
 
 def test_a_return_that_lacks_a_rounding_error_is_enough():
@@ -417,16 +399,6 @@ def test_a_return_that_lacks_a_rounding_error_is_enough():
 def test_equal_actions_with_different_returns_are_no_preference(better, worse):
     tries = [played("a", better, 1.0), played("a", worse, 0.0)]
     assert pairs_and_counts(tries) == ([], {"equal texts": 1})
-
-
-def test_a_pair_that_says_what_another_says_is_left_out():
-    tries = [played("a", text, e) for text, e in (("open", 1.0), ("go", 0.0), ("go", 0.25))]
-    pairs, counts = pairs_and_counts(tries)
-    assert described(pairs) == [("a", "open", "go", 1.0)]
-    assert counts == {"gap": 1, "equal texts": 1}
-    tries = [played("a", f"go, {answer}", 0.0) for answer in ("dark", "bright")]
-    pairs, counts = pairs_and_counts([*tries, played("a", "open", 1.0)])
-    assert (len(pairs), counts) == (1, {"gap": 1, "equal texts": 1})
 
 
 def test_a_trajectory_without_a_return_is_named():
@@ -594,15 +566,6 @@ def read(path, text, config=ALL):
     path.write_text(text)
     counts: Counter[str] = Counter()
     return read_pairs(WORDS, [path], config, counts), dict(counts)
-
-
-@pytest.mark.parametrize("form", [json.dumps, lambda lines: "\r\n".join(map(json.dumps, lines))])
-def test_a_pair_file_is_a_list_or_has_a_pair_on_each_line(tmp_path, form):
-    pairs, counts = read(tmp_path / "pairs.json", form([GOOD, OTHER]))
-    assert (counts, [pair.task_id for pair in pairs], pairs[0].gap) == ({}, ["a", "b"], None)
-    learned = {"from": "gpt", "loss": True, "value": "open"}
-    assert pairs[0].chosen.record["conversations"] == [HUMAN | {"loss": False}, learned]
-    assert pairs[0].rejected.parts[1] == (("gpt", "go"), ("human", "dark"), ("gpt", "no"))
 
 
 def messages(*texts):
