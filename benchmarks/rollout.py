@@ -13,7 +13,7 @@ against an HTTP server in a process of its own whose steps take
     tail    2 s for 5 % of the steps      one slow environment         1.5 times lockstep's speed
 
 Turns of equal length are the hardest case: all trajectories begin together and end their turns
-together, so the engine often has nothing to decode (`idle`: the share of time without a request).
+together, so the engine often has nothing to decode.
 
 Run it:  python benchmarks/rollout.py            about six minutes on two cores
          python benchmarks/rollout.py --max-num-seqs 32 --out benchmarks/results/rollout-32.json
@@ -55,7 +55,7 @@ TRAJECTORIES, NUM_TURNS, TOKENS_PER_TURN = 64, 8, 30
 # Seconds of a step; the share of slow ones; their seconds.
 LATENCIES = {"none": (0.0, 0.0, 0.0), "100 ms": (0.1, 0.0, 0.0), "tail": (0.0, 0.05, 2.0)}
 ENV = "benchmarks.rollout:Delay"
-Figures = dict[str, float]  # tokens, seconds, idle_s
+Figures = dict[str, float]  # tokens, seconds
 
 
 class Delay(TextCraft):
@@ -109,7 +109,7 @@ def play_engine(engine: VLLMEngine, opening: list[int], between: list[int]) -> F
             sequences[number] += generation.token_ids + between
             if turns[number] < NUM_TURNS:
                 engine.submit(generation.request_id, sequences[number], sampling)
-    return {"tokens": tokens, "seconds": time.perf_counter() - began, "idle_s": 0.0}
+    return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
 
 def play_collect(
@@ -121,7 +121,7 @@ def play_collect(
 ) -> Figures:
     log = RolloutLog()
     collect(engine, pool, chat, requests, settings, log)
-    return {"tokens": log.generated_tokens, "seconds": log.seconds, "idle_s": log.engine_idle_s}
+    return {"tokens": log.generated_tokens, "seconds": log.seconds}
 
 
 def play_lockstep(
@@ -134,16 +134,9 @@ def play_lockstep(
     """Episodes are collect's own, and calls have as many threads: only the waiting differs."""
     stopping = threading.Event()
     episodes = [_Episode(pool, chat, request, settings, stopping) for request in requests]
-    tokens, idle, began = 0, 0.0, time.perf_counter()
-
-    def wait_for_all(calls: list[Callable[[], None]]) -> None:
-        nonlocal idle
-        waited = time.perf_counter()
-        list(threads.map(lambda call: call(), calls))
-        idle += time.perf_counter() - waited
-
+    tokens, began = 0, time.perf_counter()
     with ThreadPoolExecutor(settings.env_workers) as threads:
-        wait_for_all([episode.reset for episode in episodes])
+        list(threads.map(_Episode.reset, episodes))
         playing = {episode.handler.trajectory_id: episode for episode in episodes}
         while playing:
             for name, episode in list(playing.items()):
@@ -155,8 +148,8 @@ def play_lockstep(
                 for generation in engine.poll():
                     tokens += len(generation.token_ids)
                     playing[generation.request_id].take(generation)
-            wait_for_all([episode.act for episode in playing.values()])
-    return {"tokens": tokens, "seconds": time.perf_counter() - began, "idle_s": idle}
+            list(threads.map(_Episode.act, playing.values()))
+    return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -221,9 +214,6 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, Figures]:
         for other in ("engine", "lockstep"):
             ratios = (a / b for a, b in zip(speed["collect"], speed[other], strict=True))
             column[f"ratio_to_{other}"] = median(ratios, 3)
-        for loop in ("collect", "lockstep"):
-            shares = (r[loop]["idle_s"] / r[loop]["seconds"] for r in rows)
-            column[f"{loop}_idle"] = median(shares, 3)
         table[latency] = column
     return table
 

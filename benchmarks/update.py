@@ -3,13 +3,11 @@
     ours    update.update_policy: shuffling, micro-batches, clipped loss, metrics, gradient norm,
             optimizer step
     bare    forward and backward of the same loss on the same micro-batches, nothing else
-    padded  ours without prefix sharing: rows are sorted and padded instead of packed
 
     ratio = tokens/s of ours / tokens/s of bare, median of interleaved repeats     goal: 0.9
 
-Tokens include prompts and observations but not padding. An opening that a group shares counts once
-per trajectory, so `ours` over `padded` is what sharing saves. The batch looks like a training
-step's: 8 TextCraft goals, each played 8 times for at most 6 turns by an oracle that errs.
+Tokens include prompts and observations but not padding. The batch looks like a training step's: 8
+TextCraft goals, each played 8 times for at most 6 turns by an oracle that errs.
 
 Run it:  python benchmarks/update.py --model tiny               about a minute
          python benchmarks/update.py --model smollm2-135m       about ten minutes on two cores
@@ -19,7 +17,6 @@ Read next: update.py at the root.
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +111,7 @@ def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective)
 
 
 def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
-    """The three loops on one batch, in turn."""
+    """The two loops on one batch, in turn."""
     path = resolve_model(model)
     batch = played_batch(load_tokenizer(path), num_tasks)
     batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
@@ -133,15 +130,12 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
     loops: dict[str, Callable[[], None]] = {
         "ours": partial(take_step, learner, batch, objective),
         "bare": partial(bare, plain, batch, cuts, objective),
-        "padded": partial(take_step, learner, batch, replace(objective, share_prefix=False)),
     }
     for work in loops.values():
         work()  # kernels, allocator, the optimizer's state
     repeats = []
     for repeat in range(num_repeats):
-        # Rotated, so that no loop always follows the same other one.
-        order = [list(loops)[(repeat + n) % len(loops)] for n in range(len(loops))]
-        repeats.append({f"{name}_s": seconds_of(loops[name]) for name in order})
+        repeats.append({f"{name}_s": seconds_of(work) for name, work in loops.items()})
         print(f"repeat {repeat + 1} of {num_repeats}: {repeats[-1]}", flush=True)
     return {
         "settings": {"model": model, "parameters": num_parameters(plain)},
@@ -159,13 +153,10 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
 def summarize(measured: dict[str, Any]) -> dict[str, float]:
     """Medians over the repeats; ratios are taken within a repeat."""
     tokens, repeats = measured["batch"]["tokens"], measured["repeats"]
-    speeds = {
-        f"{name}_tokens_per_s": median((tokens / r[f"{name}_s"] for r in repeats), 1)
-        for name in ("ours", "bare", "padded")
-    }
-    return speeds | {
+    return {
+        "ours_tokens_per_s": median((tokens / r["ours_s"] for r in repeats), 1),
+        "bare_tokens_per_s": median((tokens / r["bare_s"] for r in repeats), 1),
         "ratio": median((r["bare_s"] / r["ours_s"] for r in repeats), 3),
-        "ours_over_padded": median((r["padded_s"] / r["ours_s"] for r in repeats), 2),
     }
 
 

@@ -116,11 +116,6 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def steps_of(run_dir: Path) -> int:
-    steps: int = read_json(run_dir / "config.json")["config"]["steps"]
-    return steps
-
-
 def record(run_dir: Path) -> Result:
     """What is kept of a run.
 
@@ -130,7 +125,8 @@ def record(run_dir: Path) -> Result:
     Raises:
         SystemExit: the run was not evaluated at its beginning and at its end.
     """
-    about, steps = read_json(run_dir / "config.json"), steps_of(run_dir)
+    about = read_json(run_dir / "config.json")
+    steps = about["config"]["steps"]
     timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
     spent = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
     curve = []

@@ -7,7 +7,7 @@ held-out goals with 16 turns, however they were trained. FIGURES says which arms
 
     python recipes/miniature.py                    runs what is missing, resumes what was stopped
     python recipes/miniature.py --figure horizons  the runs of one figure
-    python recipes/miniature.py status             what is missing, and how long it would take
+    python recipes/miniature.py status             what is missing
 
 Results go to runs/miniature/results, with --commit to recipes/results/miniature; tables.py makes
 tables of them. Options that this command does not know go to the programs.
@@ -227,18 +227,15 @@ def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def status(figures: Sequence[str], results: Results) -> str:
-    """A table: arms, seeds there and missing, minutes a run, hours left."""
-    runs, rows, left = wanted(figures), [], 0.0
+    """A table: arms, their seeds that are there, and those that are missing."""
+    runs = wanted(figures)
+    rows = []
     for name in dict.fromkeys(name for name, _ in runs):
         seeds = [seed for n, seed in runs if n == name]
-        missing = [seed for seed in seeds if (name, seed) not in results]
-        took = [60 * results[name, s]["hours"] for s in seeds if s not in missing]
-        minutes = statistics.fmean(took) if took else 25.0
-        left += minutes * len(missing)
-        there = " ".join(str(s) for s in seeds if s not in missing) or "-"
-        rows.append((name, there, " ".join(map(str, missing)) or "-", f"{minutes:.0f}"))
-    lines = markdown("arm | seeds there | missing | minutes a run", rows)
-    return "\n".join([*lines, "", f"{left / 60:.1f} hours of runs are missing"])
+        there = [str(seed) for seed in seeds if (name, seed) in results]
+        missing = [str(seed) for seed in seeds if (name, seed) not in results]
+        rows.append((name, " ".join(there) or "-", " ".join(missing) or "-"))
+    return "\n".join(markdown("arm | seeds there | missing", rows))
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -312,18 +309,16 @@ def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", nargs="?", choices=("run", "status"), default="run")
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--commit", action="store_true", help="write to recipes/results")
-    words = list(sys.argv[1:])
-    if words[:1] not in (["run"], ["status"], ["--help"]):
-        words.insert(0, "run")  # otherwise a value further on would be taken for the command
+    words = sys.argv[1:]
+    command = words.pop(0) if words[:1] in (["run"], ["status"]) else "run"
     options, extra = parser.parse_known_args(words)
     os.chdir(ROOT)
     print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
     folder = FOLDER if options.commit else RUNS / "results"
     # Until a pass finds nothing to do: an estimator's runs wait for its pilots.
-    while options.command == "run" and any(
+    while command == "run" and any(
         run_if_missing(*run, folder, extra) for run in wanted(options.figure)
     ):
         pass

@@ -73,30 +73,21 @@ def lost(step: int, group: int, task: Any) -> RolloutHandler:
     return t
 
 
-def make_run(
-    path: Path,
-    steps: int = 3,
-    groups: int = 2,
-    samples: int = 3,
-    evaluations: bool = True,
-    turns: int | None = None,
-) -> Path:
-    """A whole run of episodes of `turns`, or of one more at each step; its last step holds a lost
-    trajectory."""
+def make_run(path: Path, steps: int = 3, turns: int | None = None) -> Path:
+    """A whole run of two groups of three episodes of `turns`, or of one more at each step; its last
+    step holds a lost trajectory."""
     chat = ChatTemplate(load_tokenizer(str(START)))
-    tasks = load_tasks("textcraft", "test")[: groups + 1]
+    tasks = load_tasks("textcraft", "test")[:3]
     config = {"env": "textcraft", "model": "tiny", "algorithm": "grpo", "steps": steps, "seed": 0}
     write_json(path / "config.json", {"config": config | {"learning_rate": 1e-4}})
     for step in range(1, steps + 1):
         played = [
             play(chat, tasks[group], step, group, sample, turns or 2 + step)
-            for group in range(groups)
-            for sample in range(samples)
+            for group in range(2)
+            for sample in range(3)
         ]
-        add_step(
-            path, step, played + ([lost(step, groups, tasks[groups])] if step == steps else [])
-        )
-    for step in (0, steps) if evaluations else ():
+        add_step(path, step, played + ([lost(step, 2, tasks[2])] if step == steps else []))
+    for step in (0, steps):
         played = [play(chat, task, step, g, k, 6) for g, task in enumerate(tasks) for k in (0, 2)]
         write_lines(path, f"eval_{step:06d}", played)
         write_json(path / f"eval/step_{step:06d}.json", summarize(played, 2, [6]) | {"step": step})
