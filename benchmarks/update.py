@@ -89,10 +89,11 @@ def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective)
     """The loss and its gradient of the micro-batches `cuts`, and nothing else."""
     device = next(policy.parameters()).device
     denominator = float(batch.loss_mask.sum())
+    is_bf16 = precision.choose("auto").format == "bf16"  # as `ours`
     for rows in cuts:
         part = batch.rows(rows).to(device)
         mask = part.loss_mask
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16):
             log_probs, _ = forward_policy(policy, batch.rows(rows), objective, device)
         old = log_probs.detach()
         weights = sampler_is_weights(old, part.rollout_log_probs, mask, objective.sampler_is_cap)
