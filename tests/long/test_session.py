@@ -204,9 +204,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-    runs, whole, tmp_path, kills
-):
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(runs, whole, tmp_path, kills):
     _, expected = whole
     for place, step in KILLS[kills]:
         runs.kill(tmp_path, place, step)
