@@ -16,9 +16,8 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def vllm(request, checkpoint):
     """(engine, its dtype); one engine at a time, the second in the process that held the first."""
-    engine = VLLMEngine(
-        checkpoint, 512, dtype=request.param, max_num_seqs=8, kv_cache_bytes=64 << 20
-    )
+    options = {"max_num_seqs": 8, "kv_cache_bytes": 64 << 20, "enforce_eager": True}
+    engine = VLLMEngine(checkpoint, 512, dtype=request.param, **options)
     # Whatever still refers to a closed engine, as a traceback may, must not end the next one.
     CLOSED.clear()
     gc.collect()
