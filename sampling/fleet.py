@@ -142,10 +142,11 @@ def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
 
 
 def _is_up(url: str, name: str) -> bool:
-    try:
-        return name in Line(url, HEALTH_TIMEOUT_S).ask("GET", "/v1/models").text
-    except ExchangeError:
-        return False
+    with contextlib.closing(Line(url, HEALTH_TIMEOUT_S)) as line:
+        try:
+            return name in line.ask("GET", "/v1/models").text
+        except ExchangeError:
+            return False
 
 
 # ------------------------------------------------------------------------------------ one server

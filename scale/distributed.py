@@ -102,10 +102,10 @@ def say(line: str) -> None:
 
 def shard(accelerator: Any, model: Any) -> Any:
     """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole."""
-    if world_size() == 1:
-        # NOTE: evaluation mode, or accelerate wraps the model of a launcher's only process.
-        return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
-    return shard_over_ranks(accelerator, model)
+    if world_size() > 1:
+        return shard_over_ranks(accelerator, model)
+    # NOTE: evaluation mode, or accelerate wraps the model of a launcher's only process.
+    return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
 
 
 def shard_over_ranks(accelerator: Any, model: Any) -> Any:
@@ -217,18 +217,16 @@ def apart(doing: str, work: Callable[[], T]) -> list[T]:
     """
     if world_size() == 1:
         return [work()]
-    result: T | None = None
-    failure: BaseException | None = None
+    result, line, failure = None, "", None
     try:
         result = work()
     except (Exception, KeyboardInterrupt) as error:
-        failure = error
-    interrupted = isinstance(failure, KeyboardInterrupt)
-    reports = gather((interrupted, failure and _line(failure), result))
-    if any(interrupted for interrupted, _, _ in reports):
+        failure, line = error, _line(error)
+    reports = gather((line, isinstance(failure, KeyboardInterrupt), result))
+    if any(interrupted for _, interrupted, _ in reports):
         raise KeyboardInterrupt from failure
-    for number, (_, line, _) in enumerate(reports):
-        if line is not None:
+    for number, (line, _, _) in enumerate(reports):
+        if line:
             raise RankError(f"rank {number} of {world_size()}, {doing}: {line}") from failure
     return [part for _, _, part in reports]  # type: ignore[misc]
 
@@ -240,7 +238,7 @@ def first(doing: str, work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    report: list[Any] = [None, None]
+    report: list[Any] = ["", None]  # what went wrong, the result
     failure: Exception | None = None
     if rank() == 0:
         try:
@@ -248,9 +246,10 @@ def first(doing: str, work: Callable[[], T]) -> T:
         except Exception as error:
             failure, report[0] = error, _line(error)
     dist.broadcast_object_list(report, src=0)
-    if report[0] is None:
-        return report[1]
-    known = RankError(f"rank 0 of {world_size()}, {doing}: {report[0]}")
+    line, result = report
+    if not line:
+        return result
+    known = RankError(f"rank 0 of {world_size()}, {doing}: {line}")
     raise (failure or known) from (failure and known)  # `is_known_to_all` looks for `known`
 
 
