@@ -10,7 +10,7 @@ from engines import EngineError, SamplingSettings
 from sampling.vllm_engine import VLLMEngine
 
 __all__ = ["checkpoint", "lm"]  # fixtures
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a start on a busy machine
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
