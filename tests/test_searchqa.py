@@ -23,7 +23,6 @@ from envs.http import Answer, Line
 from envs.searchqa import SearchQA
 from envs.searchqa import env as searchqa_env
 from envs.searchqa.env import MAX_TURNS, RIGHT, WRONG, shared_retriever
-from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import FIRST_OWN, KINDS, Question, Step, own_questions
 from envs.searchqa.retrieval import Scored
 from envs.searchqa.text import (
@@ -111,7 +110,6 @@ def answer(text):
         ("<answer> b </answer> <search> a </search>", "<answer> b </answer>"),
         ("<think> <search> a </search> </think>", "<search> a </search>"),
         ("<answer> dollar? no. <search> a </search>", "<search> a </search>"),
-        ("</search> again: <search> a </search>", "<search> a </search>"),
         ("<answer> 1 < 2 <b> </answer>", "<answer> 1 < 2 <b> </answer>"),
     ],
 )
@@ -125,14 +123,13 @@ def test_the_first_complete_tag_counts_wherever_it_stands(text, action):
         ("The currency of Kenya is the shilling.", ""),
         ("< search > flag </ search >", ""),
         ("<search> flag of Kenya", "<search> is not closed by </search>."),
-        ("</answer> red <search>", "<search> is not closed by </search>."),
         ("red </answer>", "</answer> closes no tag."),
         ("<search> \n </search>", "<search> is empty."),
-        ("<search> a <search> b </search>", "There is a tag between <search> and </search>."),
         (
             "<answer> a <search> b </answer> </search>",
             "There is a tag between <answer> and </answer>.",
         ),
+        ("<search><answer>" * 60_000, "<search> is not closed by </search>."),  # at once
     ],
 )
 def test_a_text_without_one_clear_tag_is_told_what_is_wrong_with_it(env, text, why):
@@ -145,22 +142,40 @@ def test_a_text_without_one_clear_tag_is_told_what_is_wrong_with_it(env, text, w
     assert info == {"success": False, "score": 0.0, "f1": 0.0, "searches": 0}
 
 
-def test_a_megabyte_of_open_tags_is_refused_at_once():
-    with pytest.raises(ParseError):
-        parse("<search><answer>" * 60_000)
-
-
 # ---- searching
 
 
-def test_a_search_shows_the_passages_as_documents(env, shelf):
-    observation, reward, terminated, truncated, info = env.step(search("anthem Ee Mungu"))
-    assert observation == (
-        "<information>Doc 1(Title: Tea) Kenya grows tea, and pays in Kenyan shilling.\n"
-        "Doc 2(Title: Kenya - Government) National anthem: Ee Mungu</information>"
-    )
-    assert (reward, terminated, truncated, info["searches"]) == (0.0, False, False, 1)
-    assert shelf.asked == [("anthem Ee Mungu", 3)]
+def test_the_oracles_episode_word_for_word(env, shelf):
+    """It follows the plan and says what was found and what is missing."""
+    turns = []
+    while not env.state_for_people()["success"]:
+        move = env.oracle()
+        turns.append((*move, *env.step(say(*move))))
+    tea, anthem, money = (f"Doc {{}}(Title: {p.title}) {p.text}" for p in (TEA, ANTHEM, MONEY))
+    shown = f"<information>{tea.format(1)}\n{anthem.format(2)}</information>"
+    info = {"success": False, "score": 0.0, "f1": 0.0}
+    missing = "Doc 2 shows Kenya. Now the answer is missing."
+    nothing = "Doc 1 shows Kenyan shilling. Nothing is missing."
+    won = {"success": True, "score": 1.0, "f1": 1.0, "searches": 2}
+    first = ("The country is missing.", search("anthem Ee Mungu"), shown)
+    second = (missing, search("Kenya currency"), f"<information>{money.format(1)}</information>")
+    assert turns == [
+        (*first, 0.0, False, False, info | {"searches": 1}),
+        (*second, 0.0, False, False, info | {"searches": 2}),
+        (nothing, answer("Kenyan shilling"), RIGHT, 1.0, True, False, won),
+    ]
+    assert shelf.asked == [("anthem Ee Mungu", 3), ("Kenya currency", 3)]
+    state = env.state_for_people()
+    assert state["queries"][1] == {
+        "query": "Kenya currency",
+        "passages": [{"title": MONEY.title, "text": MONEY.text}],
+    }
+    assert (state["hops"], state["given"], state["num_turns"]) == (2, "Kenyan shilling", 3)
+    assert state["question"] == SHILLING.question and state["answers"] == ["Kenyan shilling", "KES"]
+    for ended in (lambda: env.step(search("x")), env.oracle):
+        with pytest.raises(EpisodeEndedError):
+            ended()
+    assert env.available_actions() == []
 
 
 def test_a_query_is_cut_and_made_encodable(env, shelf):
@@ -182,18 +197,21 @@ def test_a_passage_cannot_end_its_information_nor_speak_for_the_policy(env, shel
         assert all("<|" not in action for action in env.available_actions())
 
 
-def test_a_passage_is_shown_and_kept_as_far_as_asked(env, shelf, monkeypatch):
-    monkeypatch.setenv("SEARCHQA_PASSAGE_WORDS", "4")
-    monkeypatch.setenv("SEARCHQA_RETRIEVAL_TOPK", "1")
+def options(monkeypatch, **changes):
+    for name, value in changes.items():
+        monkeypatch.setenv(f"SEARCHQA_{name}", value)
     env = SearchQA()
     env.reset(FIRST_OWN)
+    return env
+
+
+def test_a_passage_is_shown_and_kept_as_far_as_asked(env, shelf, monkeypatch):
+    env = options(monkeypatch, PASSAGE_WORDS="4", RETRIEVAL_TOPK="1")
     shelf.found["x"] = [Passage(0, "T", "one two three  four five"), TEA]
-    assert (
-        env.step(search("x"))[0] == "<information>Doc 1(Title: T) one two three four</information>"
-    )
-    assert env.state_for_people()["queries"] == [
-        {"query": "x", "passages": [{"title": "T", "text": "one two three four"}]}
-    ]
+    shown = "<information>Doc 1(Title: T) one two three four</information>"
+    assert env.step(search("x"))[0] == shown
+    (query,) = env.state_for_people()["queries"]
+    assert query == {"query": "x", "passages": [{"title": "T", "text": "one two three four"}]}
 
 
 def test_a_search_that_fails_raises_and_changes_nothing(env, shelf):
@@ -207,14 +225,10 @@ def test_a_search_that_fails_raises_and_changes_nothing(env, shelf):
 # ---- answering
 
 
-@pytest.mark.parametrize("text", ["the kenyan SHILLING.", "kes"])
-def test_an_exact_match_after_normalising_pays_one_and_ends(env, text):
-    info = {"success": True, "score": 1.0, "f1": 1.0, "searches": 0}
-    assert env.step(answer(text)) == (RIGHT, 1.0, True, False, info)
-    for ended in (lambda: env.step(search("x")), env.oracle):
-        with pytest.raises(EpisodeEndedError):
-            ended()
-    assert env.available_actions() == []
+def test_an_exact_match_after_normalising_pays_one(env):
+    assert env.step(answer("the kenyan SHILLING."))[:3] == (RIGHT, 1.0, True)
+    env.reset(FIRST_OWN)
+    assert env.step(answer("kes"))[4] == {"success": True, "score": 1.0, "f1": 1.0, "searches": 0}
 
 
 @pytest.mark.parametrize("text", ["shilling", "Kenyan shilling or KES", "the", "x" * 100_000])
@@ -222,14 +236,6 @@ def test_a_wrong_answer_pays_nothing_and_ends(env, text):
     assert env.step(answer(text))[:4] == (WRONG, 0.0, True, False)
     with pytest.raises(EpisodeEndedError):
         env.step(answer("KES"))
-
-
-def options(monkeypatch, **changes):
-    for name, value in changes.items():
-        monkeypatch.setenv(f"SEARCHQA_{name}", value)
-    env = SearchQA()
-    env.reset(FIRST_OWN)
-    return env
 
 
 def test_with_f1_a_wrong_answer_is_paid_its_overlap_and_success_stays_exact_match(env, monkeypatch):
@@ -254,14 +260,17 @@ def test_an_episode_is_cut_after_its_limit_of_turns(env):
 # ---- tasks
 
 
-def test_a_published_index_without_its_questions_names_the_variable(monkeypatch):
+def test_a_published_index_without_its_questions_names_the_variable(monkeypatch, tmp_path):
     env = SearchQA()
     env.reset(FIRST_OWN)
+    said = r"nq_test\.jsonl, which is not there; SEARCHQA_QUESTIONS_PATH names the folder"
     monkeypatch.delenv("SEARCHQA_QUESTIONS_PATH", raising=False)
-    with pytest.raises(TaskIndexError, match="SEARCHQA_QUESTIONS_PATH"):
-        env.reset(71)
-    with pytest.raises(NotResetError):  # the episode before is not played on
-        env.step(answer("x"))
+    for _ in range(2):
+        with pytest.raises(TaskIndexError, match=said):
+            env.reset(71)
+        with pytest.raises(NotResetError):  # the episode before is not played on
+            env.step(answer("x"))
+        monkeypatch.setenv("SEARCHQA_QUESTIONS_PATH", str(tmp_path))
 
 
 def test_sub_tasks_of_published_ids_are_those_of_the_papers_table():
@@ -277,14 +286,14 @@ def test_the_id_lists_hold_what_they_say():
         return {own_questions()[task.task_index - FIRST_OWN] for task in tasks}
 
     train, test = questions("train"), questions("test")
-    assert {question.split for question in train} == {"train"}
-    assert {question.split for question in test} == {"test"}
     sizes = {"one hop": 100, "bridge": 100, "border": 100, "three hops": 50}
     assert Counter(question.kind for question in test) == sizes and len(train) > 3000
     assert questions("single_train") == {each for each in train if each.kind == "one hop"}
     assert questions("single_test") == {each for each in test if each.kind == "one hop"}
-    comparisons = {(each.kind, each.split) for each in questions("comparison_test")}
-    assert comparisons == {("comparison", "test")}
+    comparisons = questions("comparison_test")
+    assert {each.kind for each in comparisons} == {"comparison"}
+    assert {each.split for each in train} == {"train"}
+    assert {each.split for each in test | comparisons} == {"test"}
     wiki = Counter(task.subtask for task in load_tasks("searchqa", "wiki_test"))
     assert wiki.pop("Musique") == 100 and {*wiki.values()} == {50} and len(wiki) == 6
 
@@ -312,29 +321,15 @@ def played(env, *actions):
     return env.oracle()
 
 
-def test_the_oracle_follows_the_plan_and_says_what_was_found_and_what_is_missing(env):
-    turns = []
-    while not env.state_for_people()["success"]:
-        turns.append(env.oracle())
-        env.step(say(*turns[-1]))
-    assert turns == [
-        ("The country is missing.", search("anthem Ee Mungu")),
-        ("Doc 2 shows Kenya. Now the answer is missing.", search("Kenya currency")),
-        ("Doc 1 shows Kenyan shilling. Nothing is missing.", answer("Kenyan shilling")),
-    ]
-
-
-def test_the_oracle_names_no_bridge_that_a_search_for_it_has_not_shown(env):
+def test_the_oracle_names_no_bridge_that_a_search_for_it_has_not_shown(env, shelf):
     """Tea comes from Kenya, and its passage even names the answer."""
     first = ("The country is missing.", search("anthem Ee Mungu"))
     assert played(env, search("tea")) == first
     assert played(env, search("Kenya currency")) == first
-
-
-def test_a_search_in_the_policys_words_counts_if_they_hold_those_of_a_query(env, shelf):
+    # A search in the policy's words counts if they hold those of a query.
     shelf.found["which country has the anthem Ee Mungu"] = [ANTHEM]
     move = played(env, search("which country has the anthem Ee Mungu"))
-    assert move == ("Doc 1 shows Kenya. Now the answer is missing.", search("Kenya currency"))
+    assert move == ("I found Kenyan shilling. Nothing is missing.", answer("Kenyan shilling"))
 
 
 def test_the_oracle_searches_in_other_words_and_is_lost_when_there_are_none(env, shelf):
@@ -348,22 +343,6 @@ def test_the_oracle_searches_in_other_words_and_is_lost_when_there_are_none(env,
         for _ in range(3):
             env.step(env.oracle()[1])
     assert env.step(search("flag"))[4]["searches"] > 3  # the episode goes on
-
-
-def test_a_comparison_is_answered_from_its_figures():
-    question = Question(
-        "Which has more airports, Chad or Mali?",
-        ("Chad",),
-        "comparison",
-        (Step(("Chad airports",), ("58",)), Step(("Mali airports",), ("29",))),
-    )
-    chad = Search("Chad airports", (Passage(0, "Chad", "Airports: 58"),))
-    mali = Search("Mali airports", (Passage(1, "Mali", "Airports: 29"),))
-    assert [next_move(question, searches, 300) for searches in ([], [chad], [chad, mali])] == [
-        ("The first figure is missing.", search("Chad airports")),
-        ("Doc 1 shows 58. Now the second figure is missing.", search("Mali airports")),
-        ("I found 58. Doc 1 shows 29. I compare.", answer("Chad")),
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -391,22 +370,6 @@ def test_the_oracle_answers_the_book_and_says_nothing_that_it_was_not_shown(book
                 solved += info["success"]
                 break
     assert solved >= 0.9 * len(places)
-
-
-def test_people_see_the_question_its_passages_and_its_answers(env):
-    env.step(search("Kenya currency"))
-    env.step(answer("dollar"))
-    shown = {"title": MONEY.title, "text": MONEY.text}
-    assert env.state_for_people() == {
-        "question": SHILLING.question,
-        "subtask": SearchQA.subtask(FIRST_OWN),
-        "hops": 2,
-        "queries": [{"query": "Kenya currency", "passages": [shown]}],
-        "answers": ["Kenyan shilling", "KES"],
-        "given": "dollar",
-        "num_turns": 2,
-        "success": False,
-    }
 
 
 # ---- over HTTP: AgentGym's client at our server, our client at AgentGym's
@@ -458,7 +421,6 @@ def of_step(observation, reward=0, done=False):
 
 
 def test_our_client_plays_whole_episodes_at_agentgyms_server(monkeypatch):
-    asked = []
     answers = {
         "/create": [0],
         "/reset": [f"{PROMPT}who won the war?", f"{PROMPT}What comes after Question: one?"],
@@ -470,10 +432,11 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(monkeypatch):
         ],
         "/close": [True],
     }
+    sent = []
 
     def ask(line, method, path, content=None, headers=None, timeout_s=None):
         path = path.partition("?")[0]
-        asked.append((path, json.loads(content or "null")))
+        sent.append((path, json.loads(content or "null")))
         if path not in answers:
             return Answer(404, {}, b'{"detail": "Not Found"}')
         return Answer(200, {}, json.dumps(answers[path].pop(0)).encode())
@@ -485,7 +448,6 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(monkeypatch):
         assert client.observation() == f"{PROMPT}who won the war?"
         result = client.step("I look. <search>war</search> <answer> no </answer>")
         assert result.observation == "<information>Doc 1(Title: T) war </information>"
-        assert result[1:4] == (0.0, False, False)
         assert client.step("<search>war").info["parse_error"].startswith(INVALID)
         wrong = client.step("<answer> somebody </answer>")
         assert wrong[1:4] == (0.0, False, False) and not wrong.info["success"]
@@ -494,7 +456,6 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(monkeypatch):
         with pytest.raises(StepOutsideEpisode):
             client.step("<answer> nobody </answer>")
         assert client.reset(1) == "Question: What comes after Question: one?"
-        assert client.close() is True
-    assert ("/create", {"id": 0}) in asked
-    steps = [body["action"] for path, body in asked if path == "/step"]
-    assert steps[0] == "<search> war </search>"
+    assert ("/create", {"id": 0}) in sent
+    (first, *_) = (body["action"] for path, body in sent if path == "/step")
+    assert first == "<search> war </search>"

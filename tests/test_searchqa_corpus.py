@@ -31,23 +31,18 @@ def test_the_first_line_of_contents_is_the_title(tmp_path):
     assert [tuple(passage)[1:] for passage in corpus] == [*expected.values()]
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        (b"{broken", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[1, 2]", "no JSON object"),
-        (b'{"contents": 5}', 'no text under "contents"'),
-    ],
-)
-def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, what):
-    path = write(tmp_path, b"\n".join([GOOD.encode(), line, GOOD.encode()]))
+def test_a_broken_line_is_named_by_file_and_number(tmp_path):
+    broken = [(b"\xff\xfe", "no JSON"), (b'{"contents": 5}', 'no text under "contents"')]
+    path = write(
+        tmp_path, b"\n".join([GOOD.encode(), *(line for line, _ in broken), GOOD.encode()])
+    )
     corpus = open_corpus(path)
-    assert len(corpus) == 3
-    assert corpus[2] == Passage(2, "Kenya - Economy", "Exports: tea, cut flowers")
-    with pytest.raises(CorpusError) as error:
-        corpus[1]
-    assert str(error.value) == f"{path}, line 2: {what}"
+    assert len(corpus) == 4
+    assert corpus[3] == Passage(3, "Kenya - Economy", "Exports: tea, cut flowers")
+    for number, (_, what) in enumerate(broken, start=1):
+        with pytest.raises(CorpusError) as error:
+            corpus[number]
+        assert str(error.value) == f"{path}, line {number + 1}: {what}"
 
 
 def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):

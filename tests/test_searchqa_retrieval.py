@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,12 +86,6 @@ def numbers(scored):
 # -------------------------------------------------------------------------------------------- BM25
 
 
-def test_the_passage_that_shares_rare_words_comes_first():
-    retriever = BM25(BOOK)
-    queries = ("currency of Kenya", "CAPITAL Kenya?", "capital of Cote d'Ivoire", "flag")
-    assert [numbers(retriever.search(query, 1)) for query in queries] == [[0], [2], [3], [4]]
-
-
 def slow_scores(corpus, query):
     """BM25 by its formula, a loop over words and passages."""
     bags = [Counter(words(title) * 3 + words(text)) for _, title, text in corpus]
@@ -126,21 +119,16 @@ def test_best_is_a_stable_sort_of_everything():
             assert best(scores, top_k).tolist() == expected.tolist()
 
 
-def test_a_query_without_a_known_word_gets_the_first_passages():
+def test_any_query_gets_passages():
     retriever = BM25(BOOK)
-    for query in ("", "?!", "zzzzz", "\ud83d", "日本"):
+    assert [numbers(retriever.search(q, 1)) for q in ("CAPITAL Kenya?", "Cote")] == [[2], [3]]
+    for query in ("", "?!", "zzzzz", "\ud83d"):  # without a known word the first ones
         assert retriever.search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
-        assert len(retriever.search(query, 99)) == len(BOOK)
-
-
-def test_a_query_of_100_kb_counts_so_many_words():
+    assert len(retriever.search("zzzzz", 99)) == len(BOOK)
     retriever = BM25(random_corpus(2000, num_words=400))
-    query = " ".join(f"word{number % 400}" for number in range(14_000))
+    query = " ".join(f"word{number % 400}" for number in range(14_000))  # 100 kB
     first = " ".join(f"word{number}" for number in range(retrieval.MAX_QUERY_WORDS))
     assert retriever.search(query, 3) == retriever.search(first, 3)
-    started = time.monotonic()
-    retriever.search("e\u0301" * 500_000, 3)  # accents are taken off its beginning alone
-    assert time.monotonic() - started < 5
 
 
 # ------------------------------------------------------------------------------------------ which
@@ -150,12 +138,7 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     path = write_corpus(tmp_path / "wiki.jsonl", BOOK)
     monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
     assert numbers(open_retriever().search("Nairobi", 1)) == [2]
-    monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "remote")
-    with pytest.raises(RetrievalError, match="remote with a SEARCHQA_RETRIEVAL_URL"):
-        open_retriever()
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_URL", "http://127.0.0.1:9/retrieve")
-    assert isinstance(open_retriever(), Remote)
-    monkeypatch.delenv("SEARCHQA_RETRIEVAL_METHOD")
     assert isinstance(open_retriever(), Remote)
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
     assert isinstance(open_retriever(), BM25)
@@ -167,12 +150,8 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------- the service
 
 
-@pytest.fixture
-def client():
-    return TestClient(create_app(BM25(BOOK)))
-
-
-def test_the_service_answers_in_search_r1s_format(client):
+def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeypatch):
+    client = TestClient(create_app(BM25(BOOK)))
     body = {"queries": ["currency of Kenya", "Nairobi"], "topk": 2, "return_scores": True}
     first, second = client.post("/retrieve", json=body).json()["result"]
     document = {"id": "0", "contents": '"Kenya - Economy"\nCurrency: Kenyan shilling (KES)'}
@@ -184,25 +163,13 @@ def test_the_service_answers_in_search_r1s_format(client):
     found = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
     assert [len(each) for each in found] == [3]  # as many as Search-R1 asks for
     assert client.get("/").json() == {"retriever": "BM25", "passages": 5}
-
-
-def test_a_bad_request_is_422_and_a_broken_corpus_500_with_what_was_wrong(client, monkeypatch):
-    def ask(body):
-        answer = client.post("/retrieve", content=body)
-        return answer.status_code, answer.json()["error"]
-
-    for body, said in (
-        (b"not json", "JSON"),
-        (b"{}", "queries"),
-        (b'{"queries": [1]}', "queries.0"),
-        (b'{"queries": ["a"], "topk": 0}', "topk"),
-        (b'{"queries": ["a"], "topk": "3"}', "topk"),
-    ):
-        status, error = ask(body)
-        assert status == 422 and said in error
+    for content, said in ((b"not json", "JSON"), (b'{"queries": [1]}', "queries.0")):
+        answer = client.post("/retrieve", content=content)
+        assert answer.status_code == 422 and said in answer.json()["error"]
     broken = CorpusError("wiki.jsonl, line 7: no JSON")
     monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
-    assert ask(b'{"queries": ["a"]}') == (500, str(broken))
+    answer = client.post("/retrieve", json=body)
+    assert (answer.status_code, answer.json()["error"]) == (500, str(broken))
 
 
 # ------------------------------------------------------------------------------------------ remote
@@ -243,11 +210,7 @@ def test_remote_asks_and_reads_search_r1s_format(service):
     ("answer", "said"),
     [
         (Answer(200, {}, b"<html>hello</html>"), "not Search-R1's"),
-        (reply(200, [1]), "not Search-R1's"),
-        (reply(200, {"result": ["text"]}), "not Search-R1's"),
         (reply(200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
-        (reply(200, {"result": [[{"contents": 7}] * 2]}), "not Search-R1's"),
-        (reply(200, {"result": [[SCORED | {"score": "high"}] * 2]}), "not Search-R1's"),
         (reply(200, {"result": [[SCORED] * 2] * 2}), "not Search-R1's"),
         (reply(200, {"result": [[SCORED]]}), "asked for 2 passages, got 1"),
         (Answer(422, {}, b"x\ny"), "HTTP 422: x y"),
@@ -259,8 +222,7 @@ def test_an_answer_that_is_none_is_refused_at_once_in_one_line(service, answer, 
     with pytest.raises(RetrievalError) as caught:
         Remote(URL).search("query", 2)
     message = str(caught.value)
-    assert said in message and URL in message and "SEARCHQA_RETRIEVAL_URL" in message
-    assert "\n" not in message and len(message) < 700
+    assert said in message and URL in message and "\n" not in message
 
 
 def test_a_lost_connection_and_a_5xx_are_repeated_so_many_times(service):
@@ -299,15 +261,7 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
 
 def test_a_service_that_cannot_be_says_why_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", Mock())
-    path = tmp_path / "wiki.jsonl"
-    path.write_text('{"id": "0", "contents": "\\"A\\"\\nfine"}\n{"id": 1\n')
-    for corpus, said in (
-        (path, f"{path}, line 2: no JSON"),
-        (tmp_path / "none", f"No such file or directory: '{tmp_path / 'none'}'"),
-    ):
-        monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(corpus))
-        assert retrieval.main(["--port", "0"]) == 1
-        wrote = capsys.readouterr().err
-        assert said in wrote and wrote.count("\n") == 1
-    with pytest.raises(SystemExit, match="2"):
-        retrieval.main(["--port", "99999"])
+    monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(tmp_path / "none"))
+    assert retrieval.main(["--port", "0"]) == 1
+    wrote = capsys.readouterr().err
+    assert f"No such file or directory: '{tmp_path / 'none'}'" in wrote and wrote.count("\n") == 1
