@@ -20,11 +20,10 @@ from envs.http import (
 )
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(*pieces, pause_s=0.0, repeat=1, stays=False, asked=None):
+def serving(*pieces, pause_s=0.0, stays=False, asked=None):
     """The URL of a server that answers everything with these bytes. It then hangs up, unless it
     `stays`; requests are appended to `asked`."""
     asked = [] if asked is None else asked
@@ -34,7 +33,7 @@ def serving(*pieces, pause_s=0.0, repeat=1, stays=False, asked=None):
         with contextlib.suppress(OSError), connection:
             while request := connection.recv(1 << 16):
                 asked.append(request)
-                for piece in (*pieces[:1], *pieces[1:] * repeat):
+                for piece in pieces:
                     connection.sendall(piece)
                     time.sleep(pause_s)
                 if not stays:
@@ -58,49 +57,29 @@ def whole(body):
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-BAD = {
-    "10 MB with a length": ([whole(b" " * 10_000_000)], Unbelievable, "larger than 1048576"),
-    "10 MB without": ([HEAD + b"\r\n" + b" " * 10_000_000], Unbelievable, "larger than 1048576"),
-    "headers without end": ([HEAD + b"X: y\r\n" * 1000], Unbelievable, "not HTTP"),
-    "no HTTP": ([b"SSH-2.0-OpenSSH_9.6\r\n"], Unbelievable, "not HTTP"),
-    "an early close": ([b""], Lost, "closed connection"),
-    "too long a length": ([HEAD + b"Content-Length: 700\r\n\r\n[1,2]"], Lost, "IncompleteRead"),
-    "an early close in a chunk": ([CHUNKED + b"5\r\n[1"], Lost, "IncompleteRead|Error"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_answer_is_one_named_error(name):
-    pieces, kind, message = BAD[name]
-    with serving(*pieces) as url, pytest.raises(ExchangeError, match=message) as caught:
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (HEAD + b"\r\n" + b" " * 10_000_000, Unbelievable, "larger than 1048576"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", Unbelievable, "not HTTP"),
+        (b"", Lost, "closed connection"),
+        (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", Lost, "IncompleteRead"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1", Lost, "IncompleteRead|Error"),
+    ],
+    ids=["10 MB", "no HTTP", "hung up", "cut", "cut in a chunk"],
+)
+def test_a_bad_answer_is_one_named_error(answer, kind, message):
+    with serving(answer) as url, pytest.raises(ExchangeError, match=message) as caught:
         Line(url, 20.0).ask("GET", "/")
     assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("start", "drip"),
-    [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n"), (CHUNKED, b"1\r\nx\r\n")],
-    ids=["body", "headers", "chunks"],
-)
+@pytest.mark.parametrize(("start", "drip"), [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n")])
 def test_the_time_out_is_of_the_whole_answer(start, drip):
     """A socket's own time-out would begin again with every byte."""
-    slow = serving(start, drip, pause_s=0.1, repeat=90)
+    slow = serving(start, *[drip] * 90, pause_s=0.1)
     with slow as url, pytest.raises(TimedOut, match="no answer within 0.5 s"):
         Line(url, 0.5).ask("GET", "/")
-
-
-def test_an_address_where_nobody_listens_is_lost_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(Lost, match="refused"):
-        Line(f"http://127.0.0.1:{port}", 600.0).ask("GET", "/")
-
-
-def test_a_redirect_is_an_answer_like_another():
-    redirect = b"HTTP/1.1 307 Go\r\nLocation: /create\r\nContent-Length: 0\r\n\r\n"
-    with serving(redirect) as url:
-        answer = Line(url, 20.0).ask("GET", "/create")
-    assert (answer.status, answer.headers["location"], answer.body) == (307, "/create", b"")
 
 
 def test_hanging_up_ends_what_is_under_way_and_what_comes_later():
@@ -155,12 +134,10 @@ def test_the_users_proxy_is_found_and_not_for_what_it_leaves_out(monkeypatch):
     ("text", "message"),
     [
         ("[" * 100_000, "brackets"),
-        ("[" * 65 + "]" * 65, "more than 64"),
         ('{"a":' * 65 + "1" + "}" * 65, "more than 64"),
         ('{"a": [NaN]}', "not a finite number"),
         ('{"a": 1e999}', "not a finite number"),
         ("", "Expecting value"),
-        ("{} {}", "Extra data"),
     ],
 )
 def test_json_that_cannot_be_used_is_refused(text, message):
@@ -169,27 +146,21 @@ def test_json_that_cannot_be_used_is_refused(text, message):
 
 
 def test_half_characters_are_replaced_wherever_they_stand_and_whole_ones_kept():
-    text = r'{"a": ["\ud83d", {"b\udc00": "x \ud83d\ude00"}], "ü": "\udfff", "n": [1, 1.5, null]}'
-    assert parse(text.encode()) == {
-        "a": ["�", {"b�": "x 😀"}],
-        "ü": "�",
-        "n": [1, 1.5, None],
-    }
+    text = r'{"a": ["\ud83d", {"b\udc00": "x \ud83d\ude00"}], "n": [1, 1.5, null]}'
+    assert parse(text.encode()) == {"a": ["�", {"b�": "x 😀"}], "n": [1, 1.5, None]}
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://me:s3cret@host:1", "http://me:pa/s3cret@host", "https://host/v1?key=s3cret"],
+    ("url", "message"),
+    [
+        ("http://me:s3cret@host:1", "--api-key-env"),
+        ("https://host/v1?key=s3cret", "--api-key-env"),
+        ("host:1", "expected http://HOST:PORT"),
+        ("http://a b", "expected http://HOST:PORT"),
+        ("http://h:99999", "expected http://HOST:PORT"),
+    ],
 )
-def test_an_address_that_holds_a_secret_is_refused_without_repeating_it(url):
-    with pytest.raises(ValueError, match="--api-base") as caught:
+def test_a_wrong_address_is_refused_and_a_secret_in_it_is_not_repeated(url, message):
+    with pytest.raises(ValueError, match=f"--api-base.*{message}") as caught:
         checked_url(url, "--api-base")
     assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url", ["host:1", "", "ftp://x", "http://", "http://a b", "http://h:x/", "http://h:99999"]
-)
-def test_what_is_not_an_address_is_refused(url):
-    with pytest.raises(ValueError, match="expected http://HOST:PORT"):
-        checked_url(url)
