@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,9 +51,8 @@ def test_a_model_behind_a_chat_server_from_the_command_line_to_the_files(env_url
     assert code == 0
     printed = capsys.readouterr().out
     assert "depth 1" in printed and "100.0 % [" in printed
-    assert {p.name for p in out.iterdir()} == {
-        "config.json", "curves.png", "eval.json", "trajectories.jsonl",
-    }  # fmt: skip
+    names = {"config.json", "curves.png", "eval.json", "trajectories.jsonl"}
+    assert {path.name for path in out.iterdir()} == names
     result = json.loads((out / "eval.json").read_text())
     assert result["complete"] and result["model"] == "oracle" and result["env"] == "textcraft"
     assert result["overall"]["items"] == 34 and result["overall"]["avg"]["value"] == 1.0
@@ -136,62 +135,45 @@ def test_what_cannot_start_leaves_nothing_behind_and_loads_no_model(tmp_path, ca
 # ------------------------------------------------------------------------------ --env all
 
 
-class ShortLetters(Letters):
-    HORIZON = 20
-
-
-# Names that the paper has, over a world of two turns.
-FAMILIES = {"textcraft": Letters, "babyai": ShortLetters}
-
-
-class Worlds:
-    """Two toy families whose servers start, fail to, or die as a test says."""
-
-    def __init__(self, urls):
-        self.urls, self.started, self.refuse, self.dead = urls, [], set(), set()
-
-    @contextlib.contextmanager
-    def local_server(self, env):
-        self.started.append(env)
-        if env in self.refuse:
-            raise EnvError("exited with 1 at start:\nModuleNotFoundError: No module", env)
-        yield self.urls[env]
+FAMILIES = ("textcraft", "babyai")  # names that the paper has, over a world of two turns
 
 
 @pytest.fixture
 def worlds(monkeypatch, tmp_path):
+    """Two toy families: `started` lists them, those in `refuse` do not start, in `dead` die."""
+    state = SimpleNamespace(started=[], refuse=set(), dead=set())
+
+    @contextlib.contextmanager
+    def local_server(env):
+        async def dies(request, call_next):
+            if env in state.dead and request.url.path == "/step":
+                return JSONResponse({"error": "the simulator died"}, 500)
+            return await call_next(request)
+
+        state.started.append(env)
+        if env in state.refuse:
+            raise EnvError("exited with 1 at start:\nModuleNotFoundError: No module", env)
+        with serve(Letters, dies, name=env) as url:
+            yield url
+
+    for env in FAMILIES:
+        ids = [{"item_id": f"{env}_{i}"} for i in range(4)]
+        (tmp_path / f"{env}_test.json").write_text(json.dumps(ids))
+        monkeypatch.setitem(envs.ENVS, env, "toy_env:Letters")
+    for env in set(envs.ENVS) - set(FAMILIES):
+        monkeypatch.delitem(envs.ENVS, env)
     monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
     monkeypatch.setattr("envclient.BACK_OFF_S", 0.001)
-    with contextlib.ExitStack() as stack:
-        state = Worlds({})
-
-        def dies(env):
-            async def middleware(request, call_next):
-                if env in state.dead and request.url.path == "/step":
-                    return JSONResponse({"error": "the simulator died"}, 500)
-                return await call_next(request)
-
-            return middleware
-
-        for env, world in FAMILIES.items():
-            ids = [{"item_id": f"{env}_{i}"} for i in range(4)]
-            (tmp_path / f"{env}_test.json").write_text(json.dumps(ids))
-            state.urls[env] = stack.enter_context(serve(world, dies(env), name=env))
-        entries = {env: envs.ENVS[env] for env in FAMILIES}
-        stack.callback(envs.ENVS.update, dict(envs.ENVS))
-        envs.ENVS.clear()
-        envs.ENVS.update(entries)
-        monkeypatch.setattr(evaluate, "local_server", state.local_server)
-        yield state
+    monkeypatch.setattr(evaluate, "local_server", local_server)
+    return state
 
 
 def all_families(url, out, *options):
+    """The exit code, and what benchmark.json says of each family."""
     command = ["--env", "all", "--api-base", url, "--api-model", "writer", "--out", str(out)]
-    return main([*command, *options])
-
-
-def families_of(out):
-    return json.loads((out / "benchmark.json").read_text())["families"]
+    code = main([*command, *options])
+    table = out / "benchmark.json"
+    return code, json.loads(table.read_text())["families"] if table.exists() else {}
 
 
 @pytest.fixture
@@ -208,41 +190,33 @@ def writer():
 
 def test_all_families_end_in_one_table_beside_the_papers_numbers(worlds, writer, tmp_path, capsys):
     out = tmp_path / "out"
-    assert all_families(writer, out, "--samples", "2") == 0
+    code, families = all_families(writer, out, "--samples", "2")
     printed = capsys.readouterr().out
-    assert worlds.started == list(FAMILIES)
-    names = {"eval.json", "trajectories.jsonl", "curves.png"}
-    assert all({p.name for p in (out / env).iterdir()} == names for env in FAMILIES)
-    assert {p.name for p in out.iterdir()} == {
-        *FAMILIES, "benchmark.json", "benchmark.md", "config.json",
-    }  # fmt: skip
+    assert code == 0 and worlds.started == list(FAMILIES)
     results = {env: json.loads((out / env / "eval.json").read_text()) for env in FAMILIES}
-    assert [result["max_rounds"] for result in results.values()] == [[30], [20]]
     for result in results.values():
         assert result["complete"] and result["samples"] == 2
         assert result["subtasks"]["even"]["avg"]["value"] == 1.0
         assert result["subtasks"]["odd"]["avg"]["value"] == 0.0
-    assert (out / "benchmark.md").read_text() in printed and "writer: 2 per task" in printed
+    assert (out / "benchmark.md").read_text() in printed
     row = "| babyai | all | 4 ! | 50.0 [0.0, 100.0] | 50.0 [0.0, 100.0] | 90 | 52.2 | 66.7 |"
     assert row in " ".join(printed.split())
-    assert families_of(out)["babyai"]["overall"] == results["babyai"]["overall"]
+    assert families["babyai"]["overall"] == results["babyai"]["overall"]
 
 
-@pytest.mark.parametrize("cause", ["server does not start", "server dies"])
-def test_a_family_that_fails_does_not_lose_the_others(cause, worlds, writer, tmp_path, capsys):
-    out = tmp_path / "out"
-    starts = cause == "server dies"
-    (worlds.dead if starts else worlds.refuse).add("textcraft")
-    reason = "the simulator died" if starts else "No module"
-    assert all_families(writer, out) == 1
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("refuse", "No module"), ("dead", "the simulator died")]
+)
+def test_a_family_that_fails_does_not_lose_the_others(
+    fault, reason, worlds, writer, tmp_path, capsys
+):
+    getattr(worlds, fault).add("textcraft")
+    code, families = all_families(writer, tmp_path / "out")
+    assert code == 1 and reason in families["textcraft"]["not_measured"]
+    assert families["babyai"]["overall"]["items"] == 4
     printed = capsys.readouterr()
     (line,) = [x for x in printed.err.splitlines() if x.startswith("evaluate.py: textcraft: ")]
-    assert reason in line
-    (row,) = [x for x in printed.out.splitlines() if x.startswith("| textcraft | not measured: ")]
-    assert reason in row
-    assert "| textcraft | not measured: " in (out / "benchmark.md").read_text()
-    assert reason in families_of(out)["textcraft"]["not_measured"]
-    assert families_of(out)["babyai"]["overall"]["items"] == 4
+    assert reason in line and "| textcraft | not measured: " in printed.out
 
 
 def test_resume_plays_what_is_missing_and_nothing_of_other_settings(
@@ -250,7 +224,7 @@ def test_resume_plays_what_is_missing_and_nothing_of_other_settings(
 ):
     out = tmp_path / "out"
     worlds.refuse.add("babyai")
-    assert all_families(writer, out) == 1
+    assert all_families(writer, out)[0] == 1
     kept = {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
     worlds.refuse.clear()
     worlds.started.clear()
@@ -260,14 +234,14 @@ def test_resume_plays_what_is_missing_and_nothing_of_other_settings(
         (["--resume", "--max-rounds", "3", "9"], "measured with max_rounds [30], not [3, 9]"),
         (["--resume", "--api-model", "other"], "measured with model writer, not other"),
     ):
-        assert all_families(writer, out, *options) == 2
+        assert all_families(writer, out, *options)[0] == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
     for _ in range(2):  # the second time there is nothing left to play
-        assert all_families(writer, out, "--resume") == 0
-        assert worlds.started == ["babyai"]
+        code, families = all_families(writer, out, "--resume")
+        assert (code, worlds.started) == (0, ["babyai"])
     assert kept == {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
-    assert [row["overall"]["items"] for row in families_of(out).values()] == [4, 4]
+    assert [row["overall"]["items"] for row in families.values()] == [4, 4]
 
 
 # ------------------------------------------------------------------------------ options
@@ -275,49 +249,38 @@ def test_resume_plays_what_is_missing_and_nothing_of_other_settings(
 
 BAD_COMMANDS = {
     "--samples 0": "--samples 0",
-    "--seed -1": "--seed -1",
     "--max-rounds 10 0": "--max-rounds (10, 0)",
-    "--temperature nan": "--temperature nan",
     "--temperature 0 --samples 4": "use --samples 1",
     "--max-trajectory-tokens 100": "below --max-trajectory-tokens",
-    "--max-env-failures 1.5": "--max-env-failures",
     "--deterministic --api-base http://h --api-model m": "not possible with --api-base",
     "--tasks x.json --split test": "both name tasks",
     "--model tiny --api-base http://h --api-model m": "exclude each other",
     "--api-base http://h": "go together",
     "--api-base http://h --api-model m --api-key-env NO_SUCH_KEY": "NO_SUCH_KEY",
     "--api-base h:1 --api-model m": "not an address",
-    "--env-addr localhost": "not an address",
-    "--env mars": "mars",
     "--env all --tasks x.json": "--env all",
-    "--env all --split train": "--env all",
     "--env textcraft --resume --out x": "--resume goes on with --env all",
     "--env all --resume --out tests": "--out tests holds no results",
     "--subtasks nix": "nix",
-    "--tasks no-such-file.json": "no-such-file.json",
     "--compare one.json": "two files",
     "--compare a.json b.json": "a.json is not",
-    "--model ./no-such-model --engine transformers": "./no-such-model",
     "--out tests": "--out tests exists",
     "--run tests": "--run tests holds no run",
 }
 
 
 @pytest.mark.parametrize("command", BAD_COMMANDS)
-def test_misuse_is_exit_2_with_one_line_and_nothing_written(command, capsys, monkeypatch):
+def test_misuse_is_exit_2_with_one_line(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before = {*os.listdir(ROOT), *os.listdir("runs" if Path("runs").exists() else ".")}
     assert main(command.split()) == 2
     out, err = capsys.readouterr()
     assert err.startswith("evaluate.py: ") and BAD_COMMANDS[command] in err
     assert len(err.splitlines()) == 1 and out == ""
-    assert before == {*os.listdir(ROOT), *os.listdir("runs" if Path("runs").exists() else ".")}
 
 
-@pytest.mark.parametrize("env", [env for env in envs.ENVS if env in PAPER])
-def test_a_world_that_the_paper_has_is_measured_at_the_papers_horizon(env):
-    assert EvalConfig().horizons(env) == [PAPER[env].max_rounds]
+def test_a_world_of_the_paper_is_measured_at_the_papers_horizon():
+    assert EvalConfig().horizons("babyai") == [PAPER["babyai"].max_rounds]
 
 
 def test_on_a_gpu_the_sampler_has_the_card_to_itself_in_a_format_that_the_card_knows(
@@ -352,17 +315,6 @@ def test_a_player_that_fails_loses_nothing_that_was_played_and_is_told_what_to_r
     assert not summary["complete"] and (tmp_path / "eval.json").exists()
 
 
-def test_a_link_that_has_moved_is_another_model(tmp_path):
-    link, results = tmp_path / "best", []
-    for step in ("a", "b"):
-        (tmp_path / step).mkdir()
-        link.unlink(missing_ok=True)
-        link.symlink_to(step)
-        config = EvalConfig(env="textcraft", model=str(link))
-        results.append(evaluate.conditions(config, "textcraft"))
-    assert results[0]["model"] == results[1]["model"] and results[0] != results[1]
-
-
 # ------------------------------------------------------------------------------ --run
 
 
@@ -384,13 +336,11 @@ def test_a_run_is_measured_as_it_measures_itself(tmp_path):
     assert (own.subtasks, own.seed, own.samples) == ((), 7, 4)
     for name in ("max_tokens_per_turn", "max_trajectory_tokens", "temperature", "engine"):
         assert getattr(own, name) == getattr(config, name)
-    assert own == settings_of_run(str(tmp_path), {"env"}, "textcraft")
     (tmp_path / "checkpoints" / "best").symlink_to("step_000002")
     assert settings_of_run(str(tmp_path), set()).model.endswith("checkpoints/best")
     other = settings_of_run(str(tmp_path), {"env"}, "babyai")  # with its own prompt and turns
     assert (other.env, other.prompt, other.max_rounds, other.tasks) == ("babyai", None, (), None)
-    for folder in (tmp_path / "checkpoints").iterdir():
-        folder.unlink() if folder.is_symlink() else folder.rmdir()
+    shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         settings_of_run(str(tmp_path), set())
 
@@ -413,9 +363,7 @@ def test_a_run_without_held_out_tasks_is_measured_on_those_it_trains_on(tmp_path
     assert num_trained_on(own, known) == len(known) > 0  # and replay.py calls them so
     others = [task for task in TASKS if task not in known]
     assert num_trained_on(own, [*others, known[0]]) == 1
-    saved = json.loads((tmp_path / "config.json").read_text())
-    for method, name, is_known in (("dpo", "pairs", False), ("agentevol", "data", True)):
-        learns_from_files = saved["config"] | {name: ["mine.jsonl"]}
-        text = json.dumps({"method": method, "config": learns_from_files})
-        (tmp_path / "config.json").write_text(text)
-        assert num_trained_on(own, known) == (len(known) if is_known else 0)
+    saved = json.loads((tmp_path / "config.json").read_text())["config"]
+    of_files = {"method": "dpo", "config": saved | {"pairs": ["mine.jsonl"]}}
+    (tmp_path / "config.json").write_text(json.dumps(of_files))
+    assert num_trained_on(own, known) == 0
