@@ -20,7 +20,6 @@ def run(tmp_path_factory):
         (["nowhere"], "no such file"),
         (["empty"], "holds no run"),
         (["parent"], "there are runs in it: run"),
-        (["empty.jsonl"], "holds no trajectory"),
         (["bad.json"], "is not JSON"),
         (["notes.txt"], "neither .jsonl"),
         (["parent/run", "--text", "--trajectory", "s000003-t0001-k77"], "s000003-t0001-k00"),
@@ -32,7 +31,6 @@ def test_what_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch, wo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     shutil.copytree(run, tmp_path / "parent" / "run")
-    (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "notes.txt").write_text("x")
     assert replay.main(words) == 2
