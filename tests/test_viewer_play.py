@@ -52,15 +52,11 @@ def test_it_stops_where_the_environment_says_something_else_and_where_the_budget
     assert result["first_difference"]["turn"] == 0 and result["states"] == []
 
 
-@pytest.mark.parametrize(
-    ("env", "task_id"),
-    [("textcraft", ""), ("textcraft", "textcraft_99999999"), ("this:Zen", "this:Zen_3")],
-)
-def test_an_unknown_task_is_refused_and_a_file_does_not_decide_what_is_imported(
-    environments, env, task_id
-):
-    with pytest.raises(PlayError):
-        reenact(environments, recorded("textcraft")[0] | {"env": env, "task_id": task_id}, None)
+def test_a_file_does_not_decide_what_is_imported(environments):
+    line = recorded("textcraft")[0]
+    for env, task_id in (("textcraft", "textcraft_99999999"), ("this:Zen", "this:Zen_3")):
+        with pytest.raises(PlayError):
+            reenact(environments, line | {"env": env, "task_id": task_id}, None)
     assert "this" not in sys.modules
 
 
@@ -68,7 +64,6 @@ def test_the_task_that_the_page_proposes_can_be_played(environments, tmp_path, b
     """Of SearchQA the first indices are questions that a user may not have."""
     play = Play(environments, tmp_path)
     (about,) = [e for e in play.list_environments()["worlds"] if e["env"] == "searchqa"]
-    assert 0 <= about["first"] <= about["last"] and about["tasks"] > 50
     assert play.new("searchqa", about["first"])["observation"]
 
 
@@ -113,7 +108,6 @@ def test_a_goal_is_played_by_hand_by_the_oracle_and_by_a_model_kept_and_reenacte
     line = open_source(0, path).lines("played").read(0)
     assert reenact(environments, line, None)["first_difference"] is None
     assert "is closed" in ask("oracle", 409, session=name)["error"]
-    assert "not one of the environments" in ask("new", 409, env="chess", task_index=0)["error"]
     ask("new", 409, env="textcraft", task_index=10**9)
     play.model = None
     assert "--api-base" in ask("model", 409, session=name)["error"]

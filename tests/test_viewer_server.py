@@ -40,7 +40,7 @@ def ask(client, path, status=200):
 # ------------------------------------------------------------------------------------- what it says
 
 
-def test_sources_list_their_files_in_order_and_heads_of_their_lines(run):
+def test_sources_list_their_files_in_order_and_the_overview_has_every_metric(run):
     client = client_of(run)
     (source,) = ask(client, "sources")["sources"]
     names = [file["name"] for file in source["files"]]
@@ -48,19 +48,14 @@ def test_sources_list_their_files_in_order_and_heads_of_their_lines(run):
     assert source["kind"] == "run" and [file["step"] for file in source["files"]] == [0, 1, 2, 3, 3]
     assert [(f["count"], f["broken"]) for f in source["files"]] == [(n, 0) for n in (6, 6, 6, 6, 7)]
     rows = ask(client, "list/0/step_000003")["rows"]
-    assert [row["line"] for row in rows] == list(range(7))
     groups = ask(client, "groups/0/step_000003")["groups"]
     assert [group["rows"] for group in groups] == [rows[:3], rows[3:6], rows[6:]]
-
-
-def test_the_overview_has_every_metric_with_its_sentence(run):
-    found = ask(client_of(run), "overview/0")
+    found = ask(client, "overview/0")
     assert found["series"]["train/success_rate"][0][0] == 1
     assert found["series"].keys() == found["glossary"].keys()
     assert "policy/loss" not in found["series"]  # never finite
     assert [e["step"] for e in found["evaluations"]] == [0, 3] and found["alarms"] == []
     assert "held-out tasks solved at step 3" in found["headline"][0]
-    assert any("1 trajectories were lost" in sentence for sentence in found["headline"])
     alarm = {"step": 0, "severity": "warn", "name": "held_out", "text": "step 0: held_out: so"}
     append(run / "alarms.jsonl", alarm)
     assert ask(client_of(run), "overview/0")["alarms"] == [alarm]
@@ -100,33 +95,27 @@ def test_what_was_lost_before_its_first_turn_says_why_and_is_not_a_failure(run):
     assert ask(client, "wrong/0/step_000003")["episodes"] == 6
     wrong = ask(client, "wrong/0/step_000001")
     lines = [r["line"] for r in ask(client, "list/0/step_000001")["rows"] if r["success"] is False]
-    assert wrong["failures"] == len(lines) > 0 and wrong["episodes"] == 6
+    assert wrong["failures"] == len(lines) > 0
     assert wrong["stops"] == [{"text": "max_rounds", "count": len(lines), "lines": lines}]
-    repeated = {entry["text"]: entry for entry in wrong["repeated"]}
-    assert repeated["inventory"]["count"] >= 1  # by the samples that waste two turns
+    assert "inventory" in {entry["text"] for entry in wrong["repeated"]}
 
 
-def test_a_search_finds_what_was_said_where_and_says_how_far_it_is(run, tmp_path):
+def test_a_search_finds_what_was_said_and_where(run, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(hostile_line(0, 'say "héllo"\nagain'))
     client = client_of(run, path)
 
     def hits(source, text):
         response = client.get(f"/api/search/{source}", params={"text": text})
-        events = [json.loads(line) for line in response.text.splitlines()]
-        assert events[-1] == {
-            "done": True,
-            "hits": sum("hit" in event for event in events),
-            "cut": False,
-        }
-        return [event["hit"] for event in events if "hit" in event]
+        *events, last = map(json.loads, response.text.splitlines())
+        found = [event["hit"] for event in events if "hit" in event]
+        assert last == {"done": True, "hits": len(found), "cut": False}
+        return found
 
-    said = hits(0, "INVENTORY")
-    assert {hit["turn"] for hit in said} <= {0, 1} and "inventory" in said[0]["excerpt"]
-    for hit in said[:3]:
-        turns = ask(client, f"trajectory/0/{hit['file']}/{hit['line']}")["turns"]
-        assert hit["turn"] == 0 or "inventory" in turns[hit["turn"] - 1]["action_text"].lower()
-    assert hits(0, "zzzz") == []
+    hit = hits(0, "ACTION: INVENTORY")[0]
+    turns = ask(client, f"trajectory/0/{hit['file']}/{hit['line']}")["turns"]
+    assert turns[hit["turn"] - 1]["action"] == "inventory" and "inventory" in hit["excerpt"]
+    assert hits(0, "zzzz") == [] and hits(0, "items that")[0]["turn"] == 0  # before the first turn
     for text in ('"hÉllo"', 'O"\nagain', "say"):  # JSON writes quotes and other letters otherwise
         assert len(hits(1, text)) == 1, text
     view = ask(client, "trajectory/1/a/0")
@@ -159,8 +148,8 @@ def test_an_evaluation_and_plain_files_are_sources_too_and_their_options_are_com
 
 def test_nothing_that_a_page_sends_is_a_path(run):
     client = client_of(run)
-    for name in ("..%2fconfig.json", "%2fetc%2fpasswd", "nothing", "step_000001.jsonl"):
-        assert client.get(f"/api/list/0/{name}").status_code == 404
+    for name in ("..%2fconfig.json", "%2fetc%2fpasswd", "step_000001.jsonl"):
+        ask(client, f"list/0/{name}", 404)
         assert client.get(f"/page/{name}").status_code == 404
     for path in ("overview/1", "trajectory/0/step_000001/99"):
         ask(client, path, 404)
@@ -169,27 +158,29 @@ def test_nothing_that_a_page_sends_is_a_path(run):
 def test_only_its_own_page_is_answered(run):
     client = client_of(run)
     assert "script-src 'self'" in client.get("/nothing").headers["content-security-policy"]
-    for host in ("evil.example:8610", "127.0.0.1.evil.example", "x127.0.0.1:80", ""):
-        assert client.get("/api/sources", headers={"Host": host}).status_code == 403
-    for host in ("127.0.0.1:9000", "localhost", "LOCALHOST:80"):  # behind a tunnel
-        assert client.get("/api/sources", headers={"Host": host}).status_code == 200
-    for origin in ("http://evil.example", "null"):
-        assert client.get("/api/sources", headers={"Origin": origin}).status_code == 403
-        assert client.post("/api/play/worlds", headers={"Origin": origin}).status_code == 403
-    own = {"Origin": f"http://{HOST}"}
-    assert client.get("/api/sources", headers=own).status_code == 200
-    assert client.post("/api/play/worlds", headers=own).status_code == 404  # nothing can be played
+    for header, status in (
+        ({"Host": "evil.example:8610"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "x127.0.0.1:80"}, 403),
+        ({"Host": "127.0.0.1:9000"}, 200),  # behind a tunnel
+        ({"Host": "LOCALHOST:80"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": f"http://{HOST}"}, 200),
+    ):
+        assert client.get("/api/sources", headers=header).status_code == status, header
+        played = client.post("/api/play/worlds", headers=header).status_code
+        assert played == (404 if status == 200 else 403)  # nothing can be played
 
 
 # -------------------------------------------------------------------------------------- the export
 
 
-def test_an_export_holds_the_newest_groups_whole_and_refuses_to_grow_without_end(
+def test_an_export_holds_the_newest_groups_whole_and_does_not_grow_without_end(
     run, tmp_path, monkeypatch
 ):
     out = tmp_path / "page.html"
-    size = export([open_source(0, run)], out, 4)
-    assert size == out.stat().st_size
+    assert export([open_source(0, run)], out, 4) == out.stat().st_size
     data = out.read_text().partition('id="replay-data">')[2].partition("</script>")[0]
     answers = json.loads(data)
     lines = sorted(path for path in answers if path.startswith("trajectory/"))

@@ -6,7 +6,7 @@ import time
 import pytest
 from made_run import hostile_line, make_run
 
-from trajectory import HEAD_END, from_line
+from trajectory import HEAD_END
 from viewer.sources import open_source
 from viewer.trajectories import head_of, index, open_lines, opening_of, split_action
 
@@ -22,14 +22,9 @@ def test_a_head_is_what_the_whole_line_says(run):
         head = head_of(raw.encode())
         assert head == {name: line[name] for name in head} and head["num_turns"] is not None
         assert len(raw[: raw.index(HEAD_END)]) < 1000
-        assert line["num_turns"] == len(line["turns"])
-        assert json.loads(from_line(line).to_json()) == line
         tokens_first = {"input_ids": line.pop("input_ids")} | line
         assert head_of(json.dumps(tokens_first).encode()) == head
-
-
-def test_a_text_that_looks_like_the_end_of_a_head_is_not_one():
-    line = json.loads(hostile_line(0, 'x,"messages":[]'))
+    line = json.loads(hostile_line(0, 'x,"messages":[]'))  # as the end of a head looks
     assert head_of(json.dumps(line).encode())["error"] == 'x,"messages":[]'
 
 
@@ -56,13 +51,11 @@ def test_a_file_that_grew_or_was_replaced_is_read_again_and_a_half_line_waits(ru
 
 def test_broken_lines_are_skipped_and_counted(run, tmp_path):
     good = (run / "trajectories/step_000001.jsonl").read_bytes().splitlines(keepends=True)[0]
+    odd = good.replace(b'"step":1,', b'"step":[1],')
     path = tmp_path / "broken.jsonl"
-    odd = [good.replace(b'"step":1,', b'"step":[1],'), good.replace(b'"env":"', b'"env":7,"a":"')]
-    path.write_bytes(
-        b"\n[1]\n" + good + b'{"a": \n{"turns":[1]}\n\xff\xfe\n' + b"".join(odd) + good
-    )
+    path.write_bytes(b"\n[1]\n" + good + b'{"a": \n{"turns":[1]}\n\xff\xfe\n' + odd + good)
     lines = index(path)
-    assert (len(lines), lines.broken) == (2, 6)
+    assert (len(lines), lines.broken) == (2, 5)
     assert lines.read(1) == json.loads(good) and lines.rows[1]["line"] == 1
     path.write_bytes(good.replace(b'"return":1.0', b'"return":NaN'))
     assert index(path).rows[0]["return"] is None
@@ -87,8 +80,8 @@ def test_conversations_are_lines_too(tmp_path):
     assert [m["content"] for m in opening_of(line)] == ["rules", "OK", "dark"]
 
 
-@pytest.mark.parametrize("text", [" " * 50_000, "<search>" * 2_000, "Thought:" + "\n" * 50_000])
-def test_a_long_odd_answer_takes_no_time(text):
+def test_a_long_odd_answer_takes_no_time():
     began = time.perf_counter()
-    split_action(text + "x")
+    for text in (" " * 50_000, "<search>" * 2_000, "Thought:" + "\n" * 50_000):
+        split_action(text + "x")
     assert time.perf_counter() - began < 1
