@@ -21,7 +21,6 @@ from starlette.testclient import TestClient
 from envs import EpisodeEndedError, OracleLost, load_tasks
 from envs.babyai.env import BabyAI
 from envs.babyai.levels import LEVELS, level_and_seed, task_index_of
-from envs.babyai.oracle import Bot, Stuck
 from envs.babyai.world import (
     CHECK,
     DIRECTIONS,
@@ -280,13 +279,6 @@ def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one
         level = Level(16, seed)
         open_door(level, second)
         assert level.terminated and level.reward == 0, seed
-    env = BabyAI()
-    env.reset(task_index_of(16, two[0]))
-    open_door(env._level, order_of_doors(two[0])[0])
-    env._look()
-    observation, *rest = env.step("toggle")  # closes it again
-    assert observation.endswith("door.\nThe goal can no longer be reached.")
-    assert rest == [0.0, True, False, {"success": False, "score": 0.0}]
 
 
 # ---- the wire
@@ -351,25 +343,12 @@ def shape(level: Level) -> tuple:
     return level.position, level.direction, carrying, grid, level.history, level.env.step_count
 
 
-@pytest.mark.parametrize("number", range(1, 41))
-def test_the_oracle_solves_a_task_of_every_level(number):
+# In level 29 with seed 4 minigrid's bot would plan for ever for the nearest locked door, whose key it
+# does not know; the key at its feet is for the other one.
+@pytest.mark.parametrize(("number", "seed"), [*((n, 9) for n in range(1, 41)), (29, 4)])
+def test_the_oracle_solves_a_task_of_every_level(number, seed):
     env = BabyAI()
-    env.reset(task_index_of(number, 9))
-    assert solve(env)
-
-
-def test_a_bot_that_goes_in_circles_is_stopped_and_given_a_start():
-    """UnlockToUnlock: minigrid's bot plans for the nearest locked door, whose key it does not know,
-    for ever; the key at its feet is for the other one."""
-    level = Level(29, 4)
-    bot, move = Bot(level), None
-    with pytest.raises(Stuck):
-        while not level.ended:
-            move = bot.replan(move)
-            level.act(move)
-    assert len(level.history) < 10
-    env = BabyAI()
-    env.reset(task_index_of(29, 4))
+    env.reset(task_index_of(number, seed))
     assert solve(env)
 
 

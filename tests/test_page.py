@@ -101,9 +101,6 @@ def assert_accessible(page):
     assert not violations, [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in violations]
 
 
-# ---------------------------------------------------------------------------------- what it shows
-
-
 def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, tab):
     url = serve(made)
     open_at(tab, url, ".goes-wrong li")
@@ -187,9 +184,6 @@ def test_a_step_that_is_written_while_one_looks_appears(serve, tmp_path, tab):
     until(tab, "document.querySelector('.goes-wrong').innerText.includes('step 3')")
 
 
-# ------------------------------------------------------------------------------- live environments
-
-
 @pytest.fixture(scope="module")
 def environments():
     environments = Environments()
@@ -235,9 +229,6 @@ def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
     tab.get_by_role("button", name="Save").click()
     until(tab, "document.body.innerText.includes('Saved to')")
     assert json.loads((tmp_path / "played.jsonl").read_text())["success"]
-
-
-# ---------------------------------------------------------------------------- every view, one file
 
 
 @pytest.mark.parametrize("tab", [("light", 400), ("dark", 1280)], indirect=True)

@@ -1,7 +1,5 @@
 """SearchQA's corpora: files of Search-R1's format, and the World Factbook cut into one."""
 
-import json
-
 import pytest
 
 from envs.searchqa.corpus import WORDS, CorpusError, factbook_corpus, open_corpus
@@ -17,18 +15,6 @@ def write(folder, content):
     path = folder / "corpus.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-def test_the_first_line_of_contents_is_the_title(tmp_path):
-    expected = {
-        '"Title"\nOne\ntwo ': ("Title", "One\ntwo"),
-        '""Weird" Al"\ntext': ('"Weird" Al', "text"),
-        '"\ntext': ('"', "text"),
-        "only text": ("", "only text"),
-    }
-    lines = [json.dumps({"contents": contents}) for contents in expected]
-    corpus = open_corpus(write(tmp_path, "\n".join(lines)))
-    assert [tuple(passage)[1:] for passage in corpus] == [*expected.values()]
 
 
 def test_a_broken_line_is_named_by_file_and_number(tmp_path):

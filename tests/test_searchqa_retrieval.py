@@ -83,9 +83,6 @@ def numbers(scored):
     return [passage.number for passage, _ in scored]
 
 
-# -------------------------------------------------------------------------------------------- BM25
-
-
 def slow_scores(corpus, query):
     """BM25 by its formula, a loop over words and passages."""
     bags = [Counter(words(title) * 3 + words(text)) for _, title, text in corpus]
@@ -131,9 +128,6 @@ def test_any_query_gets_passages():
     assert retriever.search(query, 3) == retriever.search(first, 3)
 
 
-# ------------------------------------------------------------------------------------------ which
-
-
 def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     path = write_corpus(tmp_path / "wiki.jsonl", BOOK)
     monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
@@ -145,9 +139,6 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "dense")
     with pytest.raises(RetrievalError, match="is 'dense'; choose bm25, .*Search-R1's own"):
         open_retriever()
-
-
-# -------------------------------------------------------------------------------- the service
 
 
 def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeypatch):
@@ -170,9 +161,6 @@ def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeyp
     monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
     answer = client.post("/retrieve", json=body)
     assert (answer.status_code, answer.json()["error"]) == (500, str(broken))
-
-
-# ------------------------------------------------------------------------------------------ remote
 
 
 @pytest.fixture
@@ -243,15 +231,12 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
         try:
             line = process.stdout.readline()
             match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
-            assert match, line
-            remote = Remote(match[1])
+            remote, local = Remote(match[1]), BM25(corpus)
             with ThreadPoolExecutor(12) as pool:  # one retriever, the sessions of an env server
                 answers = list(pool.map(lambda query: remote.search(query, 3), queries))
-            local = BM25(corpus)
             for query, answer in zip(queries, answers):
-                expected = local.search(query, 3)
-                assert [score for _, score in answer] == [score for _, score in expected]
-                assert [each.text for each, _ in answer] == [each.text for each, _ in expected]
+                expected = [(each.passage.text, each.score) for each in local.search(query, 3)]
+                assert [(each.passage.text, each.score) for each in answer] == expected
             remote._line.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0

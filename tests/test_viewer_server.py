@@ -37,9 +37,6 @@ def ask(client, path, status=200):
     return response.json()
 
 
-# ------------------------------------------------------------------------------------- what it says
-
-
 def test_sources_list_their_files_in_order_and_the_overview_has_every_metric(run):
     client = client_of(run)
     (source,) = ask(client, "sources")["sources"]
@@ -131,19 +128,14 @@ def test_an_evaluation_and_plain_files_are_sources_too_and_their_options_are_com
     shutil.copy(run / "eval/step_000003.json", folder / "eval.json")
     (folder / "config.json").write_text(json.dumps({"seed": 3, "out": "elsewhere"}))
     client = client_of(folder, run / "trajectories/step_000001.jsonl")
-    first, second = ask(client, "sources")["sources"]
-    assert ask(client, "sources")["differing"] == {"seed": [3, None]}
-    assert (first["kind"], second["kind"]) == ("evaluation", "file")
+    listed = ask(client, "sources")
+    assert [source["kind"] for source in listed["sources"]] == ["evaluation", "file"]
+    assert listed["differing"] == {"seed": [3, None]}
     assert ask(client, "overview/0")["evaluations"][0]["overall"]["items"] == 3
     assert ask(client, "overview/1")["series"] == {}
-    tokens = [
-        ask(client, f"trajectory/{where}/0")["opening_tokens"]
-        for where in ("0/trajectories", "1/step_000001")
-    ]  # the tokenizer is that of the run the file is in
-    assert tokens[0]["text"] is None and len(tokens[0]["ids"]) > 10 and tokens[1]["text"]
-
-
-# ---------------------------------------------------------------------------------- whom it refuses
+    # The tokenizer is that of the run the file is in.
+    assert ask(client, "trajectory/0/trajectories/0")["opening_tokens"]["text"] is None
+    assert ask(client, "trajectory/1/step_000001/0")["opening_tokens"]["text"]
 
 
 def test_nothing_that_a_page_sends_is_a_path(run):
@@ -171,9 +163,6 @@ def test_only_its_own_page_is_answered(run):
         assert client.get("/api/sources", headers=header).status_code == status, header
         played = client.post("/api/play/worlds", headers=header).status_code
         assert played == (404 if status == 200 else 403)  # nothing can be played
-
-
-# -------------------------------------------------------------------------------------- the export
 
 
 def test_an_export_holds_the_newest_groups_whole_and_does_not_grow_without_end(
