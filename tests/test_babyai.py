@@ -26,7 +26,6 @@ from envs.babyai.world import (
     DIRECTIONS,
     DONE,
     FORWARD,
-    RIGHT,
     TOGGLE,
     Impossible,
     Level,
@@ -72,9 +71,7 @@ def goal_at(level: Level, ahead: int, right: int) -> None:
 
 def test_a_task_index_names_a_level_and_a_seed_as_agentgym_counts_them():
     assert len(LEVELS) == len(set(LEVELS)) == 40
-    numbered = {1: "GoToRedBallGrey-v0", 4: "GoToObjS6-v1", 16: "OpenDoorsOrderN4Debug-v0"}
-    numbered |= {23: "PutNextS7N4Carrying-v0", 36: "SynthLoc-v0", 40: "BossLevelNoUnlock-v0"}
-    for number, name in numbered.items():
+    for number, name in {1: "GoToRedBallGrey-v0", 23: "PutNextS7N4Carrying-v0"}.items():
         assert LEVELS[number - 1] == "BabyAI-" + name
     for task_index in (0, 39, 40, 83, BabyAI.num_tasks() - 1):
         assert task_index_of(*level_and_seed(task_index)) == task_index
@@ -125,24 +122,6 @@ def test_the_oracle_plays_and_explains_a_whole_episode():
     with pytest.raises(EpisodeEndedError):
         env.step("turn left")
     assert env.state_for_people()["success"]
-
-
-def test_things_are_named_by_distance_and_placed_in_steps():
-    level = empty_room(direction=3)  # up, three steps from the wall ahead and on the left
-    put(level, Ball("blue"), 1, -1)
-    put(level, Ball("blue"), 0, 1)
-    put(level, Key("blue"), 2, 0)
-    view = View(level)
-    assert view.words() == (
-        "You see: blue ball 1 (1 right), blue ball 2 (1 ahead, 1 left), blue key 1 (2 ahead).\n"
-        "Walls: 3 ahead, 3 left.\nYou carry nothing."
-    )
-    assert [seen.name for seen in view.objects] == ["blue ball 1", "blue ball 2", "blue key 1"]
-    level.act(RIGHT)  # numbers are given anew: the other ball is behind
-    assert View(level).words() == (
-        "You see: blue ball 1 (1 ahead), blue key 1 (2 left).\n"
-        "Walls: 4 ahead, 3 left.\nYou carry nothing."
-    )
 
 
 # ---- what actions do
@@ -211,37 +190,20 @@ def test_a_walk_stops_when_the_mission_ends_or_the_steps_are_used_up():
     assert level.history == [DONE] and level.terminated and level.reward > 0
 
 
-def test_impossible_actions_say_why():
-    level = empty_room()
-    put(level, Key("blue"), 1)
-    put(level, Door("green", is_locked=True), 2, 1)
+def test_an_impossible_action_says_why_and_costs_nothing():
     env = BabyAI()
     env.reset(0)
-    env._level = level
-    env._look()
-    reasons = {
-        "move forward": "a blue key is in the way",
+    actions = json.dumps(env.available_actions())
+    for action, reason in {
         "go to purple ball 1": "no purple ball 1 is in view",
-        "toggle": "a blue key cannot be toggled",
         "drop": "you carry nothing",
-        "toggle and go through green door 1": (
-            "the green door is locked, and you do not carry the green key"
-        ),
-        "dance": "'dance' is no action",
         "x" * 1_000_000: "'too long' is no action",
         "": "there is no action",
-    }
-    for action, reason in reasons.items():
+    }.items():
         observation, *rest = env.step(action)
-        actions = json.dumps(env.available_actions())
         assert observation == f"Not possible: {reason}.\nAvailable actions: {actions}"
         assert rest == [0.0, False, False, {"success": False, "score": 0.0}]
-    assert level.history == []
-    assert env.step("pick up blue key")[0].startswith("You pick up blue key 1.\n")
-    assert env.step("toggle")[0].startswith("Not possible: nothing is in front of you.")
-    put(level, Ball("blue"), 1)
-    env._look()
-    assert env.step("pickup blue ball 1")[0].startswith("Not possible: you carry a blue key alr")
+    assert env.state_for_people()["steps"] == 0
 
 
 # ---- rewards and ends
@@ -343,8 +305,8 @@ def shape(level: Level) -> tuple:
     return level.position, level.direction, carrying, grid, level.history, level.env.step_count
 
 
-# In level 29 with seed 4 minigrid's bot would plan for ever for the nearest locked door, whose key it
-# does not know; the key at its feet is for the other one.
+# In level 29 with seed 4 minigrid's bot would plan for ever for the nearest locked door, though the
+# only key that it knows is for the other one.
 @pytest.mark.parametrize(("number", "seed"), [*((n, 9) for n in range(1, 41)), (29, 4)])
 def test_the_oracle_solves_a_task_of_every_level(number, seed):
     env = BabyAI()

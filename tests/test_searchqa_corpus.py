@@ -48,7 +48,7 @@ def test_the_factbook_is_about_twelve_thousand_titled_passages():
     assert 12_000 < len(passages) < 14_000
     assert max(len(passage.text.split()) for passage in passages) <= WORDS
     assert all(" - " in passage.title and passage.text for passage in passages)
-    [kenya] = [p for p in passages if p.title == "Kenya - Economy" and "(KES)" in p.text]
+    (kenya,) = [p for p in passages if p.title == "Kenya - Economy" and "(KES)" in p.text]
     assert "Exchange rates: Currency: Kenyan shillings (KES) per US dollar" in kenya.text
     assert not any("<" in p.text and ">" in p.text.partition("<")[2][:8] for p in passages)
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from envs.searchqa.corpus import CorpusError
 from envs.searchqa.questions import (
     FIRST_OWN,
     PUBLISHED,
@@ -46,10 +45,3 @@ def test_a_file_of_another_split_is_not_served(folder):
     write(folder, "bamboogle_test.jsonl", 126)
     with pytest.raises(LookupError, match="has 126 lines, its data set 125 questions: it is ano"):
         published(51_588)
-
-
-def test_a_broken_question_is_named_by_its_line(folder):
-    (folder / "musique_test.jsonl").write_text('{\n{"question": "q", "golden_answers": []}')
-    for number in (1, 2):
-        with pytest.raises(CorpusError, match=f"musique_test.jsonl, line {number}: no "):
-            published(49_170 + number)

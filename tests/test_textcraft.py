@@ -126,25 +126,22 @@ def test_a_solved_task_word_for_word():
         "Crafting commands:\ncraft 3 crimson hyphae using 4 crimson stem\n\n"
         "Goal: craft crimson hyphae."
     )
-    nothing = (0.0, False, False, {"success": False, "score": 0.0})
-    for action in ("", "get", "get 1" + "0" * 5000 + " stick", "\ud800"):
-        assert env.step(action) == (f"Could not execute {action}", *nothing)
     text = "Thought: why\nAction: get `5 crimson   stem`.\nDone."
     assert env.parse(text) == "get 5 crimson stem"
-    assert env.step("inventory") == ("Inventory: You are not carrying anything.", *nothing)
-    assert env.step("get 5 crimson stem") == ("Got 5 crimson stem", *nothing)
-    assert env.step("inventory") == ("Inventory: [crimson stem] (5) ", *nothing)
-    assert env.step("craft 3 crimson hyphae using 5 crimson stem") == (
-        "Could not find a valid recipe for crimson hyphae from these items",
-        *nothing,
-    )
-    assert env.step("craft 3 crimson hyphae using 4 crimson stem") == (
-        "Crafted 3 minecraft:crimson_hyphae",
-        1.0,
-        True,
-        False,
-        {"success": True, "score": 1.0},
-    )
+    nowhere = "Could not find a valid recipe for crimson hyphae from these items"
+    for action, observation in {
+        "": "Could not execute ",
+        "get 1" + "0" * 5000 + " stick": "Could not execute get 1" + "0" * 5000 + " stick",
+        "\ud800": "Could not execute \ud800",
+        "inventory": "Inventory: You are not carrying anything.",
+        "get 5 crimson stem": "Got 5 crimson stem",
+        "craft 3 crimson hyphae using 5 crimson stem": nowhere,
+    }.items():
+        failed = {"success": False, "score": 0.0}
+        assert env.step(action) == (observation, 0.0, False, False, failed)
+    won = {"success": True, "score": 1.0}
+    crafted = env.step("craft 3 crimson hyphae using 4 crimson stem")
+    assert crafted == ("Crafted 3 minecraft:crimson_hyphae", 1.0, True, False, won)
     with pytest.raises(EpisodeEndedError):
         env.step("inventory")
     assert env.state_for_people()["inventory"] == {"crimson stem": 1, "crimson hyphae": 3}
