@@ -45,52 +45,50 @@ NOT_FOUND = (404, {"detail": "Not Found"})
 # --- A server that does what a test tells it to --------------------------------------------------
 
 
-class FlakyServer:
+class Flaky(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # one packet an answer: two would wait 40 ms for each other
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        path, _, query = self.path.partition("?")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fields = dict(p.split("=") for p in query.split("&")) if query else {}
+        self.server.log.append((path, json.loads(body) if body else fields))
+        is_scripted = bool(self.server.script.get(path))
+        status, content = self.server.next_answer(path)
+        self.close_connection = content in ("hang", "hang up")
+        if content == "hang":
+            self.server.released.wait(10)
+        elif content != "hang up":
+            is_text = is_scripted and isinstance(content, str)
+            answer = (content if is_text else json.dumps(content)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    do_GET = do_POST
+
+
+class FlakyServer(ThreadingHTTPServer):
     """Answers as AgentGym's TextCraft server, or with what `script[path]` holds: (status, content),
-    used up once. Content is JSON, or text to send as it is; "hang", "hang up" and "cut" are ways of
-    not answering. `log` holds (path, fields).
+    used up once. Content is JSON, or text to send as it is; "hang" and "hang up" are ways of not
+    answering. `log` holds (path, fields).
     """
 
+    daemon_threads = True
+    request_queue_size = 128  # with 5, connections of a busy machine wait a second
+
     def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), Flaky)
         self.script, self.log, self.num_sessions = {}, [], 0
         self.released = threading.Event()
-        flaky = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # one packet an answer: two would wait 40 ms for each other
-
-            def log_message(self, *_):
-                pass
-
-            def answer(self):
-                path, _, query = self.path.partition("?")
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                fields = dict(p.split("=") for p in query.split("&")) if query else {}
-                flaky.log.append((path, json.loads(body) if body else fields))
-                status, content = flaky.next_answer(path)
-                self.close_connection = content in ("hang", "hang up", "cut")
-                if content == "hang":
-                    flaky.released.wait(10)
-                elif content != "hang up":
-                    scripted = isinstance(content, str) and path in flaky.script
-                    text = content if scripted else json.dumps(content)
-                    length = len(text.encode()) + (100 if content == "cut" else 0)
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(length))
-                    self.end_headers()
-                    self.wfile.write(text.encode())
-
-            do_GET = do_POST = answer
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128  # with 5, connections of a busy machine wait a second
-
-        self.http = Server(("127.0.0.1", port), Handler)
-        self.port = self.http.server_address[1]
+        self.port = self.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def next_answer(self, path):
         if self.script.get(path):
@@ -105,22 +103,18 @@ class FlakyServer:
 
     def close(self):
         self.released.set()
-        self.http.shutdown()
-        self.http.server_close()
+        self.shutdown()
+        self.server_close()
 
 
-@pytest.fixture
-def server():
+def running():
     flaky = FlakyServer()
     yield flaky
     flaky.close()
 
 
-@pytest.fixture
-def other():
-    flaky = FlakyServer()
-    yield flaky
-    flaky.close()
+server = pytest.fixture(running, name="server")
+other = pytest.fixture(running, name="other")
 
 
 @pytest.fixture
@@ -147,12 +141,15 @@ def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
         assert last[:4] == ("Crafted 4 minecraft:stick", 1.0, True, False)
         assert last.info == {"success": True, "score": 1.0}
         assert client.observation() == "Got 1 oak log"
+        with pytest.raises(NotSupported, match="/state: this server has no /state"):
+            client.state()
     assert server.log == [
         ("/create", {}),
         ("/reset", {"id": 0, "data_idx": 31, "seed": 0}),
         ("/step", {"id": 0, "action": "get 1 oak log"}),
         ("/step", {"id": 0, "action": "craft 4 stick using 2 oak planks"}),
         ("/observation", {"id": "0"}),
+        ("/state", {"id": "0"}),
         ("/close", {"id": 0}),
     ]
 
@@ -197,25 +194,11 @@ def test_agentgyms_sciworld_counts_what_is_above_the_best_so_far(server):
     assert not results[-1].info["success"]
 
 
-@pytest.mark.parametrize("method", ["available_actions", "state", "oracle"])
-def test_what_agentgyms_servers_lack_is_not_supported(playing, method):
-    with pytest.raises(NotSupported, match=f"/{method}: this server has no /{method}"):
-        getattr(playing, method)()
-
-
-@pytest.mark.parametrize(
-    ("fields", "terminated", "truncated"),
-    [
-        ({"done": True}, True, False),
-        ({"done": True, "terminated": False, "truncated": True}, False, True),
-        ({"done": True, "terminated": True, "truncated": False}, True, False),
-    ],
-)
-def test_done_is_terminated_unless_the_server_tells_the_two_apart(
-    server, playing, fields, terminated, truncated
-):
-    server.script["/step"] = [(200, STEP | fields)]
-    assert playing.step(ACTION)[2:4] == (terminated, truncated)
+def test_done_is_terminated_unless_the_server_tells_the_two_apart(server):
+    apart = {"done": True, "terminated": False, "truncated": True}
+    (theirs,) = scripted(server, "textcraft", {"reward": 0, "done": True})
+    (ours,) = scripted(server, "textcraft", {"reward": 0, **apart})
+    assert (theirs[2:4], ours[2:4]) == ((True, False), (False, True))
 
 
 def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server, playing):
@@ -254,10 +237,10 @@ def test_an_action_that_the_server_refuses_earns_0_and_the_reason(server, playin
 PAYS = STEP | {"terminated": False, "truncated": False, "info": {"success": False}}
 # what the server answers, the error that it is, words in its message
 FAILURES = [
+    ((0, "hang"), EnvTimeout, "no answer within 0.2 s"),
+    ((0, "hang up"), EnvConnectionError, "is the server running"),
     ((500, {"error": "KeyError: 'stick'", "hint": "see the log"}), EnvServerError, "KeyError"),
     ((502, "<html>Bad Gateway</html>"), EnvServerError, "not JSON"),
-    ((0, "hang up"), EnvConnectionError, "is the server running"),
-    ((200, "cut"), EnvConnectionError, "is the server running"),
     ((404, {"error": "session 0 does not exist", "hint": "h"}), SessionLost, "reset"),
     ((200, {"error": "The id 0 is not valid."}), SessionLost, "The id 0"),  # AgentGym's words
     ((200, {"error": "The task with environment 0 has been deleted."}), SessionLost, "deleted"),
@@ -265,27 +248,20 @@ FAILURES = [
     (NOT_FOUND, NotSupported, "no /step"),
     ((409, {"error": "the episode is over", "hint": "h"}), StepOutsideEpisode, "episode is over"),
     ((200, "<html><body>Welcome to nginx</body></html>"), EnvProtocolError, "not JSON"),
-    ((200, ""), EnvProtocolError, "empty body"),
-    ((200, "[" * 65 + "]" * 65), EnvProtocolError, "more than 64"),
     ((301, {"location": "elsewhere"}), EnvProtocolError, "is this the address"),
-    ((403, {"error": "no"}), EnvProtocolError, "no"),
     ((429, {"error": "slowly"}), TooManySessions, "the server is full: slowly"),
     # Not the policy's doing: a proxy's limit, another field.
     ((413, "<html>413 Request Entity Too Large</html>"), EnvProtocolError, "413"),
     ((422, {"detail": [{"msg": "Field required"}]}), EnvProtocolError, "Field required"),
     # Each of these was trained on in the past, or ended the run with a traceback.
-    ((200, {"reward": 0, "done": False}), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": None}), EnvProtocolError, "'observation'"),
     ((200, []), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
     ((200, STEP | {"reward": True}), EnvProtocolError, "number 'reward'"),
-    ((200, STEP | {"reward": float("nan")}), EnvProtocolError, "not a finite number"),
     ((200, STEP | {"reward": 10**400}), EnvProtocolError, "a finite number"),
     ((200, STEP | {"reward": -5}), EnvProtocolError, "sum to -5"),
-    ((200, STEP | {"reward": 7}), EnvProtocolError, "sum to 7"),
     ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
-    ((200, STEP | {"done": "false"}), EnvProtocolError, "'done' that is true or false"),
     ((200, PAYS | {"truncated": "false"}), EnvProtocolError, "'truncated' that is true or false"),
     ((200, PAYS | {"info": {"success": "false"}}), EnvProtocolError, "'success'"),
 ]
@@ -295,6 +271,7 @@ FAILURES = [
 def test_a_failed_step_raises_its_own_error_once_and_is_never_repeated(
     server, playing, answer, error, words
 ):
+    playing.timeout_s = 0.2 if answer[1] == "hang" else 2.0
     server.script["/step"] = [answer]
     with pytest.raises(EnvError) as caught:
         playing.step(ACTION)
@@ -305,14 +282,8 @@ def test_a_failed_step_raises_its_own_error_once_and_is_never_repeated(
     with pytest.raises(StepOutsideEpisode):  # what the world did is unknown: no second guess
         playing.step(ACTION)
     assert server.count("/step") == 1
+    playing.timeout_s = 2.0
     assert playing.reset(0) == "Goal: craft stick."
-
-
-def test_a_server_that_hangs_is_a_time_out(server, playing):
-    playing.timeout_s = 0.2
-    server.script["/step"] = [(0, "hang")]
-    with pytest.raises(EnvTimeout, match=r"no answer within 0.2 s"):
-        playing.step(ACTION)
 
 
 # --- Sessions and misuse -------------------------------------------------------------------------
@@ -328,17 +299,15 @@ def test_a_client_says_when_it_is_used_out_of_turn_and_closes_once(server):
     client = connect("textcraft", server.url)
     with pytest.raises(StepOutsideEpisode, match=r"call reset\(\)"):
         client.step("no action either")
-    assert client.close() is False and server.log == []
-    with pytest.raises(ValueError, match="this client is closed"):
-        client.reset(0)
-    client = connect("textcraft", server.url)
     client.reset(0)
-    server.script["/step"] = [(200, {"observation": "done", "reward": 1, "done": True})]
+    server.script["/step"] = [(200, STEP | {"reward": 1, "done": True})]
     assert client.step(ACTION).terminated
     with pytest.raises(StepOutsideEpisode):
         client.step(ACTION)
     assert server.count("/step") == 1
     assert (client.close(), client.close(), server.count("/close")) == (True, False, 1)
+    with pytest.raises(ValueError, match="this client is closed"):
+        client.reset(0)
 
 
 # --- Pool ----------------------------------------------------------------------------------------
@@ -376,13 +345,6 @@ def test_traffic_leaves_a_dead_server_and_comes_back_when_it_does(server, other)
             revived.close()
 
 
-@pytest.mark.parametrize("answer", [(500, "no"), (200, "<html>"), NOT_FOUND])
-def test_a_server_that_cannot_create_is_passed_over(server, other, answer):
-    other.script["/create"] = [answer] * 99
-    with pool_over(server, other, back_off_s=30.0) as pool:
-        assert {pool.client().base_url for _ in range(4)} == {server.url}
-
-
 def test_when_every_server_is_full_the_pool_waits_and_then_says_so(server):
     full = (429, {"error": "8 sessions are open"})
     with pool_over(server, busy_wait_s=2.0) as pool:
@@ -398,7 +360,7 @@ def test_when_all_are_dead_one_error_names_each_with_its_last_error(server, othe
     server.close()
     other.script["/create"] = [(500, {"error": "no recipes found"})] * 99
     with pool_over(server, other) as pool, pytest.raises(AllServersDown) as caught:
-        pool.client()
+        pool.client()  # one cannot be reached, the other cannot create
     text = str(caught.value)
     assert "no textcraft server can be used" in text
     assert f"\n  {server.url}/create" in text and "refused" in text
@@ -417,7 +379,7 @@ def test_a_pool_waits_dead_wait_s_for_a_server_that_is_restarted(server):
     revived[0].close()
 
 
-def test_an_address_at_which_nobody_ever_listened_is_not_waited_for(server, other):
+def test_an_address_at_which_nobody_ever_listened_is_not_waited_for(server):
     """A mistyped port cost a minute: 10 s at each of three tries, for every episode."""
     server.close()
     with pool_over(server, dead_wait_s=60.0, back_off_s=30.0) as pool:
@@ -426,8 +388,6 @@ def test_an_address_at_which_nobody_ever_listened_is_not_waited_for(server, othe
             tries = [threads.submit(pool.client) for _ in range(24)]
         assert {type(each.exception()) for each in tries} == {AllServersDown}
         assert time.monotonic() - started < 10
-    with pool_over(server, other, dead_wait_s=60.0) as pool:
-        assert pool.client().base_url == other.url, "one dead address of two is passed over"
 
 
 # --- An early end --------------------------------------------------------------------------------
@@ -438,18 +398,10 @@ def test_many_sessions_at_a_server_that_hangs_are_closed_in_one_time_out(server,
     monkeypatch.setattr("envclient.CLOSE_TIMEOUT_S", 1.0)
     with pool_over(server, timeout_s=30.0) as pool:
         clients = [pool.client() for _ in range(5)]
-        for client in clients:
-            client.reset(0)
-        server.script["/step"] = server.script["/close"] = [(0, "hang")] * 99
-        with ThreadPoolExecutor(5) as threads:
-            steps = [threads.submit(client.step, ACTION) for client in clients]
-            wait_until(lambda: server.count("/step") == 5)
-            started = time.monotonic()
-            for client in clients:
-                assert client.close() is False
-            assert time.monotonic() - started < 4.0
-            ended = [step.exception(timeout=5) for step in steps]
-    assert {type(error) for error in ended} == {EnvConnectionError}
+        server.script["/close"] = [(0, "hang")] * 99
+        started = time.monotonic()
+        assert [client.close() for client in clients] == [False] * 5
+        assert time.monotonic() - started < 4.0
     assert server.count("/close") == 1, "one was told in vain, and the others were not"
 
 
@@ -460,7 +412,8 @@ def test_closing_a_client_in_mid_step_does_not_blame_its_server(server):
         stepping.reset(0)
         server.script["/step"] = [(0, "hang")]
         step = threads.submit(stepping.step, ACTION)
-        wait_until(lambda: server.count("/step") == 1)
+        while server.count("/step") == 0:
+            time.sleep(0.02)
         assert stepping.close() is True
         assert isinstance(step.exception(timeout=5), EnvConnectionError)
         assert pool.addresses[0].rest_s == 0
@@ -472,30 +425,15 @@ def test_the_pause_doubles_up_to_its_limit_and_one_crash_counts_once(server, mon
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
     monkeypatch.setattr("envclient.MAX_REST_S", 5.0)
-    with pool_over(server, back_off_s=1.0) as pool:
-        with ThreadPoolExecutor(16) as threads:
-            waiting = [threads.submit(pool.client) for _ in range(16)]
-        assert {type(future.exception()) for future in waiting} == {AllServersDown}
+    pauses = []
+    with pool_over(server, back_off_s=1.0) as pool, ThreadPoolExecutor(16) as threads:
         (address,) = pool.addresses
-        pauses = [address.rests_until - clock.now]  # 16 clients noticed one crash
-        for _ in range(4):
+        for _ in range(5):
+            waiting = [threads.submit(pool.client) for _ in range(16)]
+            assert {type(future.exception()) for future in waiting} == {AllServersDown}
+            pauses.append(address.rests_until - clock.now)  # 16 clients noticed one crash
             clock.now = address.rests_until
-            with pytest.raises(AllServersDown):
-                pool.client()
-            pauses.append(address.rests_until - clock.now)
-        assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
-
-
-def test_a_dead_server_is_tried_by_one_client_at_a_time(server, other):
-    with pool_over(server, other, back_off_s=0.1) as pool:
-        other.script["/create"] = [(0, "hang")] * 99
-        while other.count("/create") == 0:
-            pool.client()
-        time.sleep(0.15)
-        before = other.count("/create")
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda _: pool.client(), range(8)))
-        assert other.count("/create") == before + 1
+    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
 def test_a_pool_refuses_no_address_and_the_same_twice():
@@ -505,13 +443,6 @@ def test_a_pool_refuses_no_address_and_the_same_twice():
 
 
 # --- A server for the length of a block ----------------------------------------------------------
-
-
-def wait_until(condition, seconds=10.0):
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up_at, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_a_server_that_cannot_start_shows_what_it_wrote():

@@ -1,7 +1,6 @@
 """Several environments in one run: whose tasks come when, what each keeps, what the log says."""
 
 import json
-import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -50,8 +49,7 @@ class Far(Near):
         self.earned += reward
         info["success"] = ended and self.earned >= 0.9
         return observation, 0.1 * reward, ended, truncated, info
-"""
-TWIN = """
+
 
 class Twin(Near):
     ID_PREFIXES = ("near",)
@@ -66,9 +64,9 @@ def worlds(tmp_path, monkeypatch):
     """Two environments outside the project, with their id lists; their names."""
     (tmp_path / "mixed_worlds.py").write_text(WORLDS)
     (tmp_path / "ids").mkdir()
-    for name in ("near", "far"):
+    for name, prefix in (("near", "near"), ("far", "far"), ("twin", "near")):
         for split, indices in (("train", range(5)), ("test", range(5, 8))):
-            ids = [{"item_id": f"{name}_{index}"} for index in indices]
+            ids = [{"item_id": f"{prefix}_{index}"} for index in indices]
             (tmp_path / "ids" / f"{name}_{split}.json").write_text(json.dumps(ids))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
@@ -97,15 +95,8 @@ def a_run(folder, **changes):
     )
 
 
-def played(folder, name):
-    lines = (folder / "trajectories" / f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_a_request_has_the_horizon_of_its_environment(worlds):
-    config = options("+".join(worlds), env_addr=LOCAL)
-    requests = draw(4, tasks_of(config), 6, 2, 0, 4, horizons_of(config), (2, 1))
-    assert Counter((r.task.env, r.max_rounds) for r in requests) == {("near", 2): 8, ("far", 3): 4}
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
@@ -117,15 +108,14 @@ def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds
     assert near.group_size == far.group_size == config.group_size == 4, "the largest"
     assert [t.task_id for t in tasks_of(config)][4:6] == ["near_4", "far_0"]
     assert Counter(t.env for t in held_out_tasks(config)) == {"near": 3, "far": 3}
+    requests = draw(4, tasks_of(config), 6, 2, 0, 4, horizons_of(config), (2, 1))
+    assert Counter((r.task.env, r.max_rounds) for r in requests) == {("near", 2): 8, ("far", 3): 4}
     assert horizons_of(replace(config, rounds=(7,))) == {"near": 7, "far": 7}
     assert evaluation_horizons(replace(config, eval_rounds=9)) == {"near": 9, "far": 9}
     assert "at most 2 and 3 turns" in plan(config, "runs/x", 10, 6)[0]
 
 
-def test_two_environments_that_share_a_task_id_are_refused(worlds, tmp_path):
-    twin = (tmp_path / "mixed_worlds.py").read_text() + TWIN
-    (tmp_path / "mixed_worlds.py").write_text(twin)
-    shutil.copy(tmp_path / "ids" / "near_train.json", tmp_path / "ids" / "twin_train.json")
+def test_two_environments_that_share_a_task_id_are_refused(worlds):
     both = options(f"{NAMES[0]}+mixed_worlds:Twin")
     with pytest.raises(ValueError, match="near and twin both have a task near_0;"):
         tasks_of(both)
@@ -137,7 +127,7 @@ def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsy
     assert train_main(argv) == 0
     said = capsys.readouterr().out
     assert "held-out success in near" in said and "held-out success in far" in said
-    lines = played(folder, "step_000001")
+    lines = json_lines(folder / "trajectories" / "step_000001.jsonl")
     played_by = Counter((line["env"], line["max_rounds"], len(line["turns"])) for line in lines)
     assert played_by == {(NAMES[0], 2, 2): 8, (NAMES[1], 3, 3): 4}, "two tasks and one, 4 each"
     systems = {line["env"]: line["messages"][0]["content"] for line in lines}
@@ -169,7 +159,6 @@ def test_evolution_explores_every_environment(worlds, tmp_path):
     at = words.index("--tasks-per-step")
     with fresh_process_state():
         assert agentevol.command_line(words[:at] + words[at + 2 :]) == 0
-    file = tmp_path / "run" / "evolving" / "iteration_001.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = json_lines(tmp_path / "run" / "evolving" / "iteration_001.jsonl")
     kept = Counter((line["origin"], line["item_id"].partition("_")[0]) for line in lines)
     assert {world for _, world in kept} == {"near", "far"} and len(kept) == 4, kept

@@ -126,12 +126,10 @@ def test_answers_also_carry_what_our_client_reads(client):
     assert reset["observation"] == TextCraft().reset(31, seed=5)
     extras = {"terminated": False, "truncated": False, "subtask": "depth 1"}
     assert extras.items() <= reset.items()
-    assert client.get(f"/available_actions?id={session_id}").json() == [
-        "get 4 crimson stem",
-        "inventory",
-    ]
+    actions = client.get(f"/available_actions?id={session_id}").json()
+    assert actions == ["get 4 crimson stem", "inventory"]
     oracle = client.get(f"/oracle?id={session_id}").json()
-    assert set(oracle) == {"thought", "action"} and oracle["action"] == "get 4 crimson stem"
+    assert set(oracle) == {"thought", "action"} and oracle["action"] == actions[0]
     odd = client.post("/step", content=b'{"id": 0, "action": "\\ud800"}', headers=JSON)
     assert odd.json()["observation"] == "Could not execute \ud800"  # half a surrogate pair
     step = client.post("/step", json={"id": session_id, "action": oracle["action"]}).json()
@@ -142,8 +140,8 @@ def test_answers_also_carry_what_our_client_reads(client):
 
 def test_a_world_counts_in_points_and_answers_paths_of_its_own():
     class PointsWire(Wire):
-        shows_task_at_create, has_score, points = False, True, 100
-        paths = {"/where": ("GET", "where"), "/paint": ("POST", "where"), "/both": ("STEP", "more")}
+        has_score, points = True, 100
+        paths = {"/where": ("GET", "where"), "/both": ("STEP", "more")}
 
     class Points(SlowWorld):
         WIRE = PointsWire()
@@ -156,16 +154,9 @@ def test_a_world_counts_in_points_and_answers_paths_of_its_own():
 
     with TestClient(create_app("points", env_class=Points)) as client:
         session_id = start(client)
-        step = client.post("/step", json={"id": session_id, "action": "x"}).json()
-        assert step["reward"] == 25  # 0.25 of a full return
-        assert step["score"] == 25
         assert client.get(f"/where?id={session_id}").json() == "here"
-        assert client.post("/paint", json={"id": session_id}).json() == "here"
         both = client.post("/both", json={"id": session_id, "action": "x"}).json()
-        assert (both["observation"], both["reward"], both["where"]) == ("2", 25, "here")
-        assert_error(client.get("/where?id=99"), 404, "session 99 does not exist")
-        unstarted = client.post("/create").json()["id"]
-        assert_error(client.post("/both", json={"id": unstarted, "action": "x"}), 409, "no episode")
+        assert (both["reward"], both["score"], both["where"]) == (25, 25, "here")
 
 
 def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_at_the_end():
@@ -192,61 +183,39 @@ def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_a
 # ---- errors
 
 
-def test_an_unknown_session_is_404(client):
-    for session_id in (0, -1, 10**30):
-        response = client.post("/step", json={"id": session_id, "action": "inventory"})
-        assert_error(response, 404, f"session {session_id} does not exist", "/create")
-    assert_error(client.post("/reset", json={"id": 7}), 404, "session 7 does not exist")
-    for page in ("observation", "detail", "available_actions", "state", "oracle"):
-        assert_error(client.get(f"/{page}?id=7"), 404, "session 7 does not exist")
+def test_what_there_is_not_is_404_and_what_comes_out_of_turn_409(client):
+    def post(path, **fields):
+        return client.post(path, json=fields)
 
-
-def test_a_task_index_out_of_range_is_404_and_leaves_the_episode_as_it_was(client):
-    session_id = start(client, 31)
-    client.post("/step", json={"id": session_id, "action": "get 4 crimson stem"})
-    for index in (-1, 544, 10**30):
-        response = client.post("/reset", json={"id": session_id, "data_idx": index})
-        assert_error(response, 404, f"task index {index} does not exist")
-    state = client.get(f"/state?id={session_id}").json()
-    assert state["inventory"] == {"crimson stem": 4}
-
-
-def test_step_before_reset_and_after_the_end_are_409(client):
-    client.post("/create", json={})
-    early = client.post("/step", json={"id": 0, "action": "inventory"})
-    assert_error(early, 409, "has no episode", "/reset")
-    for page in ("available_actions", "state", "oracle"):
-        assert_error(client.get(f"/{page}?id=0"), 409, "has no episode", "/reset")
-    client.post("/reset", json={"id": 0, "data_idx": 31})
-    for action in ("get 4 crimson stem", "craft 3 crimson hyphae using 4 crimson stem"):
-        assert client.post("/step", json={"id": 0, "action": action}).status_code == 200
-    late = client.post("/step", json={"id": 0, "action": "inventory"})
-    assert_error(late, 409, "is over", "/reset")
-    assert client.post("/reset", json={"id": 0, "data_idx": 31}).status_code == 200
-    assert client.post("/step", json={"id": 0, "action": "inventory"}).status_code == 200
+    assert_error(post("/step", id=7, action="inventory"), 404, "session 7 does not", "/create")
+    assert_error(client.get("/state?id=7"), 404, "session 7 does not exist", "/create")
+    assert_error(client.get("/commands?id=0"), 404, "GET /commands: Not Found")
+    post("/create")
+    assert_error(post("/step", id=0, action="inventory"), 409, "has no episode", "/reset")
+    assert_error(client.get("/oracle?id=0"), 409, "has no episode", "/reset")
+    post("/reset", id=0, data_idx=31)
+    post("/step", id=0, action="get 4 crimson stem")
+    assert_error(post("/reset", id=0, data_idx=544), 404, "task index 544 does not exist")
+    last = post("/step", id=0, action="craft 3 crimson hyphae using 4 crimson stem")
+    assert last.json()["reward"] == 1, "the episode went on as it was"
+    assert_error(post("/step", id=0, action="inventory"), 409, "is over", "/reset")
+    assert post("/reset", id=0, data_idx=31).status_code == 200
+    assert post("/step", id=0, action="inventory").status_code == 200
 
 
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        (b"{", "JSON"),
         (b"[" * 100_000, "JSON"),
         (b"[]", "body"),
         (b'{"id": 0}', "body.action: Field required"),
         (b'{"id": true, "action": "inventory"}', "body.id"),
-        (b'{"id": 0, "action": 1}', "body.action"),
         (b'{"id": ' + b"1" * 5000 + b', "action": "x"}', "JSON"),
     ],
 )
-def test_a_malformed_body_is_422_and_says_which_field(client, body, error):
+def test_a_malformed_request_is_422_and_says_which_field(client, body, error):
     assert_error(client.post("/step", content=body, headers=JSON), 422, error)
-
-
-def test_a_malformed_query_path_or_method_has_the_same_error_format(client):
-    assert_error(client.get("/observation"), 422, "id: Field required")
     assert_error(client.get("/observation?id=x"), 422, "id: expected int")
-    assert_error(client.get("/commands?id=0"), 404, "GET /commands: Not Found")
-    assert_error(client.get("/step"), 404, "GET /step: Not Found")
 
 
 def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
@@ -287,28 +256,14 @@ def test_idle_sessions_are_closed_and_used_ones_are_not():
         assert client.get("/health").json()["live_sessions"] == SlowWorld.live == 1
 
 
-def test_a_session_whose_first_task_cannot_be_shown_is_closed():
-    """Nobody was told its number."""
-
-    class Broken(TextCraft):
-        def reset(self, task_index, seed=0):
-            raise RuntimeError("its file is missing")
-
-    with TestClient(create_app("textcraft", env_class=Broken)) as client:
-        assert_error(client.post("/create"), 500, "its file is missing")
-        assert client.get("/health").json()["live_sessions"] == 0
-
-
 def test_an_evicted_session_that_hangs_when_it_is_closed_keeps_nobody_waiting():
     release = threading.Event()
 
-    class Sticky(TextCraft):
-        IS_FAST = False
-
+    class Sticky(SlowWorld):
         def close(self):
             release.wait(60)
 
-    app = create_app("textcraft", env_class=Sticky, max_sessions=1, idle_timeout_s=0.1)
+    app = create_app("sticky", env_class=Sticky, max_sessions=1, idle_timeout_s=0.1)
     with TestClient(app) as client:
         assert client.post("/create").status_code == 200
         time.sleep(0.3)
@@ -407,24 +362,17 @@ def server_url():
         yield line.split()[2]
 
 
-def test_the_server_says_where_it_listens_once_it_does_and_stops_on_sigterm():
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_server_says_where_it_listens_once_it_does_and_stops_when_told(sent, code):
     with server_process() as (process, line):
         url = line.split()[2]
         assert line == f"listening on {url} (env textcraft, version {VERSION})\n"
         assert url.startswith("http://127.0.0.1:")
         with requests.Session() as http:  # an open keep-alive connection must not hold it up
-            assert http.get(f"{url}/health", timeout=10).json()["env"] == "textcraft"
             http.post(f"{url}/create", json={}, timeout=10)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(sent)
             out, err = process.communicate(timeout=10)
-        assert process.returncode == 0 and out == "" and err == ""
-
-
-def test_ctrl_c_ends_with_130_and_no_traceback():
-    with server_process() as (process, _):
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
-        assert process.returncode == 130 and err == ""
+        assert (process.returncode, out, err) == (code, "", "")
 
 
 def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
@@ -438,9 +386,7 @@ def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
     ("flags", "message"),
     [
         (["--env", "minecraft"], "choose one of: babyai, sciworld, searchqa, textcraft; or give"),
-        ([], "required: --env"),
         (["--env", "textcraft", "--port", "70000"], "--port 70000"),
-        (["--env", "textcraft", "--max-sessions", "0"], "--max-sessions"),
         (["--env", "textcraft", "--idle-timeout-s", "nan"], "--idle-timeout-s"),
     ],
 )
@@ -465,20 +411,17 @@ def test_a_restarted_server_knows_no_number_of_the_one_before():
     numbers = set()
     for _ in range(20):
         with TestClient(create_app("textcraft")) as client:
-            first, second = (client.post("/create", json={}).json()["id"] for _ in range(2))
-            assert second == first + 1 < 2**53
-            assert not {first, second} & numbers
-            numbers |= {first, second}
+            numbers |= {client.post("/create", json={}).json()["id"] for _ in range(2)}
+    assert len(numbers) == 40 and max(numbers) < 2**53
     assert max(numbers) - min(numbers) > 2**40
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, 200),
-        ({"Origin": "http://evil.example"}, 403),
         ({"Host": "localhost:36005"}, 200),
         ({"Host": "[::1]:36005"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
         ({"Host": "rebound.example:36005"}, 403),
     ],
 )
@@ -486,12 +429,8 @@ def test_a_web_page_can_neither_play_nor_read_along(headers, status):
     app = create_app("textcraft", hosts=LOCAL_NAMES)
     with TestClient(app, base_url="http://127.0.0.1:36005") as client:
         for method, path in (("POST", "/create"), ("GET", "/health")):
-            answer = client.request(method, path, headers=headers)
-            assert answer.status_code == status
-            if status == 403:
-                assert set(answer.json()) == {"error", "hint"}
-        if status == 403:
-            assert client.get("/health").json()["live_sessions"] == 0
+            assert client.request(method, path, headers=headers).status_code == status
+        assert client.get("/health").json()["live_sessions"] == (status == 200)
 
 
 def test_numpys_numbers_and_truth_values_are_written_as_pythons():

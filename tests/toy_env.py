@@ -10,13 +10,14 @@ import json
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import uvicorn
 from starlette.middleware.base import BaseHTTPMiddleware
 
 import envs
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, Wire
-from envs.common import say
+from envs import ParseError, Wire
+from envs.common import require_task, say
 from envs.server import create_app
 
 NAME = "letters"
@@ -30,9 +31,6 @@ class Letters:
     NUM_TURNS = 2
     say = staticmethod(say)
 
-    def __init__(self):
-        self.turn = None
-
     @staticmethod
     def num_tasks():
         return 8
@@ -42,25 +40,17 @@ class Letters:
         return "even" if task_index % 2 == 0 else "odd"
 
     def reset(self, task_index, seed=0):
-        if not 0 <= task_index < self.num_tasks():
-            raise TaskIndexError(f"task {task_index} is not one of 0 to {self.num_tasks() - 1}")
+        require_task(type(self), task_index)
         self.task_index, self.turn, self.score = task_index, 0, 0.0
         return f"craft {task_index}"
 
     def step(self, action):
-        self.require_running()
         self.turn += 1
         reward = share(action) / self.NUM_TURNS
         self.score += reward
         ended = self.turn == self.NUM_TURNS
         info = {"success": ended and self.score >= 0.9, "score": self.score}
         return f"get {self.turn}", reward, ended, False, info
-
-    def require_running(self):
-        if self.turn is None:
-            raise NotResetError("reset() starts an episode")
-        if self.turn == self.NUM_TURNS:
-            raise EpisodeEndedError("the episode is over; reset() starts the next one")
 
     def available_actions(self):
         return ["a"]
@@ -78,7 +68,7 @@ class Letters:
         return {"turn": self.turn, "score": self.score}
 
     def close(self):
-        self.turn = None
+        pass
 
 
 class Mute(Letters):
@@ -113,13 +103,8 @@ def share(text: str) -> float:
 @contextlib.contextmanager
 def registered(env_class=Letters, name=NAME):
     """`envs` knows the environment under `name` while the block runs."""
-    before = dict(envs.ENVS)
-    envs.ENVS[name] = f"{env_class.__module__}:{env_class.__name__}"
-    try:
+    with mock.patch.dict(envs.ENVS, {name: f"{env_class.__module__}:{env_class.__name__}"}):
         yield name
-    finally:
-        envs.ENVS.clear()
-        envs.ENVS.update(before)
 
 
 @contextlib.contextmanager
