@@ -38,7 +38,6 @@ from envs.searchqa.text import (
     written,
 )
 from envs.server import create_app
-from reporting.leaderboard import PAPER
 
 SHILLING = Question(
     "What is the currency of the country whose anthem is Ee Mungu?",
@@ -101,9 +100,6 @@ def answer(text):
     return written("answer", text)
 
 
-# ---- what the policy writes
-
-
 @pytest.mark.parametrize(
     ("text", "action"),
     [
@@ -143,41 +139,46 @@ def test_a_text_without_one_clear_tag_is_told_what_is_wrong_with_it(env, text, w
     assert info == {"success": False, "score": 0.0, "f1": 0.0, "searches": 0}
 
 
-# ---- searching
-
-
 def test_the_oracles_episode_word_for_word(env, shelf):
-    """It follows the plan and says what was found and what is missing."""
     turns = []
     while not env.state_for_people()["success"]:
-        move = env.oracle()
-        assert move[1] in env.available_actions()
-        turns.append((*move, *env.step(say(*move))))
-    tea, anthem, money = (f"Doc {{}}(Title: {p.title}) {p.text}" for p in (TEA, ANTHEM, MONEY))
-    shown = f"<information>{tea.format(1)}\n{anthem.format(2)}</information>"
-    info = {"success": False, "score": 0.0, "f1": 0.0}
-    missing = "Doc 2 shows Kenya. Now the answer is missing."
-    nothing = "Doc 1 shows Kenyan shilling. Nothing is missing."
-    won = {"success": True, "score": 1.0, "f1": 1.0, "searches": 2}
-    first = ("The country is missing.", search("anthem Ee Mungu"), shown)
-    second = (missing, search("Kenya currency"), f"<information>{money.format(1)}</information>")
-    assert turns == [
-        (*first, 0.0, False, False, info | {"searches": 1}),
-        (*second, 0.0, False, False, info | {"searches": 2}),
-        (nothing, answer("Kenyan shilling"), RIGHT, 1.0, True, False, won),
+        thought, action = env.oracle()
+        assert action in env.available_actions()
+        turns.append((thought, action, *env.step(say(thought, action))))
+    assert [turn[:3] for turn in turns] == [
+        (
+            "The country is missing.",
+            "<search> anthem Ee Mungu </search>",
+            "<information>Doc 1(Title: Tea) Kenya grows tea, and pays in Kenyan shilling.\n"
+            "Doc 2(Title: Kenya - Government) National anthem: Ee Mungu</information>",
+        ),
+        (
+            "Doc 2 shows Kenya. Now the answer is missing.",
+            "<search> Kenya currency </search>",
+            "<information>Doc 1(Title: Kenya - Economy) Currency: the Kenyan shilling (KES)"
+            "</information>",
+        ),
+        (
+            "Doc 1 shows Kenyan shilling. Nothing is missing.",
+            "<answer> Kenyan shilling </answer>",
+            RIGHT,
+        ),
+    ]
+    open_info = {"success": False, "score": 0.0, "f1": 0.0}
+    assert [turn[3:] for turn in turns] == [
+        (0.0, False, False, open_info | {"searches": 1}),
+        (0.0, False, False, open_info | {"searches": 2}),
+        (1.0, True, False, {"success": True, "score": 1.0, "f1": 1.0, "searches": 2}),
     ]
     assert shelf.asked == [("anthem Ee Mungu", 3), ("Kenya currency", 3)]
     state = env.state_for_people()
-    assert state["queries"][1] == {
-        "query": "Kenya currency",
-        "passages": [{"title": MONEY.title, "text": MONEY.text}],
-    }
+    found = {"title": MONEY.title, "text": MONEY.text}
+    assert state["queries"][1] == {"query": "Kenya currency", "passages": [found]}
     assert (state["hops"], state["given"], state["num_turns"]) == (2, "Kenyan shilling", 3)
-    assert state["question"] == SHILLING.question and state["answers"] == ["Kenyan shilling", "KES"]
+    assert env.available_actions() == []
     for ended in (lambda: env.step(search("x")), env.oracle):
         with pytest.raises(EpisodeEndedError):
             ended()
-    assert env.available_actions() == []
 
 
 def test_a_query_is_cut_and_made_encodable(env, shelf):
@@ -224,9 +225,6 @@ def test_a_search_that_fails_raises_and_changes_nothing(env, shelf):
     assert env.state_for_people() == before
 
 
-# ---- answering
-
-
 @pytest.mark.parametrize(
     ("text", "paid"),
     [
@@ -263,9 +261,6 @@ def test_an_episode_is_cut_after_its_limit_of_turns(env):
         env.step("I think.")
 
 
-# ---- tasks
-
-
 def test_a_published_index_without_its_questions_names_the_variable(monkeypatch, tmp_path):
     env = SearchQA()
     env.reset(FIRST_OWN)
@@ -277,13 +272,6 @@ def test_a_published_index_without_its_questions_names_the_variable(monkeypatch,
         with pytest.raises(NotResetError):  # the episode before is not played on
             env.step(answer("x"))
         monkeypatch.setenv("SEARCHQA_QUESTIONS_PATH", str(tmp_path))
-
-
-def test_sub_tasks_of_published_ids_are_those_of_the_papers_table():
-    names = {SearchQA.subtask(index) for index in range(0, FIRST_OWN, 100)}
-    assert names == PAPER["searchqa"].subtasks.keys()
-    assert SearchQA.subtask(51_713) == "NQ" and SearchQA.subtask(FIRST_OWN - 1) == "HotpotQA"
-    assert {SearchQA.subtask(i) for i in range(FIRST_OWN, SearchQA.num_tasks())} == {*KINDS}
 
 
 def test_the_id_lists_hold_what_they_say():
@@ -302,18 +290,13 @@ def test_the_id_lists_hold_what_they_say():
     assert wiki.pop("Musique") == 100 and {*wiki.values()} == {50} and len(wiki) == 6
 
 
-# ---- options
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("REWARD", "F1"), ("RETRIEVAL_TOPK", "0"), ("PASSAGE_WORDS", "-1"), ("QUERY_CHARS", "²")],
-)
-def test_an_option_that_is_none_is_refused_by_its_name(monkeypatch, name, value):
-    monkeypatch.setenv(f"SEARCHQA_{name}", value)
-    for refused in (SearchQA, SearchQA.open_shared):
-        with pytest.raises(ValueError, match=f"SEARCHQA_{name} is "):
-            refused()
+def test_an_option_that_is_none_is_refused_by_its_name(monkeypatch):
+    for name, value in (("REWARD", "F1"), ("RETRIEVAL_TOPK", "0"), ("PASSAGE_WORDS", "-1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"SEARCHQA_{name}", value)
+            for refused in (SearchQA, SearchQA.open_shared):
+                with pytest.raises(ValueError, match=f"SEARCHQA_{name} is "):
+                    refused()
 
 
 # ---- the oracle

@@ -1,4 +1,4 @@
-"""SearchQA's questions: ours and what they promise, and the published files."""
+"""SearchQA's questions: their numbers, and the published files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Retrieval: rankings by words, ties, the cache; the service, and the retriever that asks one."""
+"""Retrieval: rankings by words, ties; the service, and the retriever that asks one."""
 
 import hashlib
 import json

@@ -62,7 +62,10 @@ def test_a_trajectory_is_shown_token_by_token_as_its_file_has_it(run):
     found = ask(client_of(run), "trajectory/0/step_000003/1")
     line = json.loads((run / "trajectories/step_000003.jsonl").read_text().splitlines()[1])
     pieces = [found["opening_tokens"]]
-    for turn in found["turns"]:
+    for turn, recorded in zip(found["turns"], line["turns"], strict=True):
+        assert all(turn["action_tokens"]["mask"])
+        assert "".join(turn["action_tokens"]["text"]).startswith("Thought:")
+        assert turn["state"] == recorded["state"] and turn["thought"] and turn["action"]
         pieces += [turn["action_tokens"], turn["observation_tokens"]]
     for name, column in (
         ("ids", "input_ids"),
@@ -71,10 +74,6 @@ def test_a_trajectory_is_shown_token_by_token_as_its_file_has_it(run):
         ("advantage", "advantages"),
     ):
         assert [value for piece in pieces for value in piece[name]] == line[column]
-    for turn, recorded in zip(found["turns"], line["turns"], strict=True):
-        assert all(turn["action_tokens"]["mask"])
-        assert "".join(turn["action_tokens"]["text"]).startswith("Thought:")
-        assert turn["state"] == recorded["state"] and turn["thought"] and turn["action"]
     assert found["opening"] == line["messages"][:2] and found["first_state"]["goal"]
     assert [row["line"] for row in found["group"]] == [0, 1, 2]
     assert found["parts_at"] == {"0": 1, "2": 2}  # none, one, two turns wasted at the beginning
