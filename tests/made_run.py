@@ -68,14 +68,14 @@ def play(
 def lost(step: int, group: int, task: Any) -> RolloutHandler:
     name = f"s{step:06d}-t{group:04d}-k99"
     t = RolloutHandler(name, step, "textcraft", task.task_id, task.subtask, group, 0, 4)
-    t.error = "http://127.0.0.1:1/step: connection refused"
+    t.error = "connection refused"
     t.stop("env_error")
     return t
 
 
 def make_run(path: Path, steps: int = 3, turns: int | None = None) -> Path:
-    """A whole run of two groups of three episodes of `turns`, or of one more at each step; its last
-    step holds a lost trajectory."""
+    """Two groups of three episodes of `turns`, or of one more at each step; the last step holds a
+    lost trajectory."""
     chat = ChatTemplate(load_tokenizer(str(START)))
     tasks = load_tasks("textcraft", "test")[:3]
     config = {"env": "textcraft", "model": "tiny", "algorithm": "grpo", "steps": steps, "seed": 0}
@@ -119,24 +119,19 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def hostile_line(number: int, text: str) -> str:
     """A trajectory in which everything that is text is `text`; as JSON, half surrogates escaped."""
+    state = {"goal": text, "inventory": {text: 1}, "commands": [text], "plan": [text], text: text}
+    turn = {
+        **{"action_span": None, "action_text": text, "observation_text": text, "state": state},
+        **{"reward": 0.0, "parse_error": text, "generate_s": 0.1, "env_s": 0.1},
+    }
     line = {
         **{"trajectory_id": f"h{number}", "step": 1, "env": "textcraft", "task_id": text},
         **{"subtask": text, "group_id": number, "seed": 0, "max_rounds": 2, "success": False},
         **{"terminated": False, "truncated": True, "stop_reason": "max_rounds"},
         **{"used_in_loss": True, "error": text, "weight_version": 0, "return": 0.0},
         **{"num_turns": 1, "num_tokens": None, "parse_errors": 1, "advantage": None},
-        "messages": [
-            *({"role": "system", "content": text}, {"role": "user", "content": text}),
-            {"role": "assistant", "content": text},
-        ],
-        "turns": [
-            {
-                **{"action_span": None, "action_text": text, "observation_text": text},
-                **{"reward": 0.0, "parse_error": text, "generate_s": 0.1, "env_s": 0.1},
-                "state": {"goal": text, "inventory": {text: 1}, "commands": [text], text: text},
-            }
-        ],
-        "first_state": {"goal": text, "inventory": {}, "commands": [text], "plan": [text]},
+        "messages": [{"role": role, "content": text} for role in ("system", "user", "assistant")],
+        **{"turns": [turn], "first_state": state},
         **dict.fromkeys(("input_ids", "loss_mask", "rollout_log_probs", "advantages")),
     }
     return json.dumps(line) + "\n"

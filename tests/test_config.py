@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -26,7 +24,6 @@ from config import (
     held_out_tasks,
     notes,
     options,
-    options_in,
     parse_command_line,
     prompt_of,
     read_command_line,
@@ -41,18 +38,6 @@ from evaluate import EvalConfig
 from scale.default_models import SMALL_MODELS
 from scale.precision import FORMATS
 from sft import SftConfig
-
-ROOT = Path(__file__).parents[1]
-PROMISED = (
-    "env tasks split subtasks env_addr model engine engine_url algorithm rounds_scheduler rounds "
-    "steps_scaling_inter steps tasks_per_step group_size mini_batch_size ppo_epochs "
-    "max_tokens_per_micro_batch max_tokens_per_turn max_trajectory_tokens temperature "
-    "learning_rate critic_learning_rate clip_ratio gamma lam kl_coef kl_loss_coef kl_estimator "
-    "entropy_coef sampler_is_cap skip_zero_variance max_sync_error eval_every eval_tasks "
-    "eval_samples eval_rounds save_every keep_last run_dir resume seed deterministic record_state "
-    "warm_start preset config prompt stop_at precision log_to lora_rank engine_devices on_collapse "
-    "shuffle_rewards gradient_checkpointing share_prefix"
-)
 
 
 def asked(words, kind=Config):
@@ -71,15 +56,13 @@ def parse(words, kind=Config):
 @pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, EvolConfig, EvalConfig])
 def test_help_explains_every_option_with_its_default(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         parse_command_line(kind, ["--help"], "program")
-    assert stop.value.code == 0
     paragraphs = re.split(r"\n  (?=--)", capsys.readouterr().out)
     help_of = {text.replace(",", " ").split()[0]: text for text in paragraphs}
     for field in fields(kind):
         words = re.split(r"\s\s+", help_of[flag(field.name)])[1:]
         assert re.search(r"\w.*\(default: ", " ".join(words)), field.name
-    assert kind is not Config or set(PROMISED.split()) <= {field.name for field in fields(kind)}
 
 
 def choices(kind, name):
@@ -252,13 +235,6 @@ def test_misuse_is_one_line_and_leaves_nothing(folder, capsys, words, named):
     assert set(folder.rglob("*")) == before
 
 
-def test_misuse_of_a_program_is_one_line_without_a_traceback(tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), "--seed", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n"), list(tmp_path.iterdir())) == (2, 1, [])
-    assert "--seed" in done.stderr
-
-
 # --- Notes: allowed, but perhaps not meant --------------------------------------------------------
 
 
@@ -320,16 +296,6 @@ def test_a_few_options_in_a_file_stand_on_the_preset_that_they_ask_for(tmp_path)
     assert parse(f"--config {file} --env sciworld").max_tokens_per_turn == 200
 
 
-def test_every_option_comes_back_as_it_was(tmp_path):
-    config = replace(
-        with_preset("paper"), env_addr=("http://a:1",), eval_subtasks=(), stop_at=0.9, kl_target=0.5
-    )
-    assert options_in(Path(save(tmp_path, config)), "", Config) == ("rl", asdict(config))
-    saved = replace(config, run_dir=str(tmp_path), resume=True)
-    assert saved_config(str(tmp_path), Config) == saved
-    assert saved_config(str(tmp_path), RunConfig).env_addr == saved.env_addr
-
-
 def test_a_resumed_run_keeps_its_options_but_for_how_far_it_goes(tmp_path):
     run = tmp_path / "run"
     file = save(run, asked("--model tiny"))
@@ -370,6 +336,7 @@ def test_a_run_resumed_from_another_folder_reads_the_files_that_it_began_with(
     monkeypatch.chdir(there)
     again = asked("--resume --run-dir run")
     assert again == replace(first, run_dir="run", resume=True)
+    assert saved_config("run", RunConfig).tasks == first.tasks
     with pytest.raises(Misuse, match="leave out --tasks --prompt, or"):
         asked(f"--resume --run-dir run {files}")
 

@@ -1,50 +1,32 @@
 """The benchmark's table: the paper's numbers add up, and what is not comparable says so."""
 
-import importlib.util
-import json
+from collections import Counter
 
 import pytest
 from test_scoring import episode_of
 
-from envs import ENVS, ids_dir, load_tasks
+from envs import load_tasks
 from reporting.leaderboard import MODELS, PAPER, Benchmark, differences, format_markdown, to_json
 from reporting.scoring import summarize
 
 # ------------------------------------------------------------------ the paper's numbers
 
 
-@pytest.mark.parametrize("paper", PAPER.values(), ids=PAPER)
-def test_the_subtasks_of_a_family_add_up_to_it(paper):
-    counts = [items for items, _ in paper.subtasks.values()]
-    assert sum(counts) == paper.items
-    mean = sum(items * success for items, success in paper.subtasks.values()) / paper.items
-    assert mean == pytest.approx(paper.success[MODELS.index("SI-7B")], abs=0.05 + 0.05)
-
-
-def test_every_percentage_is_a_whole_number_of_tasks():
+def test_the_subtasks_add_up_and_every_percentage_is_a_whole_number_of_tasks():
     """One sample per task: a slip in a digit or in a count of tasks shows."""
     for env, paper in PAPER.items():
-        for items, success in [
-            *((paper.items, x) for x in paper.success),
-            *paper.subtasks.values(),
-        ]:
+        assert sum(items for items, _ in paper.subtasks.values()) == paper.items
+        family = [(paper.items, success) for success in paper.success]
+        for items, success in [*family, *paper.subtasks.values()]:
             solved = items * success / 100
             is_whole = abs(solved - round(solved)) <= items * 0.05 / 100 + 1e-9
             # Printed as 9.8, which no count of 50 gives.
             assert is_whole or (env, success) == ("webarena", 9.8), (env, success)
 
 
-def has_test_split(env):
-    module = importlib.util.find_spec(ENVS[env].partition(":")[0])
-    return module is not None and (ids_dir(env) / f"{env}_test.json").exists()
-
-
-@pytest.mark.parametrize("env", [env for env in ENVS if env in PAPER and has_test_split(env)])
+@pytest.mark.parametrize("env", ["textcraft", "babyai"])
 def test_our_test_split_has_the_papers_subtasks_with_as_many_tasks(env):
-    split = {"searchqa": "wiki_test"}.get(env, "test")  # our own questions are other ones
-    counts = {}
-    for task in load_tasks(env, split):
-        counts[task.subtask] = counts.get(task.subtask, 0) + 1
+    counts = Counter(task.subtask for task in load_tasks(env, "test"))
     assert counts == {name: items for name, (items, _) in PAPER[env].subtasks.items()}
 
 
@@ -116,13 +98,6 @@ def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_said()
         "babyai: up to 10 turns, the paper's 20",
     ]
     assert all(f"! not comparable: {line}" in format_markdown(table) for line in differences(table))
-
-
-def test_json_holds_the_numbers_unrounded_and_the_papers():
-    content = to_json(benchmark(textcraft=whole("textcraft"), mars="no Java"))
-    content = json.loads(json.dumps(content, allow_nan=False))
-    textcraft = content["families"]["textcraft"]
-    assert textcraft["subtasks"]["depth 1"]["avg"]["value"] == 16 / 31
-    assert textcraft["paper"]["subtasks"]["depth 2"] == [41, 97.6]
-    assert content["families"]["mars"] == {"not_measured": "no Java", "paper": None}
-    assert content["differences"] == [] and content["model"] == "tiny"
+    content = to_json(table)["families"]
+    assert content["textcraft"]["paper"]["subtasks"]["depth 2"] == (41, 97.6)
+    assert content["mars"] == {"not_measured": "no | Java", "paper": None}

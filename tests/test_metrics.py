@@ -1,6 +1,5 @@
 """What metrics.py promises: defined names, files that resume exactly, means of policy tokens."""
 
-import re
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,21 +9,14 @@ from hypothesis import strategies as st
 
 from reporting import metrics
 from reporting.metrics import (
-    GLOSSARY,
     METRICS,
     PER_ENV,
-    TIMINGS,
     MetricsLogger,
     num_repeated_tokens,
     read_log,
     summarize_trajectories,
 )
 from run import progress
-
-
-@pytest.fixture
-def logger(tmp_path):
-    return MetricsLogger(tmp_path)
 
 
 @dataclass(frozen=True)
@@ -83,19 +75,24 @@ def test_the_summary_of_a_hand_worked_step():
         Trajectory(1, 0.0, "length", loss_mask=(0, 1, 0, 0, 0, 0, 0, 0, 0, 0), used_in_loss=False),
     ]
     summary = summarize_trajectories(trajectories)
-    assert summary["train/return_mean"] == pytest.approx(1.5 / 4)
-    # Trap 15: sampled tokens, not those of prompt and observation.
-    assert summary["train/action_tokens_mean"] == (5 + 5 + 5 + 1) / 4
-    assert summary["train/trajectory_tokens_mean"] == 10
-    assert summary["train/success_rate"] == 0.25  # a return of 0.5 is no success
-    assert summary["train/turns_mean"] == 2.5
-    assert summary["train/parse_error_rate"] == pytest.approx(1 / 10)  # of turns, not trajectories
-    assert summary["train/groups"] == 2
-    assert summary["train/groups_zero_variance"] == 1
-    assert summary["train/trajectories_used"] == 3
-    assert summary["train/env_failures"] == 0
-    assert summary["train/stop/success"] == 0.25
-    assert summary["train/stop/env_error"] == 0.0
+    expected = {
+        "return_mean": 1.5 / 4,
+        "action_tokens_mean": (5 + 5 + 5 + 1) / 4,  # trap 15: not of prompt and observation
+        "trajectory_tokens_mean": 10,
+        "success_rate": 0.25,  # a return of 0.5 is no success
+        "turns_mean": 2.5,
+        "parse_error_rate": 1 / 10,  # of turns, not trajectories
+        "groups": 2,
+        "groups_zero_variance": 1,
+        "trajectories_used": 3,
+        "env_failures": 0,
+        "stop/success": 0.25,
+        "stop/env_error": 0.0,
+    }
+    actual = {name: summary[f"train/{name}"] for name in expected}
+    assert actual == pytest.approx(expected)
+    own = {name for name in METRICS if name.startswith("train/")}
+    assert set(summary) == {name for name in own if name.rpartition("/")[0] not in PER_ENV}
 
 
 def test_repeated_tokens_are_counted_within_each_turn():
@@ -117,20 +114,9 @@ def test_a_trajectory_lost_to_infrastructure_moves_no_mean_and_is_counted():
             assert with_lost[name] == without[name], name
     assert with_lost["train/env_failures"] == 2
     assert with_lost["train/stop/env_error"] == 0.5
-
-
-def test_a_group_left_with_only_lost_members_is_not_counted_as_without_variance():
-    summary = summarize_trajectories([LOST, replace(LOST, group_id=1)])
-    assert summary["train/groups"] == 0
-    assert summary["train/groups_zero_variance"] == 0
-    assert summary["train/return_mean"] is None  # a mean over nothing is not 0
-
-
-def test_the_summary_is_loggable_and_covers_every_train_metric(logger):
-    summary = summarize_trajectories([Trajectory(0, 1.0, "success"), LOST])
-    own = {name for name in METRICS if name.startswith("train/")}
-    assert set(summary) == {name for name in own if name.rpartition("/")[0] not in PER_ENV}
-    logger.log(1, summary)
+    none_left = summarize_trajectories([LOST, replace(LOST, group_id=1)])
+    assert none_left["train/groups"] == none_left["train/groups_zero_variance"] == 0
+    assert none_left["train/return_mean"] is None  # a mean over nothing is not 0
 
 
 @given(st.lists(st.integers(0, 2), max_size=30))
@@ -145,35 +131,21 @@ def test_repeated_tokens_are_the_definition_token_by_token(ids):
 # ------------------------------------------------------------- the glossary
 
 
-def test_every_definition_ends_with_a_unit_and_no_name_is_in_both_files():
-    for name, meaning in GLOSSARY.items():
-        assert re.search(r"\([^()]+\)$", meaning), f"{name}: {meaning}"
-    assert not set(METRICS) & set(TIMINGS)
-    assert not [n for n in METRICS if n.startswith("time/") or n.endswith(("_s", "bytes"))]
-
-
 # ------------------------------------------------------------- MetricsLogger
 
 
-def test_an_undefined_name_and_one_of_the_other_file_are_refused(tmp_path, logger):
+def test_a_row_is_strict_json_of_defined_names_which_an_evaluation_after_a_resume_joins(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    values = {"policy/loss": torch.tensor(float("inf")), "policy/kl": torch.tensor(0.5)}
     for name in ("train/reward", "time/rollout_s"):
         with pytest.raises(ValueError, match=name):
-            logger.log(1, {name: 0.5})
-    with pytest.raises(ValueError, match="policy/loss"):
-        logger.show_step(1, {}, {"policy/loss": 0.5})
-    assert (
-        (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "timings.jsonl").read_text() == ""
-    )
-
-
-def test_values_that_are_not_finite_become_null_and_tensors_become_numbers(tmp_path, logger):
-    values = {"policy/loss": torch.tensor(float("inf")), "policy/kl": torch.tensor(0.5)}
-    logger.log(3, values | {"policy/entropy": None, "train/groups": 4})
-    (row,) = read_log(tmp_path / "metrics.jsonl")
-    assert row == {
-        **{"step": 3, "policy/loss": None, "policy/kl": 0.5},
-        **{"policy/entropy": None, "train/groups": 4},
-    }
+            logger.log(2, {name: 0.5})
+    logger.log(2, {"train/turns_mean": 4.0})
+    logger.log(3, values | {"policy/entropy": None})
+    logger.amend(3, {"eval/avg": 0.75})
+    row = {"step": 3, "policy/loss": None, "policy/kl": 0.5, "policy/entropy": None}
+    rows = [{"step": 2, "train/turns_mean": 4.0}, row | {"eval/avg": 0.75}]
+    assert read_log(tmp_path / "metrics.jsonl") == rows
 
 
 def write_steps(run_dir, steps, resume_step=None):
@@ -197,18 +169,11 @@ def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, monk
         assert whole.read_bytes() == resumed.read_bytes()
 
 
-def test_a_broken_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl line 2 is not a JSON object with a step"):
-        MetricsLogger(tmp_path, resume_step=3)
-
-
 # ------------------------------------------------------------- the console
 
 
-def test_a_step_ends_with_its_timings_its_row_and_the_picture(
-    tmp_path, logger, capsys, monkeypatch
-):
+def test_a_step_ends_with_its_timings_its_row_and_the_picture(tmp_path, capsys, monkeypatch):
+    logger = MetricsLogger(tmp_path)
     row, timings = {"train/return_mean": 0.5}, {"time/rollout_s": 2.0}
     logger.log(1, row)
     logger.show_step(1, row, timings, last_step=60, left_s=600.0)
@@ -222,24 +187,10 @@ def test_a_step_ends_with_its_timings_its_row_and_the_picture(
     assert [i for i, line in enumerate(lines) if line == progress.table_header()] == [0, 21, 42]
 
 
-def test_an_evaluation_made_up_for_on_resume_joins_the_last_line(tmp_path, logger):
-    logger.log(1, {"train/return_mean": 0.25})
-    logger.log(2, {"train/return_mean": 0.5})
-    logger.amend(2, {"eval/avg": 0.75})
-    logger.log(3, {"train/return_mean": 1.0})
-    assert read_log(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "train/return_mean": 0.25},
-        {"step": 2, "train/return_mean": 0.5, "eval/avg": 0.75},
-        {"step": 3, "train/return_mean": 1.0},
-    ]
-
-
-def test_a_process_that_must_not_write_checks_names_and_writes_nothing(tmp_path, capsys):
+def test_a_process_that_must_not_write_writes_nothing(tmp_path, capsys):
     logger = MetricsLogger(tmp_path / "run", writes=False)
     logger.log(1, {"train/return_mean": 0.5})
     logger.amend(1, {"eval/avg": 0.5})
     logger.show_step(1, {"train/return_mean": 0.5}, {"time/rollout_s": 2.0})
-    with pytest.raises(ValueError, match="train/reward"):
-        logger.log(2, {"train/reward": 0.5})
     assert list((tmp_path / "run").iterdir()) == []
     assert capsys.readouterr().out == ""

@@ -47,11 +47,9 @@ def episode_of(task_id, num_turns, success, **fields):
 
 
 def test_sub_tasks_of_two_environments_with_one_name_are_two_rows():
-    played = [Episode("a_0", True, env="a"), Episode("b_0", False, env="b")]
-    rows = summarize([*played, Episode("b_1", True, env="b", subtask="own")], 1)["subtasks"]
-    assert {name: row["avg"]["value"] for name, row in rows.items()} == {
-        **{"a: depth 1": 1.0, "b: depth 1": 0.0, "own": 1.0}
-    }
+    rows = summarize([Episode("a_0", True, env="a"), Episode("b_0", env="b")], 1)["subtasks"]
+    shares = {name: row["avg"]["value"] for name, row in rows.items()}
+    assert shares == {"a: depth 1": 1.0, "b: depth 1": 0.0}
 
 
 # ----------------------------------------------------------------------------- pass@k
@@ -81,18 +79,18 @@ def test_tasks_that_all_agree_do_not_give_certainty_but_the_exact_binomial_bound
     assert half["low"] < 0.5 < half["high"]
 
 
-@pytest.mark.parametrize("solved", [1, 2, 3, 4])
+@pytest.mark.parametrize("solved", [1, 4])
 def test_a_few_of_many_have_the_exact_interval_of_a_share(solved):
+    """At its ends, so many or more, and so many or fewer, have a chance of 2.5 % (as in scipy's
+    binomtest(k, 40).proportion_ci)."""
+
+    def chance(share, counts):
+        return sum(math.comb(40, k) * share**k * (1 - share) ** (40 - k) for k in counts)
+
     values = [1.0] * solved + [0.0] * (40 - solved)
     few, most = bootstrap(values), bootstrap([1 - x for x in values])
-    # At the ends so many, or more, and so many, or fewer, have a chance of 2.5 % (scipy's
-    # binomtest(k, 40).proportion_ci gives the same).
-    chance = [
-        math.comb(40, k) * few["high"] ** k * (1 - few["high"]) ** (40 - k) for k in range(41)
-    ]
-    assert sum(chance[: solved + 1]) == pytest.approx(0.025)
-    chance = [math.comb(40, k) * few["low"] ** k * (1 - few["low"]) ** (40 - k) for k in range(41)]
-    assert sum(chance[solved:]) == pytest.approx(0.025)
+    assert chance(few["high"], range(solved + 1)) == pytest.approx(0.025)
+    assert chance(few["low"], range(solved, 41)) == pytest.approx(0.025)
     assert most["low"] == pytest.approx(1 - few["high"])
     assert most["high"] == pytest.approx(1 - few["low"])
 
@@ -103,8 +101,7 @@ def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, at_mo
     generator = random.Random(3)
     covered = 0
     for _ in range(400):
-        solved = [float(generator.random() < p) for _ in range(num_items)]
-        e = bootstrap(solved)
+        e = bootstrap([float(generator.random() < p) for _ in range(num_items)])
         covered += e["low"] <= p <= e["high"]
     assert 0.92 <= covered / 400 <= at_most
 
@@ -123,30 +120,35 @@ def test_pairing_sees_a_difference_that_two_overlapping_intervals_hide():
     assert difference["items"] == 60
 
 
-def write_result(path, shares, **options):
-    items = {task: {"avg": share} for task, share in shares.items()}
-    path.write_text(json.dumps({"items": items} | options))
-    return path
-
-
 def test_compare_says_the_difference_what_it_left_out_and_what_was_measured_differently(tmp_path):
-    before = write_result(tmp_path / "a.json", {"t_1": 0.0, "t_2": 0.5, "t_3": 1.0})
-    after = write_result(tmp_path / "b.json", {"t_1": 1.0, "t_2": 1.0}, prompt="Craft.")
+    def write(name, *shares, **options):
+        items = {f"t_{i}": {"avg": share} for i, share in enumerate(shares)}
+        (tmp_path / name).write_text(json.dumps({"items": items} | options))
+        return tmp_path / name
+
+    before, after = write("a.json", 0.0, 0.5, 1.0), write("b.json", 1.0, 1.0, prompt="Craft.")
     line = compare(before, after)
     assert line.startswith("25.0 % -> 100.0 %: +75.0 points [")
     assert "paired over 2 tasks (1 tasks in one file only, left out)" in line
     assert line.endswith("measured with another prompt")
     assert "another" not in compare(before, before)
-    write_result(after, {"t_1": 0.0}, complete=False)
+    write("b.json", 0.0, complete=False)
     with pytest.raises(ValueError, match=r"b.json is of an evaluation that was stopped"):
         compare(before, after)
-    for content in ("", "[]", '{"items": {"t": {}}}'):
-        after.write_text(content)
-        with pytest.raises(ValueError, match=r"b.json is not an eval.json"):
-            compare(before, after)
+    after.write_text("[]")
+    with pytest.raises(ValueError, match=r"b.json is not an eval.json"):
+        compare(before, after)
 
 
 # --------------------------------------------------------------------------- summarize
+
+
+def test_a_score_above_0_is_not_success():
+    """Trap 17: a base 7B scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
+    scored = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
+    overall = summarize([scored], 1)["overall"]
+    assert overall["return_mean"] == pytest.approx(0.7)
+    assert overall["avg"]["value"] == overall["pass"]["value"] == 0.0
 
 
 def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
@@ -181,15 +183,6 @@ def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
     assert summary["subtasks"]["depth 1"]["avg"]["value"] == pytest.approx(0.25)
 
 
-def test_a_score_above_0_is_not_success():
-    """Trap 17: a base 7B scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
-    scored = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
-    overall = summarize([scored], 1)["overall"]
-    assert overall["return_mean"] == pytest.approx(0.7)
-    assert overall["avg"]["value"] == 0.0
-    assert overall["pass"]["value"] == 0.0
-
-
 def test_lost_trajectories_change_no_number_and_are_reported():
     """Trap 5, in evaluation: a dead server is no failure of the agent."""
     healthy = [episode_of("t_0", 2, True), episode_of("t_1", 2, False)]
@@ -205,9 +198,8 @@ def test_lost_trajectories_change_no_number_and_are_reported():
         "items_without_sample": ["t_2"],
         "last_error": "http://x: HTTP 500",
     }
-    table = format_table(summary)
-    assert "lost to infrastructure: 2 of 4 trajectories" in table
-    assert "tasks without any sample: t_2" in table
+    assert "lost to infrastructure: 2 of 4 trajectories" in format_table(summary)
+    json.dumps(summarize(lost, 2, max_rounds=[3]), allow_nan=False)  # also with nothing in it
 
 
 def test_the_curve_over_turns_is_the_same_episodes_cut_at_each_horizon():
@@ -225,10 +217,3 @@ def test_the_curve_over_turns_is_the_same_episodes_cut_at_each_horizon():
     assert curve[1]["turns_mean"] == pytest.approx((2 + 4 + 4 + 3) / 4)
     assert curve[1]["return_mean"] == 0.25  # t_1's reward of turn 5 is not yet earned
     assert curve[-1]["avg"] == summary["overall"]["avg"]
-
-
-def test_a_summary_is_strict_json_also_with_nothing_in_it():
-    for trajectories in ([], [episode_of("t_0", 1, False, stop_reason="env_error")]):
-        summary = summarize(trajectories, 2, max_rounds=[3])
-        json.dumps(summary, allow_nan=False)
-        assert "all" in format_table(summary)

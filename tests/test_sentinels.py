@@ -116,7 +116,7 @@ def test_the_stop_level_stops_once_it_has_held_and_the_message_says_what_to_do(n
     assert alarm.limit == pytest.approx(stop_at)
     assert alarm.message.startswith(f"step {25 + stop_after}: {name}: ")
     flags = set(re.findall(r"--[a-z-]+", alarm.message))
-    assert flags and flags <= {"--" + f.name.replace("_", "-") for f in fields(config.Config)}
+    assert flags and flags <= {config.flag(field.name) for field in fields(config.Config)}
 
 
 @by_case
@@ -126,51 +126,34 @@ def test_a_spike_one_step_short_of_stopping_stops_nothing_however_often_it_comes
     for _ in range(5):
         assert "stop" not in severities(watch, name, stop_step, stop_after - 1)
         assert severities(watch, name, {}, 20) == [""] * 20
+    for _ in range(stop_after - 1):  # a step that measured nothing neither counts nor clears
+        assert "stop" not in severities(watch, name, stop_step, 1)
+        assert watch.check(40, {}) == watch.check(41, dict.fromkeys(HEALTHY)) == []
+    assert severities(watch, name, stop_step, 1) == ["stop"]
 
 
-@by_case
-def test_a_step_that_measured_nothing_neither_counts_nor_clears_a_streak(name):
-    """A number that is not finite was not measured; a loss or a gradient: see below."""
-    _, stop_step, _, (_, stop_after) = CASES[name]
-    not_finite = {n: math.nan for n in HEALTHY if n not in ("policy/loss", "policy/grad_norm")}
-    watch = after_healthy_steps()
-    for _ in range(stop_after - 1):
-        assert "stop" not in [a.severity for a in watch.check(30, HEALTHY | stop_step)]
-        for nothing in ({}, dict.fromkeys(HEALTHY), not_finite):
-            assert watch.check(31, nothing) == []
-    assert [a.severity for a in watch.check(32, HEALTHY | stop_step)] == ["stop"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("policy/loss", math.nan), ("policy/grad_norm", math.inf)]
-)
-def test_a_loss_or_gradient_that_is_not_finite_is_a_broken_update(name, value):
-    watch = after_healthy_steps()
-    assert severities(watch, "non_finite", {name: value}, 3) == ["warn", "", "stop"]
-
-
-def test_the_means_of_a_step_with_skipped_mini_batches_are_not_believed():
+def test_an_update_that_is_not_finite_is_broken_and_the_means_of_its_step_are_not_believed():
     """They are sums that lack what came after the break: too small, whatever the policy does."""
-    watch = after_healthy_steps()
-    partial = BROKEN | {"policy/entropy": 0.0, "policy/kl": 1e9, "policy/approx_kl": 1e9}
-    for step in range(10):
-        assert {a.name for a in watch.check(step, HEALTHY | partial)} <= {"non_finite"}
+    means = {"policy/entropy": 0.0, "policy/kl": 1e9, "policy/approx_kl": 1e9}
+    for broken in ({"policy/loss": math.nan}, {"policy/grad_norm": math.inf}, BROKEN | means):
+        heard = severities(after_healthy_steps(), "non_finite", broken, 3)
+        assert heard == ["warn", "", "stop"]
 
 
 # ------------------------------------------------------- healthy although it looks ill
 
 
-SOLVED = {"train/groups_zero_variance": 8, "train/success_rate": 1.0}
-CREDIT = {"train/groups_zero_variance": 7, "train/success_rate": 0.0}
-LOST = {"train/groups": 0, "train/groups_zero_variance": 0, "train/success_rate": None}
-IDLE = dict.fromkeys(HEALTHY) | {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
-
-
 @pytest.mark.parametrize(
-    "changes", [SOLVED, CREDIT, LOST, IDLE], ids=["all", "part", "lost", "idle"]
+    "changes",
+    [
+        {"train/groups_zero_variance": 8, "train/success_rate": 1.0},
+        {"train/groups_zero_variance": 7, "train/success_rate": 0.0},
+        {"train/groups": 0, "train/groups_zero_variance": 0, "train/success_rate": None},
+        dict.fromkeys(HEALTHY) | {"policy/optimizer_steps": 0, "policy/skipped_steps": 0},
+    ],
+    ids=["all solved", "a return without success", "all lost", "no update"],
 )
 def test_steps_without_a_problem_raise_no_alarm_for_however_long(changes):
-    """All is solved; a return without success; all was lost; no update was made."""
     watch = after_healthy_steps()
     assert [a for step in range(30, 130) for a in watch.check(step, HEALTHY | changes)] == []
 
@@ -187,8 +170,6 @@ RUNS = {
     "five are one": (rows_of("policy/grad_norm", *[0.3] * 5, 500.0), ["warn"]),
     "an ordinary one after tiny ones": (rows_of("policy/grad_norm", *[1e-4] * 20, 0.9), []),
     "ten times the least": (rows_of("policy/grad_norm", *[1e-4] * 20, 1.0), ["warn"]),
-    "four good steps set no standard": (rows_of(ERRORS, *[0.0] * 4, 1.0, 1.0), []),
-    "five do": (rows_of(ERRORS, *[0.0] * 5, 1.0, 1.0), ["warn"]),
     "never more than a few valid": (rows_of(ERRORS, *[0.85, 1.0, 1.0, 1.0, 1.0] * 9), []),
     "a success of a few percent": (rows_of("eval/avg", 0.02, 0.09, 0.0, 0.0, 0.0), []),
     "against the best, not the last": (rows_of("eval/avg", 0.5, 0.8, 0.65, 0.5), ["warn"]),

@@ -61,18 +61,14 @@ def test_a_row_holds_metrics_and_timings_and_what_is_no_number_is_left_out(tmp_p
     log_steps(run_dir, [fake.name], [1], env="textcraft", rounds=(2, 4)).close()
     ((step, row),) = fake.rows
     assert step == 1
-    assert {k: v for k, v in row.items() if k != "step"} == {
-        "train/return_mean": 0.1, "time/step_s": 1.5,
-    }  # fmt: skip
+    assert row | {"step": 1} == {"step": 1, "train/return_mean": 0.1, "time/step_s": 1.5}
     (run,) = fake.runs
     assert not run.is_open
     assert run.options["config"] == {"env": "textcraft", "rounds": [2, 4]}
     assert run.options["project"] == "agentgym-rl" and "run" in run.options["name"]
     if fake.name == "wandb":  # nothing about the machine or the code is sent
         settings = run.options["settings"]
-        off = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
-        assert all(getattr(settings, name) for name in (*off, "x_disable_machine_info"))
-        assert (settings.save_code, settings.console, settings.host) == (False, "off", "hidden")
+        assert settings.disable_git and settings.disable_code and settings.x_disable_machine_info
 
 
 def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path, fake):
@@ -87,7 +83,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path, fake):
     assert len(names) == 1 and {run.options["resume"] for run in fake.runs} == {"allow"}
 
 
-def test_a_tracker_that_fails_in_mid_run_is_left_out_with_one_line(
+def test_a_tracker_that_fails_is_one_line_and_in_mid_run_it_is_left_out(
     tmp_path, fake, monkeypatch, capsys
 ):
     logger = log_steps(tmp_path, [fake.name], [1])
@@ -102,14 +98,8 @@ def test_a_tracker_that_fails_in_mid_run_is_left_out_with_one_line(
     logger.close()
     lines = [x for x in capsys.readouterr().out.splitlines() if "log-to" in x]
     assert lines == [f"--log-to {fake.name} failed and is left out: ConnectionError: gone"]
-
-
-def test_a_tracker_that_does_not_start_is_one_line(tmp_path, fake):
-    def refuse(**_):
-        raise PermissionError("no key\nlog in first")
-
-    fake.init = refuse
-    with pytest.raises(TrackerError, match=f"--log-to {fake.name} does not start: .*no key log in"):
+    fake.init = fail
+    with pytest.raises(TrackerError, match=f"--log-to {fake.name} does not start: .*gone"):
         Trackers([fake.name], tmp_path, {})
 
 
