@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from envclient import LOCAL, EnvClient, EnvConnectionError, EnvPool, EnvServerError
+from envclient import LOCAL, EnvClient, EnvPool, EnvServerError
 from envs import Task
 from envs.textcraft.env import TextCraft
 from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
@@ -122,10 +122,6 @@ def test_a_request_has_the_form_that_such_servers_take(serve):
     body = server.requests[-1][2]
     assert body["messages"] == [{"role": "assistant", "content": " "}]  # never empty
     assert body["seed"] == 2**40 % 2**31 + 1
-
-
-def test_a_base_url_is_taken_as_openai_clients_take_it():
-    assert ChatApi("http://h:1/", "m").url == "http://h:1/v1/chat/completions"
     assert ChatApi("https://h/v1b/openai/", "m").url == "https://h/v1b/openai/chat/completions"
 
 
@@ -136,12 +132,16 @@ def test_the_text_of_an_answer(serve):
     assert [ask(api) for _ in range(3)] == ["", "Action: look", "ok \ufffd"]
 
 
-def test_what_may_pass_is_asked_again(serve):
+def test_what_may_pass_is_asked_again_until_the_retries_end(serve):
     troubles = [fails(500, "oops"), fails(408), fails(429, Retry_After="soon"), fails(200, {})]
     troubles += [fails(200, "<html>bad gateway</html>"), fails(200, "[" * 100_000)]
     server = serve(*troubles, says("hi"))
     assert ask(api_of(server, max_retries=6)) == "hi"
     assert len(server.requests) == 7
+    server = serve(fails(500, "out of\nmemory"))
+    with pytest.raises(ApiError, match=r"chat/completions .* in 4 attempts; HTTP 500: out of mem"):
+        ask(api_of(server))
+    assert len(server.requests) == 4
 
 
 def test_retry_after_is_waited_for_unless_the_run_is_stopped(serve):
@@ -155,13 +155,6 @@ def test_retry_after_is_waited_for_unless_the_run_is_stopped(serve):
             ask(api)
 
 
-def test_retries_end_with_the_url_the_status_and_the_body(serve):
-    server = serve(fails(500, "out of\nmemory"))
-    with pytest.raises(ApiError, match=r"chat/completions .* in 4 attempts; HTTP 500: out of mem"):
-        ask(api_of(server))
-    assert len(server.requests) == 4
-
-
 def test_an_address_where_nobody_answers_is_refused_at_once_unless_it_has_answered(serve):
     with pytest.raises(ApiRefused, match="nobody answers.*--api-base"):
         ask(ChatApi("http://127.0.0.1:9", "m"))
@@ -173,30 +166,16 @@ def test_an_address_where_nobody_answers_is_refused_at_once_unless_it_has_answer
         ask(api)
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        *((fails(status, "no such model"), "no such model") for status in (400, 401, 422)),
-        # Not followed: the key would go wherever the answer says.
-        (fails(307, Location="http://elsewhere/v1"), "leads to 'http://elsewhere/v1'"),
-    ],
-)
-def test_what_will_never_pass_is_asked_once(serve, answer, reason):
-    server = serve(answer)
-    with pytest.raises(ApiRefused, match=f"HTTP {answer[0]}.*{reason}"):
-        ask(api_of(server))
-    assert len(server.requests) == 1
-
-
-def test_the_proxy_of_the_environment_is_asked(serve, monkeypatch):
-    proxy = serve(says("hi"))
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("http_proxy", proxy.url)
-    assert ask(ChatApi("http://chat.invalid/v1", "m", api_key="given")) == "hi"
-    path, headers, _ = proxy.requests[0]
-    assert path == "http://chat.invalid/v1/chat/completions"
-    assert (headers["Host"], headers["Authorization"]) == ("chat.invalid", "Bearer given")
+def test_what_will_never_pass_is_asked_once(serve):
+    """And a redirect is not followed: the key would go wherever it leads."""
+    for answer, reason in (
+        (fails(401, "no such model"), "HTTP 401: no such model"),
+        (fails(307, Location="http://elsewhere/v1"), "HTTP 307.*leads to 'http://elsewhere/v1'"),
+    ):
+        server = serve(answer)
+        with pytest.raises(ApiRefused, match=reason):
+            ask(api_of(server))
+        assert len(server.requests) == 1
 
 
 def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it_from_then_on(serve):
@@ -258,9 +237,8 @@ def play(server, tasks=TASKS, samples=1, max_rounds=20, **options):
 def test_a_perfect_player_solves_every_task_and_its_line_has_the_contract_fields(serve):
     trajectories = play(serve(oracle_answer), record_state=True)
     assert [t.task_id for t in trajectories] == [task.task_id for task in TASKS]
-    assert {t.stop_reason for t in trajectories} == {"success"}
-    assert all(t.success and t.terminated and not t.truncated for t in trajectories)
     for t in trajectories:
+        assert (t.stop_reason, t.success, t.truncated) == ("success", True, False)
         line = json.loads(json.dumps(t.to_line()))
         assert line["return"] == 1.0
         assert all(turn["state"] for turn in line["turns"])
@@ -280,37 +258,24 @@ def test_the_turn_limit_ends_an_episode_of_unparsable_answers(serve):
     assert len({body["seed"] for _, _, body in server.requests}) == 6  # one for each sample
 
 
-@pytest.mark.parametrize(
-    ("answer", "stop_reason"),
-    [
-        (fails(400, "maximum context length is 9"), "length"),
-        (fails(400, "filtered"), "engine_error"),  # or a server that rejects its model's words
-        (fails(422, "filtered"), "engine_error"),
-        (fails(500, "cannot"), "engine_error"),
-    ],
-)
-def test_what_fails_in_one_episode_ends_that_episode_alone(serve, answer, stop_reason):
+def test_what_fails_in_one_episode_ends_that_episode_alone(serve):
+    answers = {
+        TASKS[0].task_index: fails(400, "maximum context length is 9"),
+        TASKS[1].task_index: fails(400, "filtered"),  # or a server that rejects its model's words
+    }
+
     def script(body):
         has_begun = len(body["messages"]) > 3
-        is_failing = has_begun and task_index_of(body) == TASKS[1].task_index
-        return answer if is_failing else oracle_answer(body)
+        return (has_begun and answers.get(task_index_of(body))) or oracle_answer(body)
 
     ended = play(serve(script))
-    assert [t.stop_reason for t in ended] == ["success", stop_reason, "success"]
-    if stop_reason == "engine_error":
-        assert answer[2] in ended[1].error and not ended[1].is_valid
+    assert [t.stop_reason for t in ended] == ["length", "engine_error", "success"]
+    assert "filtered" in ended[1].error and not ended[1].is_valid
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (fails(401, "bad key"), "bad key"),
-        (fails(400, "max_tokens=512: the context length is 256"), "smaller --max-tokens-per-turn"),
-    ],
-)
-def test_a_refusal_of_the_first_request_stops_the_run_at_once(serve, answer, reason):
-    server = serve(answer)
-    with pytest.raises(ApiRefused, match=reason):
+def test_a_refusal_of_the_first_request_stops_the_run_at_once(serve):
+    server = serve(fails(400, "max_tokens=512: the context length is 256"))
+    with pytest.raises(ApiRefused, match="smaller --max-tokens-per-turn"):
         play(server, samples=20, env_workers=1)
     assert len(server.requests) <= 2
 
@@ -321,27 +286,19 @@ def test_too_many_lost_trajectories_stop_the_run_early_with_the_last_error(serve
         play(server, samples=4, max_retries=0, max_env_failures=0.1, env_workers=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "error", "stop_reason"),
-    [
-        ("reset", {1, 2}, EnvConnectionError, "success"),
-        ("reset", {1, 2, 3}, EnvConnectionError, "env_error"),
-        ("step", {2}, EnvServerError, "success"),
-        ("step", {2, 3}, EnvServerError, "env_error"),
-    ],
-)
+@pytest.mark.parametrize(("at", "stop_reason"), [({2}, "success"), ({2, 3}, "env_error")])
 def test_a_failing_environment_is_tried_again_and_then_the_trajectory_is_lost(
-    serve, monkeypatch, kind, at, error, stop_reason
+    serve, monkeypatch, at, stop_reason
 ):
-    calls, working = [], getattr(EnvClient, kind)
+    calls, working = [], EnvClient.step
 
     def failing(*arguments, **options):
-        calls.append(kind)
+        calls.append(1)
         if len(calls) in at:
-            raise error("it broke", "http://env")
+            raise EnvServerError("it broke", "http://env")
         return working(*arguments, **options)
 
-    monkeypatch.setattr(EnvClient, kind, failing)
+    monkeypatch.setattr(EnvClient, "step", failing)
     (t,) = play(serve(oracle_answer), TASKS[2:])
     assert t.stop_reason == stop_reason
     if stop_reason == "success":  # and the turns of the broken attempt are gone

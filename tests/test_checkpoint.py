@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from models import load_policy, load_tokenizer, save_policy
 from run import checkpoint
@@ -27,17 +26,20 @@ def model():
 
 def make_parts(value=1.0):
     """Two small networks and their optimizers, one step taken, all weights `value` before it."""
-    parts = {}
-    for name in ("policy", "critic"):
-        net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
-        for p in net.parameters():
-            torch.nn.init.constant_(p, value)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    parts = {name: fresh(value) for name in ("policy", "critic")}
+    for net, optimizer in parts.values():
         net(torch.ones(2, 40)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        parts[name] = (net, optimizer)
     return parts
+
+
+def fresh(value):
+    """A network with all weights `value` and its optimizer, which has taken no step."""
+    net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
+    for p in net.parameters():
+        torch.nn.init.constant_(p, value)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
 
 
 def numbers(parts):
@@ -95,21 +97,14 @@ def test_the_next_step_after_loading_is_the_next_step_of_the_saved(tmp_path, mod
 
 def test_saved_and_loaded_before_the_first_update_it_takes_the_same_one(tmp_path, model):
     """Ctrl-C in the first step, or no signal before the first --save-every."""
-
-    def fresh(value):
-        (net, _) = make_parts(value)["policy"]
-        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
-
-    net, optimizer = fresh(1.0)
-    start = [p.detach().clone() for p in net.parameters()]
-    save(tmp_path, 0, model, parts={"policy": (net, optimizer)})
-    other = fresh(-3.0)
-    checkpoint.load(tmp_path, 0, {"policy": other})
-    for network, its_optimizer in ((net, optimizer), other):
-        network(torch.ones(2, 40)).sum().backward()
-        its_optimizer.step()
-        moves = [(p.detach() - q).abs().max() for p, q in zip(network.parameters(), start)]
-        assert torch.stack(moves).tolist() == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first
+    saved, loaded = fresh(1.0), fresh(-3.0)
+    save(tmp_path, 0, model, parts={"policy": saved})
+    checkpoint.load(tmp_path, 0, {"policy": loaded})
+    for net, optimizer in (saved, loaded):
+        net(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        moves = [float((p.detach() - 1.0).abs().max()) for p in net.parameters()]
+        assert moves == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first
 
 
 # --- A crash or a full disk in the middle --------------------------------------------------------
@@ -141,11 +136,10 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
 def test_weights_that_are_not_finite_do_not_take_the_last_checkpoints_place(tmp_path, model):
     """Saved, they could never be resumed, and the last good ones would be pruned."""
     save(tmp_path, 1, model)
-    for bad in (float("nan"), float("inf")):
-        parts = make_parts()
-        parts["critic"][0][1].bias.data.fill_(bad)
-        with pytest.raises(CheckpointError, match="step 2: weights of the critic are not finite"):
-            save(tmp_path, 2, model, parts=parts)
+    parts = make_parts()
+    parts["critic"][0][1].bias.data.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="step 2: weights of the critic are not finite"):
+        save(tmp_path, 2, model, parts=parts)
     assert steps_and_litter(tmp_path) == ([1], [])
 
 
@@ -156,26 +150,13 @@ def at(folder, name):
     return folder / "trainer_state" / name
 
 
-def overwrite(path):
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
-BREAKS = {
-    "no state": lambda f: at(f, "state.json").unlink(),
-    "half a state": lambda f: os.truncate(at(f, "state.json"), 100),
-    "an index of garbage": lambda f: overwrite(at(f, "policy/.metadata")),
-    "a file cut short": lambda f: os.truncate(
-        at(f, "policy/__0_0.distcp"), at(f, "policy/__0_0.distcp").stat().st_size - 1
-    ),
-    "garbage": lambda f: overwrite(at(f, "critic/__0_0.distcp")),
-}
-
-
-@pytest.mark.parametrize("cause", BREAKS)
-def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, model, cause):
+@pytest.mark.parametrize(
+    ("name", "kept"), [("state.json", 100), ("policy/.metadata", 50), ("critic/__0_0.distcp", -1)]
+)
+def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, model, name, kept):
     save(tmp_path, 1, model, value=1.0)
     broken = save(tmp_path, 2, model, value=2.0)
-    BREAKS[cause](broken)
+    at(broken, name).write_bytes(at(broken, name).read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=f"move {broken} away") as error:
         load_newest(tmp_path)
     assert "\n" not in str(error.value)
@@ -215,26 +196,18 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-# Names that the module of torch's own classes holds too: renamed, they would fetch `eval`.
-RENAMED = (
-    b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'__module__'\nS'builtins'\nstb"
-    b"ctorch.distributed.checkpoint.metadata\nos\n."
-)
-
-
-@pytest.mark.parametrize("where", ["the index", "a renamed module", "a value beside the tensors"])
-def test_code_in_a_checkpoint_is_not_run(tmp_path, model, where, monkeypatch):
-    monkeypatch.setattr(Metadata, "__module__", Metadata.__module__)  # put back at the end
+def test_code_in_a_checkpoint_is_not_run(tmp_path, model):
+    """Neither in the index nor in a value beside the tensors."""
     trap, parts, others = Trap(tmp_path / "ran"), make_parts(), make_parts()
-    if where == "a value beside the tensors":
-        parts["policy"][1].param_groups[0]["extra"] = trap
-        others["policy"][1].param_groups[0]["extra"] = 0.0
-    index = save(tmp_path, 3, model, parts=parts) / "trainer_state/policy/.metadata"
-    if where == "the index":
-        index.write_bytes(pickle.dumps(trap).ljust(index.stat().st_size))
-    elif where == "a renamed module":
-        index.write_bytes(RENAMED)
-    with pytest.raises(CheckpointError, match="trainer_state/policy.*of ours") as error:
+    parts["policy"][1].param_groups[0]["extra"] = trap
+    others["policy"][1].param_groups[0]["extra"] = 0.0
+    folder = save(tmp_path, 3, model, parts=parts)
+    refused = "trainer_state/policy.*of ours"
+    with pytest.raises(CheckpointError, match=refused):
+        checkpoint.load(tmp_path, 3, others)
+    index = at(folder, "policy/.metadata")
+    index.write_bytes(pickle.dumps(trap).ljust(index.stat().st_size))
+    with pytest.raises(CheckpointError, match=refused) as error:
         checkpoint.load(tmp_path, 3, others)
     assert not (tmp_path / "ran").exists() and "\n" not in str(error.value)
 

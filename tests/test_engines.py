@@ -168,29 +168,23 @@ def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
         plain.load_weights([*weights.items(), ("model.extra", torch.zeros(1))])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_logits_that_are_no_numbers_are_an_engine_error(plain, temperature):
-    """An argmax over NaN would answer id 0."""
-    out = SimpleNamespace(past_key_values=None, logits=torch.full((1, 1, 8), float("nan")))
-    plain.lm = lambda **_: out
-    sampling = SamplingSettings(max_tokens=1, temperature=temperature)
-    plain.submit("a", [1, 2], sampling)
-    with pytest.raises(EngineError, match="not finite"):
-        plain.poll()
-    out.logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
-    plain.submit("b", [1, 2], sampling)
-    assert plain.poll()[0].token_ids[0] in (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RuntimeError("shapes differ"), EngineError),
-        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-    ],
-)
-def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain, error, expected):
-    plain.lm = Mock(side_effect=error)
-    plain.submit("a", [1, 2], SamplingSettings(max_tokens=2))
-    with pytest.raises(expected):
-        plain.poll()
+def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain):
+    memory = torch.OutOfMemoryError("CUDA out of memory")
+    for error, raised in ((RuntimeError("shapes differ"), EngineError), (memory, type(memory))):
+        plain.lm = Mock(side_effect=error)
+        plain.submit("a", [1, 2], SamplingSettings(max_tokens=2))
+        with pytest.raises(raised):
+            plain.poll()
+        plain.abort()
+    # An argmax over NaN would answer id 0.
+    plain.lm = lambda **_: SimpleNamespace(past_key_values=None, logits=logits)
+    for temperature in (1.0, 0.0):
+        sampling = SamplingSettings(max_tokens=1, temperature=temperature)
+        logits = torch.full((1, 1, 8), float("nan"))
+        plain.submit("a", [1, 2], sampling)
+        with pytest.raises(EngineError, match="not finite"):
+            plain.poll()
+        plain.abort()
+        logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
+        plain.submit("b", [1, 2], sampling)
+        assert plain.poll()[0].token_ids[0] in (0, 2)

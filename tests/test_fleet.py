@@ -1,21 +1,22 @@
 """sampling/fleet.py: against scripted servers; a real one is in tests/long/test_fleet.py."""
 
-import json
+import contextlib
 import math
 import time
-import urllib.error
-import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_chatapi import ScriptedServer, fails
 from test_engines import finish, run
+from test_processes import module, until
 
 from engines import EngineError, Generation, SamplingSettings
 from sampling import fleet
 from sampling.fleet import FleetEngine, Served, serve_command, start_servers
 
+__all__ = ["module"]  # a fixture
 SERVED = Served("my/model", 512)
 SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9))
 
@@ -87,13 +88,6 @@ def engine(servers, tmp_path):
     engine.close()
 
 
-def until(condition):
-    give_up_at = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
-
-
 def submit(engine, numbers):
     """A request r0 with the prompt [0], and so on."""
     for n in numbers:
@@ -127,9 +121,8 @@ def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(engine, ser
 
 
 def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it_is_cached(
-    engine, servers, monkeypatch
+    engine, servers
 ):
-    monkeypatch.setattr(fleet, "STAY_FOR", 2)
     hold(*servers)
     submit(engine, range(6))
     until(lambda: [len(s.prompts) for s in servers] == [3, 3])
@@ -143,13 +136,6 @@ def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it
     finish(engine)
     run(engine, **{f"r{n}": ([n, n], SETTINGS)})
     assert [n, n] in servers[1].prompts  # the other server is first and as free
-    hold(*servers)
-    submit(engine, range(10, 16))
-    hold(servers[0], holds=False)
-    while engine.num_running > 3:
-        engine.poll()
-    engine.submit(f"r{n}", [n, n, n], SETTINGS)
-    until(lambda: [n, n, n] in servers[0].prompts)  # much less busy
 
 
 def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
@@ -206,18 +192,17 @@ def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(engine
         assert len(servers[0].prompts) == len(servers[1].prompts) == n
 
 
-@pytest.mark.parametrize(
-    ("answer", "num_tries"), [(fails(503, "no room"), fleet.NUM_TRIES), (fails(400, "too long"), 1)]
-)
-def test_a_request_is_given_up_at_once_if_no_server_would_take_it(
-    engine, servers, answer, num_tries
+def test_a_request_is_given_up_after_some_tries_or_at_once_if_no_server_would_take_it(
+    engine, servers
 ):
-    for server in servers:
-        server.script["/v1/completions"] = [answer] * 9
-    engine.submit("a", [5], SETTINGS)
-    with pytest.raises(EngineError, match=f"HTTP {answer[0]}: {answer[2]}"):
-        finish(engine)
-    assert sum(len(server.prompts) for server in servers) == num_tries
+    for answer, num_tries in ((fails(503, "no room"), fleet.NUM_TRIES), (fails(400, "long"), 1)):
+        for server in servers:
+            server.script["/v1/completions"] = [answer] * 9
+            server.requests.clear()
+        submit(engine, [5])
+        with pytest.raises(EngineError, match=f"HTTP {answer[0]}: {answer[2]}"):
+            finish(engine)
+        assert sum(len(server.prompts) for server in servers) == num_tries
 
 
 def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
@@ -231,11 +216,10 @@ def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
 
 
 def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, servers):
-    one_too_many, nothing, not_finite = completion([5]), completion([]), completion([5])
+    one_too_many, not_finite = completion([5]), completion([5])
     one_too_many["choices"][0]["token_ids"] = [5, 6]
     not_finite["choices"][0]["logprobs"] = {"token_logprobs": [math.nan]}
-    answers = [one_too_many, nothing, not_finite, {"choices": [{"text": "of another server"}]}]
-    for n, answer in enumerate(answers):
+    for n, answer in enumerate([one_too_many, completion([]), not_finite, {"choices": [{}]}]):
         servers[0].script["/v1/completions"] = [(200, {}, answer)]
         submit(engine, [n])
         with pytest.raises(EngineError, match="is it vLLM"):
@@ -243,16 +227,15 @@ def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, s
 
 
 @pytest.mark.parametrize(
-    ("breaks", "what"),
+    ("config", "what"),
     [
-        (lambda server: setattr(server, "is_dead", True), "/server_info.* failed"),
-        (lambda server: server.config.clear(), "is not a vLLM"),
-        (lambda server: server.config.update(logprobs_mode="raw_logprobs"), "raw_logprobs"),
-        (lambda server: server.config.update(seed=1), "runs with --seed 1, as another"),
+        ({}, "is not a vLLM"),
+        ({"seed": 0, "logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
+        ({"seed": 1, "logprobs_mode": "processed_logprobs"}, "runs with --seed 1, as another"),
     ],
 )
-def test_an_unfit_server_is_an_error_with_the_command_to_start_one(servers, tmp_path, breaks, what):
-    breaks(servers[0])
+def test_an_unfit_server_is_an_error_with_the_command_to_start_one(servers, tmp_path, config, what):
+    servers[0].config = config
     with pytest.raises(EngineError, match=what) as caught:
         FleetEngine([s.url for s in servers], tmp_path, SERVED)
     assert str(caught.value).endswith(serve_command(SERVED, servers[0].server_port))
@@ -299,56 +282,29 @@ def test_a_server_that_cannot_read_the_weights_samples_no_more(engine, servers, 
 
 # --- Servers of our own --------------------------------------------------------------------------
 
-# Stands in for vLLM: tells what it was started with.
-STAND_IN = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        answer = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")}
-        answer["words"] = sys.argv
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
 
+def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
+    started = []
 
-@pytest.fixture
-def stand_in(monkeypatch, tmp_path):
-    """Makes the given code the module that is started as vLLM's server."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(fleet, "SERVER_MODULE", "stand_in")
-    return (tmp_path / "stand_in.py").write_text
+    @contextlib.contextmanager
+    def child(module, *words, env):
+        started.append((words, env))
+        yield SimpleNamespace(wait_until=lambda is_up, timeout_s: None)
 
-
-def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch, stand_in):
-    stand_in(STAND_IN)
+    monkeypatch.setattr(fleet, "child", child)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")  # under torchrun
     with start_servers(SERVED, [2, "3"], seed=7) as urls:
-        answers = [json.load(urllib.request.urlopen(url)) for url in urls]
-    for answer, card, seed in zip(answers, "23", "78", strict=True):
-        assert (answer["CUDA_VISIBLE_DEVICES"], answer["LOCAL_RANK"]) == (card, None)
-        words = answer["words"]
-        assert words[words.index("--seed") + 1] == seed
-        assert words[words.index("--model") + 1] == "my/model"
-        assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
-    for url in urls:  # they end with the block
-        with pytest.raises(urllib.error.URLError):
-            urllib.request.urlopen(url)
+        assert len(set(urls)) == 2
+    for (words, env), url, card, seed in zip(started, urls, "23", "78", strict=True):
+        assert env["CUDA_VISIBLE_DEVICES"] == card and "LOCAL_RANK" not in env
+        options = dict(zip(words, words[1:], strict=False))
+        assert url.endswith(":" + options["--port"])
+        assert (options["--seed"], options["--model"]) == (seed, "my/model")
+        assert options["--logprobs-mode"] == "processed_logprobs"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "raise SystemExit('no such card')",
-        "print('no such card', flush=True)" + STAND_IN.replace("= sys.argv\n", "= []\n"),
-    ],
-    ids=["ends", "is another process"],
-)
-def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(stand_in, monkeypatch, code):
-    stand_in(code)
-    monkeypatch.setattr(fleet, "START_TIMEOUT_S", 2.0)
+def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(monkeypatch, module):
+    monkeypatch.setattr(fleet, "SERVER_MODULE", module("raise SystemExit('no such card')"))
     with pytest.raises(EngineError, match="no such card"), start_servers(SERVED, ["cpu"]):
         pytest.fail("it is not up")

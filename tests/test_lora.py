@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from test_prefix import make
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import Objective
 from models import load_policy
@@ -47,12 +47,15 @@ def adapted(path, change=True, seed=0):
     policy = load_policy(path)
     add_lora(policy.lm, RANK, seed)
     if change:
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for name, p in policy.named_parameters():
-                if "lora_B" in name:
-                    p.copy_(0.05 * torch.randn(p.shape, generator=generator))
+        change_adapters(policy)
     return policy
+
+
+def change_adapters(policy):
+    generator = torch.Generator().manual_seed(2)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.05, generator=generator)
 
 
 @torch.no_grad()
@@ -131,9 +134,7 @@ def test_merged_weights_are_an_ordinary_model_with_its_head_that_acts_the_same(t
     unadapted = dict(merged_weights(policy.lm))
     assert all(torch.equal(unadapted[name], tensor) for name, tensor in state.items())
     add_lora(policy.lm, RANK)
-    for p in policy.parameters():
-        if p.requires_grad:
-            nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(2))
+    change_adapters(policy)
     merged = dict(merged_weights(policy.lm))
     assert list(merged) == list(state)
     assert torch.equal(merged["lm_head.weight"], state["lm_head.weight"])
@@ -184,6 +185,3 @@ def test_saved_adapters_are_loaded_back_into_a_model_that_they_fit(tiny, batch, 
     config.num_hidden_layers = 1
     with pytest.raises(ValueError, match="do not fit Qwen2"):
         load_adapter(AutoModelForCausalLM.from_config(config), tmp_path)
-    lm = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1))  # no nn.Linear
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear"):
-        add_lora(lm, 2)

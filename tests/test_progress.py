@@ -1,13 +1,10 @@
 """run/progress.py: whoever waits sees a line every 30 s, and how long it still takes."""
 
-import io
 import math
-import re
 import threading
 from types import SimpleNamespace
 
 import pytest
-from toy_env import flags, options, serve, train_main
 
 from reporting.metrics import GLOSSARY
 from run import progress
@@ -77,20 +74,20 @@ def test_the_innermost_phase_speaks_and_one_without_a_name_does_not(wait, capsys
         assert capsys.readouterr().out == "outer: 1/4 episodes, solved 1, 3 min left\n"
 
 
-def test_only_the_first_process_speaks(wait, capsys, monkeypatch):
+def test_other_processes_are_silent_and_a_reader_that_has_gone_ends_nothing(
+    wait, capsys, monkeypatch
+):
     monkeypatch.setenv("RANK", "1")
     with phase("rollout", 4, "episodes") as tick:
         wait(60)
         tick(success="50%")
     assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
 
+    def write(text):
+        raise BrokenPipeError
 
-def test_a_reader_that_has_gone_does_not_end_the_thread(wait, monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr("sys.stdout", Gone())
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=write))
     with phase("update", 4, "trajectories"):
         wait(30)
 
@@ -113,9 +110,7 @@ def test_steps_left_and_evaluations_due_are_what_is_left():
     assert left.after(1) == 59 * 10 + 3 * 50
     assert left.after(20) == 40 * 10 + 2 * 50  # the one after step 20 is over
     assert left.after(60) == 0
-
-
-def test_one_slow_step_moves_nothing_and_a_horizon_that_grew_is_noticed():
+    # One slow step moves nothing, and a horizon that grew is noticed.
     left = TimeLeft(100)
     for seconds in (*[10.0] * 9, 500.0):
         left.note({"time/step_s": seconds})
@@ -141,31 +136,3 @@ def test_every_row_is_as_wide_as_its_heading_and_fits_120_columns():
     assert rows[0].split() == ["1"] + ["-"] * (len(progress.COLUMNS) + 1)
     assert "112/128" in rows[1] and "nan" not in rows[1]
     assert rows[2].split()[0] == "1000/1000" and rows[2].endswith(" 25.5 days")
-
-
-def test_a_run_says_what_it_will_do_what_it_does_and_how_long_it_takes(
-    tmp_path, capsys, monkeypatch
-):
-    shown, heading, init = [], progress.heading, progress.Phase.__init__
-    monkeypatch.setattr(progress, "heading", lambda text: (shown.append(text), heading(text)))
-    monkeypatch.setattr(
-        progress.Phase, "__init__", lambda *words: (shown.append(words[1]), init(*words))[1]
-    )
-    with serve() as url:
-        settings = options(tmp_path, url, steps=2, eval_every=2, eval_samples=1, ppo_epochs=2)
-        assert train_main(flags(**settings)) == 0
-    note, run, _, tasks, *lines = capsys.readouterr().out.splitlines()
-    assert note.startswith("note: 8 of the 8 held-out tasks are also trained on")
-    assert run.startswith("run: 2 steps of grpo, each of 2 tasks x 2 samples, at most 2 turns")
-    assert tasks.startswith("tasks: 8 of letters to train on; 8 held out, 1 samples of each")
-    learning = ["rollout", "log-probs", "update", "weight sync"]
-    assert shown[:5] == [
-        *("loading the models", "starting the sampler"),
-        *("step 0/2", "held-out evaluation", "step 1/2"),
-    ]
-    assert shown[5:10] == [*learning, "saving"]
-    assert re.fullmatch(r"step 2/2, [\d.]+ (s|min) left", shown[10])
-    assert shown[11:] == [*learning, "held-out evaluation", "saving", ""]
-    rows = [line.split() for line in lines if re.match(r" +\d+/\d ", line)]
-    assert [row[0] for row in rows] == ["1/2", "2/2"]
-    assert [row[-1] in ("s", "min") for row in rows] == [True, False]

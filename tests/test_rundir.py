@@ -8,15 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from made_run import START, play
 
-from chat import ChatTemplate
 from config import Config, Misuse
-from envs import load_tasks
-from models import load_tokenizer
 from run import rundir
-from run.rundir import Run
-from viewer.sources import RunSource
 
 
 def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
@@ -59,16 +53,3 @@ def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_wa
     with pytest.raises(Misuse, match=r"not on a disk that all processes see \(rank 1 does not\)"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
-
-
-def test_the_tokenizer_in_a_run_gives_each_token_its_text(tmp_path):
-    tokenizer = load_tokenizer(str(START))
-    run = Run(tmp_path, is_new=True)
-    run.keep_tokenizer(tokenizer)
-    run.close()
-    task = load_tasks("textcraft", "test")[0]
-    t = play(ChatTemplate(tokenizer), task, step=1, group=0, sample=0, turns=3)
-    texts = RunSource(0, tmp_path).text_of(t.input_ids)
-    assert "".join(texts) == tokenizer.decode(t.input_ids)
-    start, end = t.turns[0].action_span
-    assert "".join(texts[start:end]).startswith(t.turns[0].action_text)

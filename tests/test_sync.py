@@ -10,7 +10,6 @@ from engines import TransformersEngine
 from models import load_policy
 from scale import sync
 from scale.default_models import resolve_model
-from scale.lora import add_lora
 
 OPENINGS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 
@@ -46,15 +45,6 @@ def test_before_the_sync_the_two_differ_and_after_it_they_agree(policy, engine):
     assert sync.check([after], 0.01, step=1) == after
 
 
-def test_adapters_arrive_merged(policy, engine):
-    add_lora(policy.lm, rank=4)
-    for p in policy.parameters():
-        if p.requires_grad:
-            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
-    sync.send_weights(policy, engine, torch.float32)
-    assert differences(policy, engine)[0] < 1e-4
-
-
 def test_one_stale_weight_is_noticed(policy, engine):
     """The tied head, say, which vLLM leaves at its old values when it reloads from a path."""
     load = engine.load_weights
@@ -71,10 +61,10 @@ def test_one_stale_weight_is_noticed(policy, engine):
         sync.check(found, 0.001, step=7)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5])
-def test_the_rank_whose_sampler_is_off_is_named(bad):
-    with pytest.raises(sync.SyncError, match="trainer of rank 2 differ by"):
-        sync.check([0.001, 0.002, bad], 0.1, step=1)
+def test_the_rank_whose_sampler_is_off_is_named():
+    for bad in (math.nan, math.inf, 0.5):
+        with pytest.raises(sync.SyncError, match="trainer of rank 2 differ by"):
+            sync.check([0.001, 0.002, bad], 0.1, step=1)
     assert sync.check([0.001, 0.003], 0.1, step=1) == pytest.approx(0.002)
 
 

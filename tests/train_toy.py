@@ -3,7 +3,6 @@
 Before train.py's own arguments:
     --fail-on-rank N           rank N's sampler breaks in the first rollout
     --kill-rank N              rank N is killed there
-    --watch FILE               log what the process is doing, see `Watch`; may be followed by
     --kill-at PLACE STEP       `kill -9` of itself at one of PLACES in that training step, or
     --interrupt-at PLACE STEP  Ctrl-C there
 """
@@ -12,7 +11,6 @@ import functools
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -60,27 +58,19 @@ PLACES = {
 }
 
 
-class Watch:
-    """Logs this process's step and phase, and sends it a signal at a given place.
+class Strike:
+    """Sends this process a signal when it comes to `place` in `step`.
 
-    The file has a line for each change: seconds of the monotonic clock, step, phase. In a resumed
-    process the step is 0 until its first rollout.
+    In a resumed process the step is 0 until its first rollout.
     """
 
-    def __init__(self, file: str) -> None:
-        speaks = os.environ.get("RANK", "0") == "0"
-        self.file = open(file if speaks else os.devnull, "a", buffering=1)  # noqa: SIM115
-        self.step, self.phases = 0, ["between"]
-        self.calls = 0
-        metrics.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
-        self.wrap(train, "requests_of", self.on_step)
-        for phase, (owner, name) in PHASES.items():
-            self.wrap(owner, name, self.on_phase, phase)
-
-    def strike(self, number: signal.Signals, place: str, step: int) -> None:
-        """Send this process a signal when it comes to `place` in `step`."""
+    def __init__(self, number: signal.Signals, place: str, step: int) -> None:
         self.signal, self.last_step = number, step
         self.phase, owner, name, self.last_call = PLACES[place]
+        self.step, self.calls, self.phases = 0, 0, ["between"]
+        self.wrap(train, "requests_of", self.on_step)
+        for phase, (phase_owner, phase_name) in PHASES.items():
+            self.wrap(phase_owner, phase_name, self.on_phase, phase)
         self.wrap(owner, name, self.on_call)
 
     @staticmethod
@@ -94,18 +84,15 @@ class Watch:
         setattr(owner, name, wrapped)
 
     def on_step(self, function, step, *rest):
-        self.step = step
-        self.calls = 0
+        self.step, self.calls = step, 0
         return function(step, *rest)
 
     def on_phase(self, phase, function, *args, **kwargs):
         self.phases.append(phase)
-        self.note()
         try:
             return function(*args, **kwargs)
         finally:
             self.phases.pop()
-            self.note()
 
     def on_call(self, function, *args, **kwargs):
         if self.step == self.last_step and self.phase in (None, self.phases[-1]):
@@ -113,9 +100,6 @@ class Watch:
             if self.calls == self.last_call:
                 os.kill(os.getpid(), self.signal)
         return function(*args, **kwargs)
-
-    def note(self):
-        self.file.write(f"{time.monotonic()} {self.step} {self.phases[-1]}\n")
 
 
 def main(argv: list[str]) -> int:
@@ -129,12 +113,10 @@ def main(argv: list[str]) -> int:
                 raise EngineError("this rank's sampler broke")
 
             worker_module.collect = break_down
-    if argv[0] == "--watch":
-        watch, argv = Watch(argv[1]), argv[2:]
-        signals = {"--kill-at": signal.SIGKILL, "--interrupt-at": signal.SIGINT}
-        if argv[0] in signals:
-            watch.strike(signals[argv[0]], argv[1], int(argv[2]))
-            argv = argv[3:]
+    signals = {"--kill-at": signal.SIGKILL, "--interrupt-at": signal.SIGINT}
+    if argv[0] in signals:
+        Strike(signals[argv[0]], argv[1], int(argv[2]))
+        argv = argv[3:]
     with registered():
         return train.command_line(argv)
 
@@ -145,6 +127,7 @@ def forked(argv: list[str], out: str) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
+    metrics.plot = lambda run_dir: (run_dir / "reward.png").touch()  # drawing takes a second
     sys.exit(main(argv))
 
 

@@ -149,7 +149,6 @@ def run(case: str) -> dict:
     held = {
         "parameters": sum(distributed.local(p).numel() * 4 for p in policy.parameters()),
         "optimizer": sum(distributed.local(m).numel() * 4 for m in moments),
-        "largest": max(p.numel() * 4 for p in policy.parameters()),
     }
     kinds = {type(p).__name__ for model in models.values() for p in model.parameters()}
     merged = {f"merged.{n}": w.clone() for n, w in merged_weights(policy.lm)}
