@@ -12,7 +12,7 @@ import pytest
 from envclient import LOCAL, EnvClient, EnvPool, EnvServerError
 from envs import Task
 from envs.textcraft.env import TextCraft
-from rollout import RolloutRequest, RolloutSettings, TooManyEnvFailures
+from rollout import RolloutRequest, RolloutSettings
 from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
 
@@ -278,12 +278,6 @@ def test_a_refusal_of_the_first_request_stops_the_run_at_once(serve):
     with pytest.raises(ApiRefused, match="smaller --max-tokens-per-turn"):
         play(server, samples=20, env_workers=1)
     assert len(server.requests) <= 2
-
-
-def test_too_many_lost_trajectories_stop_the_run_early_with_the_last_error(serve):
-    server = serve(fails(500, "on fire"))
-    with pytest.raises(TooManyEnvFailures, match="2 of 12 .* HTTP 500: on fire"):
-        play(server, samples=4, max_retries=0, max_env_failures=0.1, env_workers=1)
 
 
 @pytest.mark.parametrize(("at", "stop_reason"), [({2}, "success"), ({2, 3}, "env_error")])

@@ -259,7 +259,7 @@ def test_with_adapters_the_base_is_the_reference_and_a_resumed_run_is_the_whole_
     assert size < (folder / "model.safetensors").stat().st_size
     base, merged = load(right), load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.allclose(base[name].float(), merged[name], atol=1e-4)
+    assert not torch.allclose(base[name], merged[name].float(), atol=2e-3)  # saved as bfloat16
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import pytest
 import torch
 from test_engines import run
 
-from engines import EngineError, Generation, SamplingSettings, TransformersEngine
+from engines import EngineError, Generation, SamplingSettings
 from run import clock
-from sampling.vllm_engine import VLLMEngine, make_engine
-from scale.default_models import resolve_model
+from sampling.vllm_engine import VLLMEngine
 
 WEIGHTS = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
 SETTINGS = SamplingSettings(4, stop_token_ids=(3,))
@@ -136,9 +135,3 @@ def test_nothing_is_sampled_between_sleep_and_all_of_the_new_weights(engine, mon
 def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(engine):
     assert engine.max_open == 80  # of FakeLLM's cache: 80.9 of the longest
     assert VLLMEngine("nowhere", 512, max_num_seqs=128).max_open == 128
-
-
-def test_make_engine_gives_the_reference_for_deterministic_runs():
-    engine = make_engine("transformers", resolve_model("tiny"), 512, deterministic=True)
-    assert isinstance(engine, TransformersEngine) and engine.max_batch == 1
-    assert next(engine.lm.parameters()).dtype == torch.float32
