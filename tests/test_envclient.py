@@ -215,21 +215,16 @@ def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server, p
 # --- What the policy got wrong: reward 0, and the episode goes on --------------------------------
 
 
-def test_text_without_an_action_is_answered_without_asking_the_server(server, playing):
-    result = playing.step("I think I will craft something.")
-    assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
-    assert result.observation == result.info["parse_error"] and "Action" in result.observation
-    assert server.count("/step") == 0
-    assert playing.step(ACTION).observation == "Got 1 oak log", "the episode goes on"
-
-
-def test_an_action_that_the_server_refuses_earns_0_and_the_reason(server, playing):
+def test_a_text_that_cannot_be_played_earns_0_and_the_episode_goes_on(server, playing):
+    unread = playing.step("I think I will craft something.")
+    assert server.count("/step") == 0, "the server is not asked"
+    assert unread.observation == unread.info["parse_error"] and "Action" in unread.observation
     server.script["/step"] = [(413, {"error": "the body has 1000001 bytes", "hint": "be brief"})]
-    result = playing.step(ACTION)
-    assert result[1:4] == (0.0, False, False)
-    assert result.info["rejected"] == result.observation
-    assert "1000001 bytes; be brief" in result.observation
-    assert playing.step(ACTION).observation == "Got 1 oak log", "the episode goes on"
+    refused = playing.step(ACTION)
+    assert refused.observation == refused.info["rejected"]
+    assert "1000001 bytes; be brief" in refused.observation
+    assert unread[1:4] == refused[1:4] == (0.0, False, False)
+    assert playing.step(ACTION).observation == "Got 1 oak log"
 
 
 # --- What the server got wrong: one named error each, with address, status and body --------------
@@ -240,25 +235,17 @@ FAILURES = [
     ((0, "hang"), EnvTimeout, "no answer within 0.2 s"),
     ((0, "hang up"), EnvConnectionError, "is the server running"),
     ((500, {"error": "KeyError: 'stick'", "hint": "see the log"}), EnvServerError, "KeyError"),
-    ((502, "<html>Bad Gateway</html>"), EnvServerError, "not JSON"),
-    ((404, {"error": "session 0 does not exist", "hint": "h"}), SessionLost, "reset"),
     ((200, {"error": "The id 0 is not valid."}), SessionLost, "The id 0"),  # AgentGym's words
     ((200, {"error": "The task with environment 0 has been deleted."}), SessionLost, "deleted"),
     ((200, {"error": "list index out of range"}), EnvProtocolError, "reports an error: list index"),
-    (NOT_FOUND, NotSupported, "no /step"),
-    ((409, {"error": "the episode is over", "hint": "h"}), StepOutsideEpisode, "episode is over"),
     ((200, "<html><body>Welcome to nginx</body></html>"), EnvProtocolError, "not JSON"),
-    ((301, {"location": "elsewhere"}), EnvProtocolError, "is this the address"),
-    ((429, {"error": "slowly"}), TooManySessions, "the server is full: slowly"),
     # Not the policy's doing: a proxy's limit, another field.
     ((413, "<html>413 Request Entity Too Large</html>"), EnvProtocolError, "413"),
     ((422, {"detail": [{"msg": "Field required"}]}), EnvProtocolError, "Field required"),
     # Each of these was trained on in the past, or ended the run with a traceback.
     ((200, STEP | {"observation": None}), EnvProtocolError, "'observation'"),
-    ((200, []), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
-    ((200, STEP | {"reward": True}), EnvProtocolError, "number 'reward'"),
     ((200, STEP | {"reward": 10**400}), EnvProtocolError, "a finite number"),
     ((200, STEP | {"reward": -5}), EnvProtocolError, "sum to -5"),
     ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
@@ -331,18 +318,18 @@ def test_new_clients_go_where_the_fewest_are(server, other):
     assert server.count("/close") + other.count("/close") == 9, "pool.close() closes what is open"
 
 
-def test_traffic_leaves_a_dead_server_and_comes_back_when_it_does(server, other):
-    with pool_over(server, other) as pool:
+def test_traffic_leaves_a_dead_server_and_comes_back_when_it_is_restarted(server, other):
+    revived = []
+    timer = threading.Timer(0.4, lambda: revived.append(FlakyServer(port=other.port)))
+    with pool_over(server, other, dead_wait_s=10.0) as pool:
         assert {pool.client().base_url for _ in range(2)} == {server.url, other.url}
         other.close()
         assert {pool.client().base_url for _ in range(6)} == {server.url}
-        revived = FlakyServer(port=other.port)
-        try:
-            time.sleep(0.25)
-            assert other.url in {pool.client().base_url for _ in range(2)}
-            assert revived.count("/create") >= 1
-        finally:
-            revived.close()
+        server.close()
+        timer.start()
+        assert pool.client().base_url == other.url, "the pool waits for one that has worked"
+    timer.join()
+    revived[0].close()
 
 
 def test_when_every_server_is_full_the_pool_waits_and_then_says_so(server):
@@ -365,29 +352,6 @@ def test_when_all_are_dead_one_error_names_each_with_its_last_error(server, othe
     assert "no textcraft server can be used" in text
     assert f"\n  {server.url}/create" in text and "refused" in text
     assert f"\n  {other.url}/create" in text and "no recipes found" in text
-
-
-def test_a_pool_waits_dead_wait_s_for_a_server_that_is_restarted(server):
-    revived = []
-    timer = threading.Timer(0.4, lambda: revived.append(FlakyServer(port=server.port)))
-    with pool_over(server, dead_wait_s=10.0) as pool:
-        pool.client().close()
-        server.close()
-        timer.start()
-        assert pool.client().reset(0) == "Goal: craft stick."
-    timer.join()
-    revived[0].close()
-
-
-def test_an_address_at_which_nobody_ever_listened_is_not_waited_for(server):
-    """A mistyped port cost a minute: 10 s at each of three tries, for every episode."""
-    server.close()
-    with pool_over(server, dead_wait_s=60.0, back_off_s=30.0) as pool:
-        started = time.monotonic()
-        with ThreadPoolExecutor(8) as threads:
-            tries = [threads.submit(pool.client) for _ in range(24)]
-        assert {type(each.exception()) for each in tries} == {AllServersDown}
-        assert time.monotonic() - started < 10
 
 
 # --- An early end --------------------------------------------------------------------------------
@@ -420,18 +384,22 @@ def test_closing_a_client_in_mid_step_does_not_blame_its_server(server):
         assert idle.close() is True
 
 
-def test_the_pause_doubles_up_to_its_limit_and_one_crash_counts_once(server, monkeypatch):
+def test_clients_count_a_crash_once_and_wait_for_no_address_that_never_worked(server, monkeypatch):
+    """A mistyped port cost a minute: 10 s at each of three tries, for every episode."""
     server.close()
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
     monkeypatch.setattr("envclient.MAX_REST_S", 5.0)
     pauses = []
-    with pool_over(server, back_off_s=1.0) as pool, ThreadPoolExecutor(16) as threads:
+    with (
+        ThreadPoolExecutor(16) as threads,
+        pool_over(server, back_off_s=1.0, dead_wait_s=60.0) as pool,
+    ):
         (address,) = pool.addresses
         for _ in range(5):
-            waiting = [threads.submit(pool.client) for _ in range(16)]
-            assert {type(future.exception()) for future in waiting} == {AllServersDown}
-            pauses.append(address.rests_until - clock.now)  # 16 clients noticed one crash
+            tries = [threads.submit(pool.client) for _ in range(16)]
+            assert {type(each.exception(timeout=10)) for each in tries} == {AllServersDown}
+            pauses.append(address.rests_until - clock.now)
             clock.now = address.rests_until
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
@@ -443,12 +411,6 @@ def test_a_pool_refuses_no_address_and_the_same_twice():
 
 
 # --- A server for the length of a block ----------------------------------------------------------
-
-
-def test_a_server_that_cannot_start_shows_what_it_wrote():
-    misuse = pytest.raises(EnvError, match=r"(?s)exited with 2 at its start:.*--max-sessions")
-    with misuse, local_server("textcraft", max_sessions=0):
-        pass
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server():

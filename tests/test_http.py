@@ -82,17 +82,6 @@ def test_the_time_out_is_of_the_whole_answer(start, drip):
         Line(url, 0.5).ask("GET", "/")
 
 
-def test_hanging_up_ends_what_is_under_way_and_what_comes_later():
-    with serving(b"", pause_s=60.0) as url, ThreadPoolExecutor(1) as threads:
-        line = Line(url, 60.0)
-        waiting = threads.submit(line.ask, "GET", "/")
-        time.sleep(0.3)
-        line.hang_up()
-        assert isinstance(waiting.exception(timeout=10), Lost)
-        with pytest.raises(Lost, match="hung up"):
-            line.ask("GET", "/")
-
-
 def test_many_threads_share_a_line_and_its_connections(monkeypatch):
     with serving(whole(b"{}"), stays=True) as url, ThreadPoolExecutor(8) as threads:
         line = Line(url, 20.0)

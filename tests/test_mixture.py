@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+import toy_env
 from toy_env import flags, fresh_process_state, read_metrics, train_main
 
 import agentevol
@@ -75,24 +76,12 @@ def worlds(tmp_path, monkeypatch):
 
 
 def a_run(folder, **changes):
-    return flags(
-        **{
-            "env": NAMES,
-            "env_addr": LOCAL,
-            "model": "tiny",
-            "warm_start": "never",
-            "engine": "transformers",
-            "steps": 2,
-            "tasks_per_step": 3,
-            "env_weights": (2, 1),
-            "max_tokens_per_turn": 4,
-            "max_trajectory_tokens": 128,
-            "eval_every": 0,
-            "save_every": 1,
-            "run_dir": str(folder),
-        }
-        | changes
-    )
+    """The words of a run in both environments, which bring their lists, horizons and groups."""
+    shared = {"env": NAMES, "env_addr": LOCAL, "tasks_per_step": 3, "env_weights": (2, 1)}
+    settings = toy_env.options(folder, "", **shared, **changes)
+    for name in {"tasks", "eval_tasks", "rounds", "group_size"} - changes.keys():
+        del settings[name]
+    return flags(**settings)
 
 
 def json_lines(path):
@@ -123,7 +112,7 @@ def test_two_environments_that_share_a_task_id_are_refused(worlds):
 
 def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsys):
     folder = tmp_path / "run"
-    argv = a_run(folder, eval_every=2, eval_samples=1, normalize_per_env=True)
+    argv = a_run(tmp_path, eval_every=2, eval_samples=1, normalize_per_env=True)
     assert train_main(argv) == 0
     said = capsys.readouterr().out
     assert "held-out success in near" in said and "held-out success in far" in said
@@ -155,7 +144,7 @@ def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsy
 
 def test_evolution_explores_every_environment(worlds, tmp_path):
     changes = dict(iterations=1, tasks_per_iteration=3, group_size=2, num_demonstrations=2)
-    words = a_run(tmp_path / "run", min_return=0.001, keep_per_task=1, **changes)
+    words = a_run(tmp_path, min_return=0.001, keep_per_task=1, **changes)
     at = words.index("--tasks-per-step")
     with fresh_process_state():
         assert agentevol.command_line(words[:at] + words[at + 2 :]) == 0
