@@ -66,9 +66,6 @@ def goal_at(level: Level, ahead: int, right: int) -> None:
     description.obj_poss = [ball.cur_pos]
 
 
-# ---- levels and their numbers
-
-
 def test_a_task_index_names_a_level_and_a_seed_as_agentgym_counts_them():
     assert len(LEVELS) == len(set(LEVELS)) == 40
     for number, name in {1: "GoToRedBallGrey-v0", 23: "PutNextS7N4Carrying-v0"}.items():
@@ -92,9 +89,6 @@ def test_without_minigrid_the_class_works_for_trainers_and_reset_says_what_to_do
     assert done.stdout == "90 go to red ball 1\n"
     said = "BabyAI needs gymnasium, which is not installed; run `make setup ENV=babyai`\n"
     assert done.stderr.endswith(said)
-
-
-# ---- what the agent reads
 
 
 def test_the_oracle_plays_and_explains_a_whole_episode():
@@ -122,9 +116,6 @@ def test_the_oracle_plays_and_explains_a_whole_episode():
     with pytest.raises(EpisodeEndedError):
         env.step("turn left")
     assert env.state_for_people()["success"]
-
-
-# ---- what actions do
 
 
 def test_every_available_action_works_and_what_is_not_available_changes_nothing():
@@ -206,9 +197,6 @@ def test_an_impossible_action_says_why_and_costs_nothing():
     assert env.state_for_people()["steps"] == 0
 
 
-# ---- rewards and ends
-
-
 def open_door(level: Level, color: str) -> None:
     """Toggles the door of that color, with the agent put in front of it."""
     env = level.env
@@ -243,9 +231,6 @@ def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one
     assert kinds == {"BeforeInstr", "AfterInstr"}
 
 
-# ---- the wire
-
-
 def test_the_server_speaks_agentgyms_wire():
     with TestClient(create_app("babyai", first_id=0)) as client:
         assert client.get("/").json() == "This is environment BabyAI."
@@ -262,9 +247,6 @@ def test_the_server_speaks_agentgyms_wire():
         action = client.get("/oracle", params={"id": 0}).json()["action"]
         answer = client.post("/step", json={"id": 0, "action": action}).json()
         assert answer["done"] and answer["score"] == answer["reward"] == 1 - 0.9 * 8 / 64
-
-
-# ---- id lists
 
 
 def test_the_id_lists_have_agentgyms_sizes_and_subtasks_and_share_no_seed():
