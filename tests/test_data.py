@@ -1,6 +1,5 @@
 """data.py: conversations become the tokens that sampling would have made; an oracle shows them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -127,38 +126,26 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
     assert to_agenttraj(handler.task_id, handler.messages) == record
 
 
-def test_a_turn_without_loss_stays_in_the_sequence_and_out_of_the_loss(chat, shown):
-    record = json.loads(json.dumps(max(shown, key=lambda r: len(actions_of(r)))))
-    whole = encode(chat, record).trajectory
-    gpt = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
-    gpt[1]["loss"] = False
-    partial = encode(chat, record).trajectory
-    start, end = whole.turns[1].action_span
-    assert partial.input_ids == whole.input_ids
-    assert not any(partial.loss_mask[start:end])
-    assert partial.loss_mask[:start] + partial.loss_mask[end:] == (
-        whole.loss_mask[:start] + whole.loss_mask[end:]
-    )
-
-
-def test_agentgyms_opening_by_human_and_gpt_is_prompt_and_not_learned(chat):
+def test_agentgyms_opening_by_human_and_gpt_and_a_turn_without_loss_are_not_learned(chat):
     said = [
         ("human", None, "You are to craft."),
         ("gpt", False, "OK."),
         ("human", None, "Goal: craft stick."),
         ("gpt", True, "Action: get 1 stick"),
         ("human", None, "Got 1 stick"),
+        ("gpt", False, "Action: wait"),
+        ("human", None, "Nothing happens"),
     ]
     turns = [dict(zip(("from", "loss", "value"), turn, strict=True)) for turn in said]
-    record = {"item_id": "x", "conversations": turns}
-    example = encode(chat, record)
+    example = encode(chat, {"item_id": "x", "conversations": turns})
     handler = example.trajectory
-    assert [m["role"] for m in handler.messages] == ["user", "assistant", "user", "assistant"]
-    assert [t.action_text for t in handler.turns] == ["Action: get 1 stick"]
-    assert sum(handler.loss_mask) == len(chat.action("Action: get 1 stick"))
+    assert [m["role"] for m in handler.messages] == ["user", "assistant"] * 3
+    assert [t.action_text for t in handler.turns] == ["Action: get 1 stick", "Action: wait"]
+    start, end = handler.turns[0].action_span
+    assert sum(handler.loss_mask) == sum(handler.loss_mask[start:end]) == end - start
     opening, turns = example.parts
     assert [who for who, _ in opening] == ["human", "gpt", "human"]
-    assert turns == (("gpt", "Action: get 1 stick"),)
+    assert turns == tuple((who, text) for who, _, text in said[3:6])
 
 
 # --- Oracles --------------------------------------------------------------------------------------
@@ -170,36 +157,14 @@ class Told(Letters):
     parse = staticmethod(action_line)
 
 
-def letters(count, urls, seed=0):
-    return demonstrations(NAME, load_tasks(NAME), count, seed, urls)
-
-
-def numbers_of(records):
-    return [int(record["item_id"].rpartition("_")[2]) for record in records]
-
-
-def test_an_oracle_is_asked_once_and_its_demonstrations_are_kept():
-    with serve(Told) as url:
-        first = letters(5, [url])
-    with registered(Told):  # no server is left: what comes now comes from the disk
-        assert letters(5, [url]) == first
-    assert len(first) == 5
-    assert actions_of(first[0]) == ["Thought: a is in the first half.\nAction: abc"] * 2
-
-
-def test_other_tasks_counts_seeds_or_sources_are_played_anew(monkeypatch):
+def test_demonstrations_are_kept_for_the_same_tasks_count_seed_and_source(monkeypatch):
     played = []
     shown = [{"item_id": "x"}]
     monkeypatch.setattr(data, "play_demonstrations", lambda *given: played.append(given) or shown)
     with registered():
         tasks = load_tasks(NAME)
-        for given in (
-            (tasks, 5, 0),
-            (tasks, 5, 0),
-            (tasks[1:], 5, 0),
-            (tasks, 6, 0),
-            (tasks, 5, 1),
-        ):
+        first = (tasks, 5, 0)
+        for given in (first, first, (tasks[1:], 5, 0), (tasks, 6, 0), (tasks, 5, 1)):
             demonstrations(NAME, *given)
         assert len(played) == 4
         monkeypatch.setattr(data, "source_of", lambda env: "changed")
@@ -216,9 +181,11 @@ def test_the_source_of_an_environment_is_all_its_files(monkeypatch):
 
 
 class Unlucky(Told):
-    """The oracle fails at every task with an even number."""
+    """The oracle fails or knows no move at every task with an even number."""
 
     def oracle(self):
+        if self.task_index % 4 == 0:
+            raise OracleLost("no move is known")
         return "", "abc" if self.task_index % 2 else "xyz"
 
 
@@ -227,24 +194,9 @@ def test_failures_are_left_out_and_made_up_for_and_an_oracle_that_always_fails_e
         assert len(play_demonstrations(NAME, load_tasks(NAME), 12, 0, [url])) == 8
     with serve(Unlucky) as url:
         found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
-        assert [number % 2 for number in numbers_of(found)] == [1] * 4
+        assert [int(record["item_id"][-1]) % 2 for record in found] == [1] * 4
         with pytest.raises(ValueError, match="solved none of 12"):
             demonstrations(NAME, load_tasks(NAME, subtasks=["even"]), 3, 0, [url])
-
-
-class Lost(Told):
-    """The oracle knows no move in odd tasks."""
-
-    def oracle(self):
-        if self.task_index % 2:
-            raise OracleLost("no move is known")
-        return super().oracle()
-
-
-def test_an_oracle_that_is_lost_costs_its_task_and_nothing_else():
-    with serve(Lost) as url:
-        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
-        assert [number % 2 for number in numbers_of(found)] == [0] * 4
 
 
 def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
@@ -277,25 +229,3 @@ def test_slips_are_right_later_or_were_right_before_and_are_not_imitated():
     again = demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
     assert again == slipped, "the same slips every time"
     assert demonstrations("textcraft", tasks, 24, 0) == clean, "kept apart"
-
-
-class Open(Told):
-    """The oracle spells out both letters, but the last ones, at any time, solve it."""
-
-    def oracle(self):
-        return "", "abc" if self.turn == 0 else "def"
-
-    def step(self, action):
-        observation, reward, ended, truncated, info = super().step(action)
-        if action == "def":
-            self.turn, ended, info = self.NUM_TURNS, True, {"success": True, "score": 1.0}
-        return observation, reward, ended, truncated, info
-
-
-def test_a_slip_that_solves_the_task_is_not_a_demonstration():
-    """Its only move would not be imitated: nothing to learn from, and the file unreadable."""
-    with serve(Open) as url:
-        found = demonstrations(NAME, load_tasks(NAME), 5, 0, [url], manner=Manner(slips=0.6))
-    turns = [[t for t in record["conversations"] if t["from"] == "gpt"] for record in found]
-    assert found and all(any(turn["loss"] for turn in each) for each in turns)
-    assert any(not turn["loss"] for each in turns for turn in each), "some slip and go on"

@@ -156,22 +156,14 @@ def test_the_gradient_on_every_token_is_the_slope_of_the_loop(kind, smoothing):
     assert (inputs.grad[2:] == 0).all(), "nor does the reference learn"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("kind", "smoothing"), SETTINGS)
-def test_saturated_pairs_stay_finite(kind, smoothing, dtype):
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_saturated_pairs_stay_finite(smoothing):
     """βh = ±10⁴, where log(sigmoid(x)) is −inf in float32 and its gradient NaN."""
-    h = (vector(1e4, -1e4), vector(0, 0), vector(0, 0), vector(0, 0))
-    inputs = [x.to(dtype).requires_grad_() for x in h]
-    got = preference_loss(*inputs, 1.0, smoothing, kind)
+    chosen = torch.tensor([1e4, -1e4], requires_grad=True)
+    got = preference_loss(chosen, *([torch.zeros(2)] * 3), 1.0, smoothing)
     got.loss.backward()
-    assert all(x.isfinite() for x in got)
-    assert inputs[0].grad.isfinite().all() and inputs[1].grad.isfinite().all()
-    slope = 2 * inputs[0].grad  # of each pair
-    if kind == "sigmoid":
-        assert slope.tolist() == pytest.approx([smoothing, smoothing - 1])
-        assert got.loss.item() == pytest.approx(1e4 / 2)  # ε · 10⁴ + (1 − ε) · 10⁴ over two pairs
-    if kind == "hinge":
-        assert slope.tolist() == [0, -1]
+    assert got.loss.item() == pytest.approx(1e4 / 2)  # ε · 10⁴ + (1 − ε) · 10⁴ over two pairs
+    assert (2 * chosen.grad).tolist() == pytest.approx([smoothing, smoothing - 1])
 
 
 # --- The update (trap 14) -------------------------------------------------------------------------
@@ -334,6 +326,9 @@ def test_three_tries_at_one_task_by_hand():
     assert counts == {"low return": 1}
     pairs, counts = pairs_and_counts(tries, pairs_per_task=1)
     assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"over pairs per task": 2})
+    nearly = played("t", "home", 0.6 + 0.39999999999999997 - 1e-16)
+    pairs, _ = pairs_and_counts([nearly, played("t", "go", 0.0)], min_gap=1.0, min_return=1.0)
+    assert len(pairs) == 1, "a rounding error is not a difference"
     with pytest.raises(ValueError, match='conversation b has no "return"'):
         pairs_and_counts([*tries, played("b", "go")])
 
@@ -347,11 +342,6 @@ def test_two_seeds_are_not_compared_though_they_open_alike():
     assert (described(pairs), counts) == ([("a", "open", "go", 1.0)], {"two seeds": 2})
     expert = [played("a", "light", 1.0)]  # of an unknown seed
     assert len(pairs_of_experts(expert, tries, DpoConfig(), Counter())) == 2
-
-
-def test_a_return_that_lacks_a_rounding_error_is_enough():
-    tries = [played("a", "open", 0.6 + 0.39999999999999997 - 1e-16), played("a", "go", 0.0)]
-    assert len(pairs_and_counts(tries, min_gap=1.0, min_return=1.0)[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -379,16 +369,13 @@ def test_an_expert_is_preferred_to_what_the_policy_did():
     pairs, counts = pairs_and_counts(expert, experience)
     assert described(pairs) == [("a", "light", "go", None), ("d", "take", "wait", None)]
     assert counts == {"equal texts": 1, "no partner": 3}  # b twice, and c
-
-
-def test_where_expert_and_policy_have_returns_they_decide():
+    # Where both have returns, they decide.
     expert = [played("a", "light", 1.0), played("a", "open", 0.5), played("b", "light", 1.0)]
     experience = [played("a", "go", 0.0), played("a", "wait", 0.7), played("b", "go", 1.0)]
     pairs, counts = pairs_and_counts(expert, experience, min_return=0.75)
     assert described(pairs) == [("a", "light", "go", 1.0)]
     assert counts == {"gap": 2, "low return": 1, "no partner": 1}
-    experts = [played("a", "light", 1.0), played("a", "open", 0.0)]
-    assert pairs_and_counts(experts, []) == ([], {"no partner": 1}), "not with another expert"
+    assert pairs_and_counts(expert[:2], []) == ([], {"no partner": 1}), "not with another expert"
 
 
 # --- Properties -----------------------------------------------------------------------------------
@@ -469,14 +456,6 @@ def test_no_more_pairs_are_scored_than_the_steps_take():
 # --- Tokens (traps 6 and 22) ----------------------------------------------------------------------
 
 
-def test_the_two_of_a_pair_are_a_group_with_one_opening():
-    pairs = [Pair(played(n, "open door"), played(n, "go")) for n in "ab"]
-    batch = batch_of(pairs, 0)
-    assert batch.group_ids.tolist() == [0, 0, 1, 1]
-    start = pairs[1].chosen.trajectory.turns[0].action_span[0]
-    assert opening_length(batch.rows([2, 3])) >= start
-
-
 def spelled(chat, text, total, stop="success"):
     """A trajectory of a run, sampled letter by letter: no tokenizer encodes it so."""
     handler = RolloutHandler(f"a-{text}", 1, "fake", "a", "", 0, 0, 2)
@@ -492,6 +471,9 @@ def test_the_very_ids_that_were_sampled_are_in_the_rows_also_from_files():
     chat = ChatTemplate(byte_tokenizer())
     first, second = spelled(chat, "Action: look", 1.0), spelled(chat, "Action: get", 0.0, "failure")
     pairs, _ = pairs_and_counts([Example(record_of(t), t) for t in (second, first)])
+    both = batch_of([*pairs, *pairs], 0)
+    assert both.group_ids.tolist() == [0, 0, 1, 1]
+    assert opening_length(both.rows([2, 3])) >= first.turns[0].action_span[0]
     again = [pair_in(json.loads(json.dumps(to_line(pair))), "", chat) for pair in pairs]
     assert described(again) == described(pairs)
     for source in (pairs, again):
@@ -650,20 +632,17 @@ def test_the_examples_of_the_page_are_read(tmp_path):
     [
         ({"min_return": math.nan}, "--min-return nan must be finite"),
         ({"beta": 0.0}, "--beta 0.0 must be above 0"),
-        ({"label_smoothing": 0.5}, "--label-smoothing 0.5 must be in"),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "--label-smoothing needs --loss sigmoid"),
         ({"mini_batch_size": 5}, "--mini-batch-size 5 must be even"),
         ({"expert": ("x",)}, "--expert needs"),
-        ({"pairs": ("x",), "data": ("y",)}, "--pairs, --data and --expert each say where"),
+        ({"pairs": ("x",), "data": ("x",)}, "--pairs, --data and --expert each say where"),
         ({"group_size": 1}, "--group-size 1 leaves no second"),
         ({"steps": 5, "iterations": 2}, "--steps 5 is not a multiple of --iterations 2"),
-        ({"rounds": (2, 4)}, "--rounds: dpo.py needs one number"),
         ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json is not there"),
     ],
 )
 def test_options_that_contradict_are_refused(changes, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x").touch(), (tmp_path / "y").touch()
+    Path("x").touch()
     with pytest.raises(Misuse, match=problem):
         DpoConfig(**changes).check()
     DpoConfig().check()

@@ -33,14 +33,20 @@ def url():
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, url):
-    """method -> what an undisturbed run leaves."""
-    left = {}
+def runs(tmp_path_factory, url):
+    """method -> the folder of an undisturbed run."""
+    folders = {}
     for method in PROGRAMS:
         values = settings(method, tmp_path_factory.mktemp(method), url, eval_every=2)
         assert run(method, values) == 0
-        left[method] = left_by(values["run_dir"])
-    return left
+        folders[method] = values["run_dir"]
+    return folders
+
+
+@pytest.fixture(scope="module")
+def whole(runs):
+    """method -> what an undisturbed run leaves."""
+    return {method: left_by(folder) for method, folder in runs.items()}
 
 
 def test_every_metric_that_rl_does_not_log_one_of_these_does(whole):
@@ -59,11 +65,8 @@ class Killed(BaseException):
 
 # (owner, name, which call of it is not reached)
 PLACES = {
-    "while it explores or reads": (MethodWorker, "roll_out", 1),
-    "before an iteration's summary is written": (methodworker, "write_json", 1),
     "in the second iteration's exploration": (MethodWorker, "roll_out", 2),
     "before the second summary": (methodworker, "write_json", 2),
-    "in the first update": (update, "optimize", 1),
     "in the last update": (update, "optimize", 4),
     "between logging and saving": (Session, "watch", 3),
     "before a checkpoint gets its name": (checkpoint, "finish_folder", 2),
@@ -72,8 +75,8 @@ PLACES = {
 # With a checkpoint of every third step what is lost may lie before an iteration.
 KILLS = [
     *((method, place, 3) for method in ("dpo", "agentevol") for place in PLACES),
-    *(("sft", place, 3) for place, (owner, *_) in PLACES.items() if owner in (update, Session)),
-    *((method, "in the last update", 1) for method in PROGRAMS),
+    ("sft", "between logging and saving", 3),
+    ("sft", "in the last update", 1),
 ]
 FAST = [
     ("dpo", "before the second summary", 3),
@@ -111,8 +114,9 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(kill, whole, tmp_path, url
 
 
 def test_a_failure_before_an_iteration_learns_loses_no_step(tmp_path, url, capsys, monkeypatch):
-    """An iteration begins with a weight sync and a pass of the reference; either may fail."""
-    values = settings("dpo", tmp_path, url, eval_every=4, save_every=100)
+    """An iteration begins with a weight sync and a pass of the reference; either may fail. Then
+    what goes on is the same method, and iterations of the same steps."""
+    values = settings("dpo", tmp_path, url, steps=2, save_every=100)
     original, fails = dpo.reference_sums, iter([False, True])  # in the second iteration
 
     def perhaps(*args):
@@ -123,9 +127,14 @@ def test_a_failure_before_an_iteration_learns_loses_no_step(tmp_path, url, capsy
     with monkeypatch.context() as patch:
         patch.setattr(dpo, "reference_sums", perhaps)
         assert run("dpo", values) == 1
-    assert (tmp_path / "run/checkpoints/step_000002").is_dir()
-    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
-    assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2, 3, 4]
+    assert (tmp_path / "run/checkpoints/step_000001").is_dir()
+    resume = {"resume": True, "run_dir": values["run_dir"]}
+    assert run("sft", resume) == 2
+    assert "holds a run of dpo" in capsys.readouterr().err
+    assert run("dpo", resume | {"steps": 4}) == 2
+    assert "leave out --steps" in capsys.readouterr().err
+    assert run("dpo", resume) == 0
+    assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2]
 
 
 def test_the_sampler_that_explores_is_compared_with_what_was_learned(
@@ -140,20 +149,6 @@ def test_the_sampler_that_explores_is_compared_with_what_was_learned(
     assert "other weights than the trainer" in said.err and "step 2, saved" in said.out
 
 
-def test_a_run_of_one_method_is_not_resumed_by_another(tmp_path, url, capsys):
-    values = settings("sft", tmp_path, url, steps=1)
-    assert run("sft", values) == 0
-    assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 2
-    assert "holds a run of sft" in capsys.readouterr().err
-
-
-def test_more_steps_are_refused_where_they_would_move_the_iterations(tmp_path, url, capsys):
-    values = settings("dpo", tmp_path, url, steps=2)
-    assert run("dpo", values) == 0
-    assert run("dpo", {"resume": True, "steps": 4, "run_dir": values["run_dir"]}) == 2
-    assert "leave out --steps" in capsys.readouterr().err
-
-
 def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
     files = IterationFiles(tmp_path, writes=True)
     lines = [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]  # other ends of lines are kept whole
@@ -163,27 +158,22 @@ def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
         assert files.read(iteration, must_exist=True) == (lines, {"n": iteration})
     (tmp_path / "iteration_003.json.bak").write_text("{}")  # a copy, which the run itself asks for
     files.drop_after(2)
-    assert files.read(2, must_exist=True) and files.read(3, must_exist=False) is None
+    assert {path.name[10:] for path in tmp_path.iterdir()} == {
+        *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
+    }
     (tmp_path / "iteration_002.json").unlink()
     with pytest.raises(TrainingError, match="iteration_002.json is gone"):
         files.read(2, must_exist=True)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [
-        *("iteration_001.json", "iteration_001.jsonl", "iteration_002.jsonl"),
-        "iteration_003.json.bak",
-    ]
 
 
 # --- What it learns from --------------------------------------------------------------------------
 
 
-def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
+def test_a_run_can_be_measured_and_learned_from_by_the_others(runs, tmp_path, url):
     """A run of dpo.py is data for sft.py and dpo.py, and evaluate.py takes its checkpoint."""
-    first = settings("dpo", tmp_path / "a", url, eval_every=4)
-    assert run("dpo", first) == 0
-    data = {"data": (first["run_dir"],), "eval_every": 0}
-    assert run("sft", settings("sft", tmp_path / "b", url, steps=1, min_return=0.4, **data)) == 0
-    files = sorted(Path(first["run_dir"]).glob("trajectories/step_*.jsonl"))
+    data = {"data": (runs["dpo"],), "steps": 1}
+    assert run("sft", settings("sft", tmp_path / "b", url, min_return=0.4, **data)) == 0
+    files = sorted(Path(runs["dpo"]).glob("trajectories/step_*.jsonl"))
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     enough = sum(row["return"] >= 0.4 for row in rows)
     assert 0 < enough < len(rows)
@@ -191,24 +181,24 @@ def test_a_run_can_be_measured_and_learned_from_by_the_others(tmp_path, url):
     assert run("dpo", settings("dpo", tmp_path / "c", url, **data)) == 0
     assert not list((tmp_path / "c/run/trajectories").glob("*"))  # it played nothing
     with fresh_process_state():
-        words = ["--run", first["run_dir"], "--out", str(tmp_path / "eval"), "--deterministic"]
+        words = ["--run", runs["dpo"], "--out", str(tmp_path / "eval"), "--deterministic"]
         assert evaluate_main([*words, "--env-addr", url, "--samples", "1"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "thinks"),
+    ("config", "thinks"),
     [
-        (EvolConfig, {}, False),  # smollm2-135m comes with a start that was shown actions alone
-        (EvolConfig, {"model": "tiny"}, True),  # and tiny with none
-        (EvolConfig, {"warm_start": "never"}, True),
-        (SftConfig, {}, True),  # which begins with no warm start
+        # smollm2-135m comes with a start that was shown actions alone, and tiny with none
+        (with_preset("laptop", "textcraft", EvolConfig), False),
+        (replace(with_preset("laptop", "textcraft", EvolConfig), model="tiny"), True),
+        (with_preset("laptop", "textcraft", SftConfig), True),  # which begins with no warm start
     ],
 )
-def test_the_oracle_demonstrates_as_it_did_for_the_start(kind, words, thinks, monkeypatch):
+def test_the_oracle_demonstrates_as_it_did_for_the_start(config, thinks, monkeypatch):
     monkeypatch.setattr(methodworker, "chat_of", lambda config: None)
     monkeypatch.setattr(methodworker, "encode_all", lambda chat, records: list(records))
-    config = replace(with_preset("laptop", "textcraft", kind), env_addr=("local",), **words)
-    records = methodworker.read_examples(complete(replace(config, num_demonstrations=8)))
+    config = complete(replace(config, env_addr=("local",), num_demonstrations=8))
+    records = methodworker.read_examples(config)
     turns = [turn for record in records for turn in record["conversations"] if turn["loss"]]
     assert len(records) == 8 and {"Thought:" in turn["value"] for turn in turns} == {thinks}
     slips = [t for r in records for t in r["conversations"][2:] if t["loss"] is False]
@@ -238,19 +228,17 @@ def test_held_out_tasks_among_what_is_learned_are_noted(capsys):
     assert "note: it learns from 1 of the 129 held-out tasks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_what_the_policy_did_not_sample_is_scored_at_temperature_1():
+    """What it sampled is fitted at its own: or each iteration would play sharper than the last."""
+    worker = MethodWorker.__new__(MethodWorker)
+    for config, expected in (
         (DpoConfig(pairs=("x",)), 1.0),
         (DpoConfig(), 0.2),
-        (EvolConfig(), 0.2),  # fitted at another, each iteration would play sharper than the last
+        (EvolConfig(), 0.2),
         (SftConfig(), 1.0),
-    ],
-)
-def test_what_the_policy_did_not_sample_is_scored_at_temperature_1(config, expected):
-    worker = MethodWorker.__new__(MethodWorker)
-    worker.config = replace(config, temperature=0.2)
-    assert worker.portions(4).temperature == expected
+    ):
+        worker.config = replace(config, temperature=0.2)
+        assert worker.portions(4).temperature == expected
 
 
 def test_a_run_goes_on_by_its_own_command_though_its_files_have_moved(tmp_path, url, monkeypatch):
@@ -261,11 +249,11 @@ def test_a_run_goes_on_by_its_own_command_though_its_files_have_moved(tmp_path, 
         Path("tried.jsonl"),
         [conversation(n, text, **{"return": r}) for n in range(3) for text, r in tries],
     )
-    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), steps=2, eval_every=0)
+    values = settings("dpo", tmp_path, url, data=("tried.jsonl",), steps=1)
     assert run("dpo", values) == 0
     Path("tried.jsonl").unlink()
-    assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 0
-    assert len(read_metrics(values["run_dir"])) == 4
+    assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 2}) == 0
+    assert len(read_metrics(values["run_dir"])) == 2
 
 
 # --- Iterations of dpo.py -------------------------------------------------------------------------
@@ -273,7 +261,8 @@ def test_a_run_goes_on_by_its_own_command_though_its_files_have_moved(tmp_path, 
 
 def test_the_reference_is_the_policy_at_the_start_of_each_iteration(tmp_path, url):
     """The first margin is 0; what is kept is a pair file, with the same references."""
-    values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step takes all pairs
+    small = {"tasks_per_iteration": 4, "mini_batch_size": 64}  # each step takes all pairs
+    values = settings("dpo", tmp_path, url, **small)
     assert run("dpo", values) == 0
     rows = read_metrics(values["run_dir"])
     for row in (rows[0], rows[2]):
@@ -303,38 +292,29 @@ def test_an_iteration_without_a_pair_changes_no_weight_but_the_first_ends_the_ru
         return original(*args) if len(calls) == 1 else []
 
     monkeypatch.setattr(dpo, "pairs_of", none_the_second_time)
-    values = settings("dpo", tmp_path, url, eval_every=4, save_every=3)
+    values = settings("dpo", tmp_path, url, steps=2)
     assert run("dpo", values) == 0
     assert "iteration 2: 0 pairs; left out: " in capsys.readouterr().out
     metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
     rows = read_metrics(values["run_dir"])
-    assert [row["policy/optimizer_steps"] for row in rows] == [1, 1, 0, 0]
-    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")  # killed within it
+    assert [row["policy/optimizer_steps"] for row in rows] == [1, 0]
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000002")  # killed within it
     assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics and len(calls) == 2
     assert run("dpo", settings("dpo", tmp_path / "b", url)) == 1
     assert "start from a model that solves some" in capsys.readouterr().err
 
 
-# --- Options, misuse ------------------------------------------------------------------------------
+# --- Misuse ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "changes", "words"),
-    [
-        ("sft", {"data": "{oops"}, "data.json, line 1 is not JSON"),
-        ("sft", {"data": "[]"}, "holds no conversation"),
-        ("sft", {"max_trajectory_tokens": 9}, "leaves none of the conversations; raise it"),
-        ("sft", {"hold_out": 1.0}, "--hold-out 1.0 must be a share"),
-        ("agentevol", {"keep_per_task": 0}, "--keep-per-task 0 must be at least 1"),
-    ],
-)
-def test_misuse_is_one_line_and_leaves_nothing(method, changes, words, tmp_path, url, capsys):
-    if "data" in changes:
-        (tmp_path / "data.json").write_text(changes["data"])
-        changes = {"data": (str(tmp_path / "data.json"),)}
-    values = settings(method, tmp_path, url, **changes)
-    assert run(method, values) == 2
-    error = capsys.readouterr().err
-    assert words in error and len(error.splitlines()) == 1
-    assert not Path(values["run_dir"]).exists()
+def test_nothing_to_learn_from_is_one_line_and_leaves_nothing(tmp_path, url, capsys):
+    for changes, words in (
+        ({"data": write_lines(tmp_path / "data.json", [])}, "holds no conversation"),
+        ({"max_trajectory_tokens": 9}, "leaves none of the conversations; raise it"),
+    ):
+        values = settings("sft", tmp_path, url, **changes)
+        assert run("sft", values) == 2
+        error = capsys.readouterr().err
+        assert words in error and len(error.splitlines()) == 1
+        assert not Path(values["run_dir"]).exists()

@@ -1,21 +1,16 @@
 """sft.py, dpo.py and agentevol.py: each learns, is killed anywhere, and runs on two processes."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from methods_toy import PROGRAMS, left_by, run, settings
 from test_distributed import launch
-from test_methodworker import FAST, KILLS, kill_and_resume, url, whole
+from test_methodworker import FAST, KILLS, kill_and_resume, runs, url, whole
 from toy_env import flags, read_metrics
 
-__all__ = ["url", "whole"]  # fixtures
+__all__ = ["runs", "url", "whole"]  # fixtures
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[2]
 PREFERRING = {"steps": 20, "iterations": 4, "group_size": 8, "min_gap": 0.1, "mini_batch_size": 32}
 PREFERRING |= {"learning_rate": 3e-3, "learning_rate_decay_steps": 1000}
 
@@ -43,22 +38,6 @@ def test_the_return_rises(method, changes, margin, tmp_path, url):
 @pytest.mark.parametrize("kill", [kill for kill in KILLS if kill not in FAST])
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(kill, whole, tmp_path, url, monkeypatch):
     kill_and_resume(*kill, whole, tmp_path, url, monkeypatch)
-
-
-@pytest.mark.parametrize("method", PROGRAMS)
-def test_a_process_that_is_killed_for_real_goes_on_to_the_same(method, tmp_path, url, whole):
-    values = settings(method, tmp_path, url, eval_every=2, save_every=3)
-    command = [sys.executable, "tests/start_method.py", method]
-    for words, lines in ((flags(**values), 2), (["--resume", "--run-dir", values["run_dir"]], 3)):
-        process = subprocess.Popen([*command, *words], cwd=ROOT)
-        log = Path(values["run_dir"]) / "metrics.jsonl"
-        while not log.exists() or len(log.read_bytes().splitlines()) < lines:
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
-    assert left_by(values["run_dir"]) == whole[method]
 
 
 @pytest.mark.parametrize("method", PROGRAMS)
