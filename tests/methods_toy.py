@@ -13,7 +13,7 @@ PROGRAMS = {"sft": sft, "dpo": dpo, "agentevol": agentevol}
 OWN = {
     "sft": {"num_demonstrations": 8, "hold_out": 0.2, "mini_batch_size": 4, "learning_rate": 3e-3},
     "dpo": {
-        "tasks_per_iteration": 8,
+        "tasks_per_iteration": 4,
         "group_size": 4,
         "iterations": 2,
         "min_gap": 0.05,

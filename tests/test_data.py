@@ -213,19 +213,16 @@ def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
 def test_slips_are_right_later_or_were_right_before_and_are_not_imitated():
     tasks = load_tasks("textcraft", "short_train")
     clean = play_demonstrations("textcraft", tasks, 24, 0)
-    slipped = play_demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
+    slipped = demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
+    assert demonstrations("textcraft", tasks, 24, 0) == clean, "kept apart"
     assert [record["item_id"] for record in slipped] == [record["item_id"] for record in clean]
     assert all(turn["loss"] is not False for record in clean for turn in record["conversations"])
     wrong = failed = 0
     for record, model in zip(slipped, clean, strict=True):
         turns = record["conversations"]
-        for place, turn in enumerate(turns):
+        for turn, answer in zip(turns, [*turns[1:], {"value": ""}]):
             if turn["from"] == "gpt" and not turn["loss"]:
                 wrong += 1
+                failed += answer["value"].startswith("Could not")
                 assert turn["value"] in actions_of(model)
-                answer = turns[place + 1]["value"] if place + 1 < len(turns) else ""
-                failed += answer.startswith("Could not")
     assert wrong > 20 and failed > 0.3 * wrong, (wrong, failed)
-    again = demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
-    assert again == slipped, "the same slips every time"
-    assert demonstrations("textcraft", tasks, 24, 0) == clean, "kept apart"

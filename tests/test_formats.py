@@ -19,10 +19,6 @@ def written(path, text):
     return path
 
 
-def lines_of(records):
-    return "\n".join(map(json.dumps, records))
-
-
 def read(*paths):
     return list(read_records(paths))
 
@@ -40,15 +36,6 @@ def test_a_file_is_a_list_or_has_an_object_on_each_line(tmp_path, form):
     assert read(written(tmp_path / "a.json", form(RECORDS))) == RECORDS
 
 
-def test_messages_are_learned_unless_they_have_weight_0(tmp_path):
-    messages = said(3)
-    messages[2]["weight"] = 0
-    file = written(tmp_path / "a.jsonl", lines_of([{"messages": said(1)}, {"messages": messages}]))
-    first, second = read(file)
-    assert [t["loss"] for t in first["conversations"]] == [False, False, True, False, True]
-    assert [t["loss"] for t in second["conversations"]] == [False, False, False, False, True]
-
-
 def test_a_record_without_an_id_is_a_task_of_its_own(tmp_path):
     """Also where a list stands on one line, and where shards in two folders have one name."""
     shards = [tmp_path / name / "train.json" for name in ("a", "b")]
@@ -60,17 +47,19 @@ def test_a_record_without_an_id_is_a_task_of_its_own(tmp_path):
     assert both == [f"{shard}:{place}" for shard in shards for place in (1, 2)]
 
 
-def test_ids_seeds_and_returns_are_kept_and_a_weight_of_another_run_is_not(tmp_path):
-    turns = RECORDS[0]["conversations"]
+def test_weights_of_messages_ids_seeds_and_returns_are_read_and_of_a_record_no_weight(tmp_path):
+    turns, messages = RECORDS[0]["conversations"], said(1)
+    messages[2]["weight"] = 0
     records = [
-        {"messages": said(1), "id": 7, "seed": 3, "return": 0.5, "weight": 9},
+        {"messages": messages, "id": 7, "seed": 3, "return": 0.5, "weight": 9},
         {"id": "x", "item_id": None, "conversations": turns},
         {"id": "x", "item_id": "y", "conversations": turns, "reward": 0},  # AgentGym's name
     ]
-    found = read(written(tmp_path / "a.jsonl", lines_of(records)))
+    found = read(written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records))))
     assert [record["item_id"] for record in found] == ["7", "x", "y"]
     assert [record.get("return") for record in found] == [0.5, None, 0]
     assert found[0]["seed"] == 3 and "weight" not in found[0]
+    assert [t["loss"] for t in found[0]["conversations"]] == [False, False, False, False, True]
 
 
 def with_turns(*turns, **more):

@@ -12,7 +12,7 @@ from toy_env import flags, read_metrics
 __all__ = ["runs", "url", "whole"]  # fixtures
 pytestmark = pytest.mark.long
 PREFERRING = {"steps": 20, "iterations": 4, "group_size": 8, "min_gap": 0.1, "mini_batch_size": 32}
-PREFERRING |= {"learning_rate": 3e-3, "learning_rate_decay_steps": 1000}
+PREFERRING |= {"learning_rate": 3e-3, "learning_rate_decay_steps": 1000, "tasks_per_iteration": 8}
 
 
 @pytest.mark.parametrize(
