@@ -19,9 +19,9 @@ from dpo import DpoConfig
 from engines import EngineError
 from evaluate import main as evaluate_main
 from reporting.metrics import METRICS
-from run import checkpoint, methodworker
+from run import methodworker
 from run.methodworker import IterationFiles, MethodWorker
-from run.session import Session, TrainingError
+from run.session import TrainingError
 from sft import SftConfig
 
 
@@ -62,54 +62,35 @@ class Killed(BaseException):
     """Ends a run where it stands: nothing is saved for it."""
 
 
-# (owner, name, which call of it is not reached)
-PLACES = {
-    "in the second iteration's exploration": (MethodWorker, "roll_out", 2),
-    "before the second summary": (methodworker, "write_json", 2),
-    "in the last update": (update, "optimize", 4),
-    "between logging and saving": (Session, "watch", 3),
-    "before a checkpoint gets its name": (checkpoint, "finish_folder", 2),
-    "in an evaluation": (Session, "evaluate", 2),
-}
-# With a checkpoint of every third step what is lost may lie before an iteration.
-KILLS = [
-    *((method, place, 3) for method in ("dpo", "agentevol") for place in PLACES),
-    ("sft", "between logging and saving", 3),
-    ("sft", "in the last update", 1),
-]
-FAST = [
-    ("dpo", "before the second summary", 3),
-    ("agentevol", "in the second iteration's exploration", 3),
-    ("sft", "in the last update", 1),
-]
-
-
-def kill_and_resume(method, place, save_every, whole, tmp_path, url, monkeypatch):
-    owner, name, number = PLACES[place]
+@pytest.mark.parametrize(
+    ("method", "owner", "name", "fatal_call"),
+    [
+        ("dpo", methodworker, "write_json", 2),  # before the second iteration's summary
+        ("agentevol", MethodWorker, "roll_out", 2),  # in the second iteration's exploration
+        ("sft", update, "optimize", 4),  # in the last update
+    ],
+)
+def test_killed_it_goes_on_to_the_same_bytes(
+    method, owner, name, fatal_call, whole, tmp_path, url, monkeypatch
+):
     original, calls = getattr(owner, name), Counter()
 
     def die(*args, **kwargs):
         calls[name] += 1
-        if calls[name] == number:
+        if calls[name] == fatal_call:
             raise Killed
         return original(*args, **kwargs)
 
-    values = settings(method, tmp_path, url, eval_every=2, save_every=save_every)
+    # With a checkpoint of every third step what is lost may lie before an iteration.
+    values = settings(method, tmp_path, url, eval_every=2, save_every=3)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die)
-        if owner is update:  # where it was imported to
-            patch.setattr(dpo, name, die)
         with pytest.raises(Killed):
             run(method, values)
     assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
     left = left_by(values["run_dir"])
     for part in left:
         assert left[part] == whole[method][part], part
-
-
-@pytest.mark.parametrize("kill", FAST)  # the others: tests/long/
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(kill, whole, tmp_path, url, monkeypatch):
-    kill_and_resume(*kill, whole, tmp_path, url, monkeypatch)
 
 
 def test_a_failure_before_an_iteration_learns_loses_no_step(tmp_path, url, capsys, monkeypatch):
