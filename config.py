@@ -214,8 +214,8 @@ class RunConfig(Portions):
         """Raise ValueError for values that cannot work, alone or together."""
         check_ranges(self)
         check_environments(self)
-        if self.stop_at and not self.eval_every:
-            raise Misuse("--stop-at waits for held-out success; set --eval-every above 0")
+        if self.stop_at is not None and not (self.stop_at and self.eval_every):
+            raise Misuse("--stop-at waits for held-out success: it and --eval-every are above 0")
         turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
         if turn >= trajectory:
             raise Misuse(f"--max-tokens-per-turn {turn} >= --max-trajectory-tokens {trajectory}")
@@ -569,6 +569,8 @@ def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
     """Raise ValueError unless each is an address; `local` may stand for `env`'s."""
     for address in addresses:
         if name == "env_addr" and address == LOCAL:
+            if len(addresses) > 1:
+                raise ValueError(f"--env-addr {LOCAL} is not a server; give it alone")
             check_local(env)
         else:
             checked_url(address, flag(name))
@@ -770,8 +772,9 @@ def check_resumed(config: RunConfig) -> None:
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
     if other := " ".join(flag(n) for n in changed if n not in CHANGEABLE or n in config.fixed):
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
-    checkpoints = Path(config.run_dir or "").glob("checkpoints/step_??????")
-    done = max((int(path.name[5:]) for path in checkpoints), default=0)
+    checkpoints = Path(config.run_dir or "").glob("checkpoints/step_*")
+    steps = [int(path.name[5:]) for path in checkpoints if path.name[5:].isdecimal()]
+    done = max(steps, default=0)
     if 0 < config.steps < done:  # 0: as many as --epochs take
         raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
 

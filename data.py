@@ -25,7 +25,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -33,7 +33,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chat import ChatTemplate
-from envclient import EnvClient, EnvPool, StepOutsideEpisode, local_server
+from envclient import (
+    EnvClient,
+    EnvConnectionError,
+    EnvPool,
+    EnvServerError,
+    EnvTimeout,
+    StepOutsideEpisode,
+    local_server,
+)
 from envs import Task, env_name, get_env, variant_of
 from run.files import build_folder, cache_dir
 from run.progress import phase
@@ -138,6 +146,7 @@ def has_exact_ids(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
 
 NUM_CLIENTS = 4  # episodes side by side
 MAX_TURNS = 50  # of a demonstration
+NUM_TRIES = 3  # of a demonstration whose environment fails
 
 
 class Manner(NamedTuple):
@@ -164,7 +173,7 @@ def demonstrate(client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    play = partial(_play, client, task, seed, manner.thoughts)
+    play = partial(_play_again, client, task, seed, manner.thoughts)
     clean = play(lambda num_done: None)
     if clean is None or not manner.slips:
         return clean
@@ -176,6 +185,14 @@ def demonstrate(client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN
         return rng.choice(moves) if moves and rng.random() < manner.slips else None
 
     return play(slip)
+
+
+def _play_again(client: EnvClient, *arguments: Any) -> Record | None:
+    """`_play`, up to NUM_TRIES times where the environment fails: a warm start is hours of play."""
+    for _ in range(NUM_TRIES - 1):
+        with suppress(EnvConnectionError, EnvTimeout, EnvServerError):
+            return _play(client, *arguments)
+    return _play(client, *arguments)
 
 
 def _play(

@@ -52,7 +52,7 @@ from run.progress import phase
 
 MAX_CLOSING = 64  # threads that close sessions
 BACK_OFF_S = 0.2  # before a full server is asked again
-MAX_REST_S = 30.0  # longest that a pool leaves a dead server alone
+MISTAKE_WAIT_S = 1.0  # for an address that has never worked: it may be starting beside us
 # Servers evict sessions that are not closed, so a hung one is not worth timeout_s.
 CLOSE_TIMEOUT_S = 2.0
 BODY_CHARS = 500  # of an answer, in error messages
@@ -352,9 +352,14 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         elif fields:
             query = f"?{urlencode(fields)}"
         self._is_asking = True
+        until = time.monotonic() + self.timeout_s
         try:
-            answer = line.ask(method, path + query, body, headers, timeout_s or self.timeout_s)
-            return read_answer(url, answer.status, answer.body)
+            while True:
+                answer = line.ask(method, path + query, body, headers, timeout_s or self.timeout_s)
+                is_full = answer.status == 429 and path not in ("/create", "/close")
+                if not is_full or time.monotonic() > until:
+                    return read_answer(url, answer.status, answer.body)
+                time.sleep(BACK_OFF_S)  # nothing was done, so anything may be asked again
         except ExchangeError as error:
             kind, hint = UNANSWERED[type(error)]
             unanswered = kind(f"{method}: {error}; {hint}", url)
@@ -379,22 +384,18 @@ class Address:
     clients: set[EnvClient] = field(default_factory=set)  # not closed; some open their session
     rest_s: float = 0.0  # the latest pause after a failure; 0: it works
     rests_until: float = 0.0  # time.monotonic() from which it may be used
+    tried_by: EnvClient | None = None  # after a failure one client tries it
     last_error: EnvError | None = None
     has_worked: bool = False
-
-    def rest(self, back_off_s: float) -> None:
-        self.rest_s = min(2 * self.rest_s or back_off_s, MAX_REST_S)
-        self.rests_until = time.monotonic() + self.rest_s
 
 
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
     A new client goes to the address with the fewest. An address that cannot be reached rests for
-    back_off_s, doubled with each further failure up to MAX_REST_S; then one client tries it while
-    the others go elsewhere. A full one (429) rests for a moment. A server that has worked may be
-    restarting, so the pool waits for it; an address that never worked is a mistake and raises at
-    once.
+    back_off_s, doubled with each further failure up to half of dead_wait_s; then one client tries
+    it while the others go elsewhere. A full one (429) rests for a moment. A server that has worked
+    may be restarting, so the pool waits for it; an address that never worked is a mistake.
 
     Args:
         dead_wait_s: how long client() waits, in seconds, for servers that have worked before.
@@ -445,7 +446,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 what = f"this server is of {served}, not of {env_name(self.env)}: see --env-addr"
                 raise EnvError(what, address.url)
             with self._changed:
-                address.has_worked, address.last_error = True, None
+                address.has_worked, address.last_error, address.tried_by = True, None, None
                 address.rest_s = address.rests_until = 0.0
                 self._changed.notify_all()
             return client
@@ -481,11 +482,15 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             if isinstance(error, TooManySessions):
                 address.rests_until = max(address.rests_until, now + BACK_OFF_S)
             elif is_down and now >= address.rests_until:  # many notice one crash: count it once
-                address.rest(self.back_off_s)
+                longest_s = max(self.dead_wait_s / 2, self.back_off_s)
+                address.rest_s = min(2 * address.rest_s or self.back_off_s, longest_s)
+                address.rests_until = now + address.rest_s
 
     def release(self, client: "_PooledClient") -> None:
         with self._changed:
             client.address.clients.discard(client)
+            if client.address.tried_by is client:
+                client.address.tried_by = None
             self._changed.notify_all()
 
     def _pick(self, started: float, avoid: Collection[str]) -> "_PooledClient":
@@ -493,19 +498,20 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         with self._changed:
             while True:
                 now = time.monotonic()
-                usable = [a for a in self.addresses if now >= a.rests_until]
+                free = [a for a in self.addresses if a.tried_by is None]
+                usable = [a for a in free if now >= a.rests_until]
                 if usable and not self._is_closed:
                     address = min(usable, key=lambda a: (a.url in avoid, len(a.clients)))
-                    if address.rest_s:  # this client tries it, and the others wait
-                        address.rest(self.back_off_s)
                     client = _PooledClient(self, address)
                     address.clients.add(client)
+                    if address.rest_s:
+                        address.tried_by = client
                     return client
                 error, patience_s = self._why_none_is_usable()
                 if now >= started + patience_s:
                     raise error
-                wake_at = min(started + patience_s, *(a.rests_until for a in self.addresses))
-                self._changed.wait(wake_at - now)
+                wake_at = [started + patience_s, *(a.rests_until for a in free)]
+                self._changed.wait(min(wake_at) - now)
 
     def _why_none_is_usable(self) -> tuple[EnvError, float]:
         """What to raise if that lasts for so many seconds."""
@@ -520,7 +526,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         what = f"no {self.env} server can be used; last errors:{lines}"
         has_worked = any(address.has_worked for address in self.addresses)
         is_mistake = not has_worked and all(isinstance(error, UNREACHABLE) for error in errors)
-        return AllServersDown(what, where), 0.0 if is_mistake else self.dead_wait_s
+        return AllServersDown(what, where), MISTAKE_WAIT_S if is_mistake else self.dead_wait_s
 
 
 class _PooledClient(EnvClient):

@@ -182,6 +182,9 @@ def _problem_of_turn(turn: Any) -> str | None:
         return "has a list as its value: join the texts of its parts"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
         return "must be from human, gpt or system, with a text as its value"
+    ids = turn.get("ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        return "has ids that are not token ids: leave them out"
     if not is_sound(turn["value"]):
         return "holds half of a surrogate pair, which cannot be encoded"
     return None

@@ -67,6 +67,9 @@ class Delay(TextCraft):
     WIRE = Wire()  # type: ignore[assignment]
     IS_FAST = False
 
+    def __init__(self) -> None:
+        """Without TextCraft's recipes, which many threads at once would each read."""
+
     @staticmethod
     def num_tasks() -> int:
         return len(LATENCIES)

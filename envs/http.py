@@ -16,6 +16,7 @@ import io
 import json
 import math
 import re
+import select
 import socket
 import ssl
 import time
@@ -135,7 +136,7 @@ class Line:
     def _idle_connection(self) -> HTTPConnection | None:
         with contextlib.suppress(IndexError):  # none is idle; other threads take from the list too
             since, connection = self._idle.pop()
-            if time.monotonic() - since < IDLE_CONNECTION_S:
+            if time.monotonic() - since < IDLE_CONNECTION_S and not _has_news(connection):
                 return connection
             connection.close()
             self.close()  # the others have been idle for longer
@@ -227,6 +228,14 @@ class _Timed(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+def _has_news(connection: HTTPConnection) -> bool:
+    """Whether something has come without being asked for: usually the end of the connection, which
+    a server may close after an error, or sooner than ours."""
+    waiting = select.poll()
+    waiting.register(connection.sock, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _one_line(error: BaseException) -> str:

@@ -96,6 +96,7 @@ class Session:
     session_id: int
     env: Any = None
     turn: dict | None = None  # what the episode's latest reset or step answered
+    shown: dict | None = None  # what /create showed, to be read until the first /reset
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -215,19 +216,23 @@ terminated, truncated, info
     """
     if not isinstance(outcome, tuple) or len(outcome) != len(TURN):
         raise failure(f"step does not return {', '.join(TURN)}")
-    turn = {
-        name: value.item() if hasattr(value, "item") else value  # numpy's as Python's
-        for name, value in zip(TURN, outcome, strict=True)
-    }
+    turn = {name: _unwrapped(value) for name, value in zip(TURN, outcome, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
             raise failure(f"step gives {name} as {type(value).__name__}")
     if not math.isfinite(turn["reward"]):
         raise failure(f"step gives a reward of {turn['reward']}, which must be finite")
     success = turn["info"].get("success", False)
-    if not isinstance(success.item() if hasattr(success, "item") else success, bool):
+    if not isinstance(_unwrapped(success), bool):
         raise failure(f"step gives info['success'] as {type(success).__name__}")
     return turn
+
+
+def _unwrapped(value: Any) -> Any:
+    """A number or flag of numpy's or torch's as Python's; anything else as it is."""
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # an array of several
+        return value.item()
+    return value
 
 
 def first_turn(observation: Any) -> dict[str, Any]:
@@ -278,6 +283,7 @@ class Episodes:
         except ApiError:  # its client will never learn of this session
             await self.sessions.close(session.session_id)
             raise
+        session.shown = turn
         return self.wire.create(session.session_id, turn)
 
     async def _reset(self, fields: Any) -> Any:
@@ -286,6 +292,7 @@ class Episodes:
         seed = _field(fields, "seed", int, 0)
         async with self.sessions.use(session_id) as session:
             turn = await self._play(session, first_turn, "reset", task_index, seed)
+            session.shown = None
             session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
             return self.wire.reset(session_id, session.turn, task_index)
 
@@ -304,13 +311,13 @@ class Episodes:
         return self.wire.close(await self.sessions.close(self._session_id(fields)))
 
     async def _observation(self, fields: Any) -> Any:
-        async with self._episode(fields) as (_, turn):
+        async with self._episode(fields, shown=True) as (_, turn):
             return self.wire.observation(turn)
 
     async def _detail(self, fields: Any) -> Any:
-        async with self._episode(fields) as (_, turn):
-            shown = {name: turn[name] for name in ("observation", "done", "reward")}
-            return shown | {"deleted": False}
+        async with self._episode(fields, shown=True) as (_, turn):
+            seen = {name: turn[name] for name in ("observation", "done", "reward")}
+            return seen | {"deleted": False}
 
     async def _ask(self, fields: Any, method: str) -> Any:
         async with self._episode(fields) as (session, _):
@@ -326,15 +333,18 @@ class Episodes:
         return _field(fields, self.wire.session_field, int)
 
     @asynccontextmanager
-    async def _episode(self, fields: Any) -> AsyncIterator[tuple[Session, dict]]:
-        """The session that a request names, and its latest turn."""
+    async def _episode(
+        self, fields: Any, shown: bool = False
+    ) -> AsyncIterator[tuple[Session, dict]]:
+        """The session that a request names, and its latest turn (`shown`: or that of /create)."""
         session_id = self._session_id(fields)
         async with self.sessions.use(session_id) as session:
-            if session.turn is None:
+            turn = session.turn or (session.shown if shown else None)
+            if turn is None:
                 names = f"{self.wire.session_field} and {self.wire.index_field}"
                 hint = f"POST /reset with {names} starts one"
                 raise ApiError(409, f"session {session_id} has no episode", hint)
-            yield session, session.turn
+            yield session, turn
 
     async def _play(
         self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
@@ -344,7 +354,7 @@ class Episodes:
             turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
         except ApiError as error:
             if error.status == 500:  # its state is unknown: only a reset repairs it
-                session.turn = None
+                session.turn = session.shown = None
             raise
         reward, done = self.wire.to_points(turn["reward"]), turn["terminated"] or turn["truncated"]
         return turn | {"reward": reward, "done": done}

@@ -83,8 +83,8 @@ class Trackers:
             write_json(path, {"id": secrets.token_hex(4)})
         options = json.loads(json.dumps(config, default=str))
         for name in names:
-            run_id = json.loads(path.read_text())["id"]
             try:
+                run_id = json.loads(path.read_text())["id"]
                 self.trackers[name] = start(name, run_dir, run_id, options, resume_step)
             except Exception as error:  # others' packages may raise anything
                 self.close()

@@ -186,11 +186,14 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
     path = folder_of(run_dir, step) / STATE
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        missing = {"format", *expected} - state.keys()
+    except (OSError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
-    if state.get("format") != FORMAT:
+    if missing:
+        raise _unreadable(path, f"it says nothing of {' or '.join(sorted(missing))}")
+    if state["format"] != FORMAT:
         raise CheckpointError(
-            f"{path.parent} has format {state.get('format')} and this program reads {FORMAT}: "
+            f"{path.parent} has format {state['format']} and this program reads {FORMAT}: "
             "resume with the version that wrote it, or start a new run"
         )
     for name, value in expected.items():

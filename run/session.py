@@ -156,7 +156,13 @@ class Session(Generic[WorkerType]):
         if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
-            self.load_state_dict(state)
+            try:
+                self.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise TrainingError(
+                    f"{self.run.path} was saved after step {self.completed_step} by another "
+                    f"version ({error!r}): resume with that one, or start a new run"
+                ) from error
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
                     f"{worker.start} holds other weights than when this run began, and it needs "

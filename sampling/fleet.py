@@ -175,6 +175,7 @@ class Server:
     def check(self) -> int:
         """The seed it runs with. EngineError if it is not up, or does not run as it must."""
         try:
+            self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)  # one that hangs is soon known
             info = self.call("GET", "/server_info?config_format=json")
             config = info["vllm_config"]["model_config"]
             mode, seed = config["logprobs_mode"], config["seed"]

@@ -174,6 +174,8 @@ MISUSE = {
     "--tasks-per-stepp 3": "did you mean --tasks-per-step?",
     # out of range; what must be above 0 is below
     "--gamma 1.5 --algorithm ppo": "--gamma 1.5",
+    "--stop-at 0": "--stop-at",
+    "--env-addr local http://127.0.0.1:1": "give it alone",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--subtasks": "--subtasks takes at least one value",

@@ -189,6 +189,23 @@ class Unlucky(Told):
         return "", "abc" if self.task_index % 2 else "xyz"
 
 
+class Shaky(Told):
+    """Fails once."""
+
+    left = [1]
+
+    def oracle(self):
+        if self.left:
+            raise RuntimeError(f"no more memory {self.left.pop()}")
+        return super().oracle()
+
+
+def test_an_environment_that_fails_once_does_not_end_the_warm_start():
+    with serve(Shaky) as url:
+        assert len(play_demonstrations(NAME, load_tasks(NAME), 8, 0, [url])) == 8
+    assert not Shaky.left
+
+
 def test_failures_are_left_out_and_made_up_for_and_an_oracle_that_always_fails_ends():
     with serve(Told) as url:  # eight tasks, and the seed changes nothing: none is shown twice
         assert len(play_demonstrations(NAME, load_tasks(NAME), 12, 0, [url])) == 8

@@ -276,6 +276,22 @@ def test_a_failed_step_raises_its_own_error_once_and_is_never_repeated(
 # --- Sessions and misuse -------------------------------------------------------------------------
 
 
+def test_a_server_that_is_full_has_done_nothing_and_is_asked_again(server, playing):
+    server.script["/step"] = server.script["/reset"] = [(429, {"error": "slow down"})] * 2
+    assert playing.step(ACTION).observation and playing.reset(0)
+    assert server.count("/step") == 3
+
+
+def test_one_client_tries_a_server_that_hangs_and_the_others_go_elsewhere(server, other):
+    with pool_over(server, other, timeout_s=2.0, back_off_s=0.05, dead_wait_s=1.0) as pool:
+        hung = next(a for a in pool.addresses if a.url == server.url)
+        hung.rest_s, server.script["/create"] = 0.05, [(200, "hang")] * 9
+        with ThreadPoolExecutor(4) as threads:
+            tries = [threads.submit(pool.client) for _ in range(5)]
+            assert {each.result().base_url for each in tries} == {other.url}
+    assert server.count("/create") == 1
+
+
 def test_reset_opens_a_new_session_for_one_that_the_server_has_forgotten(server, playing):
     server.script["/reset"] = [(404, {"error": "session 0 does not exist", "hint": "POST /create"})]
     assert playing.reset(5) == "Goal: craft stick."
@@ -389,11 +405,11 @@ def test_clients_count_a_crash_once_and_wait_for_no_address_that_never_worked(se
     server.close()
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
-    monkeypatch.setattr("envclient.MAX_REST_S", 5.0)
+    monkeypatch.setattr("envclient.MISTAKE_WAIT_S", 0.0)
     pauses = []
     with (
         ThreadPoolExecutor(16) as threads,
-        pool_over(server, back_off_s=1.0, dead_wait_s=60.0) as pool,
+        pool_over(server, back_off_s=1.0, dead_wait_s=10.0) as pool,
     ):
         (address,) = pool.addresses
         for _ in range(5):

@@ -147,6 +147,12 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
         ("oracle", '"It is always heads.", "heads"', '"ba"', "gives 'ba', not a thought and an"),
         ("step", 'info["score"], True, False', "0.0, True", "does not return observation, reward"),
         ("step", 'return "It is heads."', "return 42", "observation as int"),
+        (
+            "step",
+            'return "It is heads."',
+            "import numpy\n        return numpy.ones(2)",
+            "as ndarray",
+        ),
         ("step", 'info["score"], True', "float('nan'), True", "reward of nan"),
         ("step", 'action == "heads",', "1,", "info['success'] as int"),
     ],

@@ -63,7 +63,8 @@ def test_weights_of_messages_ids_seeds_and_returns_are_read_and_of_a_record_no_w
 
 
 def with_turns(*turns, **more):
-    turns = [dict(zip(("from", "loss", "value"), turn)) for turn in turns]
+    names = ("from", "loss", "value")
+    turns = [turn if isinstance(turn, dict) else dict(zip(names, turn)) for turn in turns]
     return {"item_id": "x", "conversations": turns} | more
 
 
@@ -74,6 +75,7 @@ WRONG = [
     ('{"messages": [{"role": ["tool"]}]}', "message 0 has role ['tool']"),
     ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "message 0 has tool_calls"),
     (with_turns(("human", None, ["a"])), "join the texts of its parts"),
+    (with_turns({"from": "gpt", "value": "b", "ids": ["q"]}), "ids that are not token ids"),
     (with_turns(), "conversation x has nothing to learn from"),
     (with_turns(*OK, ("gpt", True, "c")), "turn 2 is from gpt, expected human"),
     (with_turns(("human", None, "a"), ("gpt", None, "b")), 'mark the gpt turns to learn with "los'),

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import envs.http
 from envs.http import (
     ExchangeError,
     Line,
@@ -94,6 +95,12 @@ def test_many_threads_share_a_line_and_its_connections(monkeypatch):
         line.ask("GET", "/")
         assert len(line._idle) == 1, "those that were idle for too long are dropped"
         line.close()
+    with serving(whole(b"{}")) as url:  # closes each connection after its answer, unannounced
+        line = Line(url, 20.0)
+        for _ in range(3):
+            assert line.ask("GET", "/").body == b"{}"
+            while line._idle and not envs.http._has_news(line._idle[0][1]):
+                time.sleep(0.01)
 
 
 def test_a_proxy_is_asked_for_the_whole_address_with_its_password():

@@ -79,7 +79,7 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
             "subtasks": {name: row["avg"] for name, row in scores["subtasks"].items()},
         }
         for path in paths
-        if (scores := read_json(path))  # empty while an evaluation goes on
+        if {"overall", "samples", "subtasks"} <= (scores := read_json(path)).keys()
     ]
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
-from formats import read_records
+from formats import read_each, to_record
 from trajectory import COUNTED, HEAD_END, LOST
 
 if TYPE_CHECKING:
@@ -166,19 +166,27 @@ def index(path: Path) -> Lines:
 
 def open_lines(path: Path) -> Lines:
     """The index of a file. AgentTraj conversations, as one JSON list or one a line, are first
-    written as trajectories to a temporary file.
+    written as trajectories to a temporary file; what is no conversation is counted as broken.
 
-    Raises: ValueError if a conversation is not one; the message says which.
+    Raises: ValueError if the file is not JSON; the message says where.
     """
     with open(path, "rb") as file:
         is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
     if not is_agenttraj:
         return index(path)
-    lines = [json.dumps(line_of(record)) + "\n" for record in read_records([path])]
+    lines = [f"{line}\n" for line in read_each([path], _line_in)]
     converted = Path(tempfile.mkdtemp(), path.name)
     atexit.register(shutil.rmtree, converted.parent, ignore_errors=True)
     converted.write_text("".join(lines))
     return index(converted)
+
+
+def _line_in(content: Any, name: str) -> str | None:
+    try:
+        record = to_record(content, name)
+    except ValueError:
+        return "broken"
+    return json.dumps(line_of(record)) if record else None
 
 
 def line_of(record: Record) -> dict[str, Any]:

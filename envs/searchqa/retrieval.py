@@ -32,6 +32,7 @@ import threading
 import time
 import unicodedata
 from array import array
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +44,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-
-try:
-    import bm25s  # type: ignore[import-untyped]
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"SearchQA needs {error.name}, which is not installed; run `make setup ENV=searchqa`"
-    ) from error
 
 from envs.http import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
 from envs.searchqa.corpus import Corpus, open_corpus
@@ -99,6 +93,7 @@ class BM25:
         self.corpus = corpus
         # A search in a large corpus takes 4 bytes a passage, and a server has many sessions.
         self._at_once = threading.Semaphore(os.cpu_count() or 1)
+        bm25s = _bm25s()
         key = json.dumps([_FORMAT, corpus.fingerprint, bm25s.__version__])
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = cache_dir() / "searchqa" / f"bm25-{digest}"
@@ -119,6 +114,17 @@ class BM25:
             scores = self._index.get_scores_from_ids(sorted(ids[:MAX_QUERY_WORDS]))
             places = best(scores, top_k)
         return [Scored(self.corpus[int(place)], float(scores[place])) for place in places]
+
+
+def _bm25s() -> Any:
+    """The package, imported only where an index is used: it brings numba, and vLLM does not start
+    in a process that has imported it (0.32: its search for kernels stumbles over llvmlite's)."""
+    try:
+        return import_module("bm25s")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"SearchQA needs {error.name}, which is not installed; run `make setup ENV=searchqa`"
+        ) from error
 
 
 def best(scores: np.ndarray, top_k: int) -> np.ndarray:
@@ -150,7 +156,7 @@ def _build(corpus: Corpus, folder: Path) -> None:
         if time.monotonic() > said + 10:
             said = time.monotonic()
             _say(f"indexing the corpus: {100 * number // len(corpus)} % read")
-    index = bm25s.BM25()
+    index = _bm25s().BM25()
     index.scores = index.build_index_from_ids(
         range(len(vocabulary)), documents, show_progress=False
     )
