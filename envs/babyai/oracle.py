@@ -232,6 +232,8 @@ class Bot(BabyAIBot):
     - It undoes what it did not ask for. A door toggled against its plan is left as it is.
     """
 
+    stack: Any
+
     def __init__(self, level: Level, seen: np.ndarray | None = None, start: str = "") -> None:
         super().__init__(level.env)
         self.stack = self._counted = _Stack(self.stack)
