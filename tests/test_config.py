@@ -279,7 +279,10 @@ def save(folder, config):
     return str(folder / "config.json")
 
 
-def test_a_runs_options_are_the_defaults_of_the_next_and_the_command_line_wins(tmp_path):
+def test_a_runs_options_are_the_defaults_of_the_next_and_the_command_line_wins(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(config_module, "check_package", lambda env: None)  # it is not played
     first = replace(complete(with_preset("laptop", "babyai")), seed=7, rounds=(2, 4), steps=9)
     file = save(tmp_path / "run", replace(first, run_dir=str(tmp_path / "run"), resume=True))
     config = asked(f"--config {file} --steps 3 {STEPWISE}")
