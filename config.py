@@ -134,7 +134,7 @@ class RunConfig(Portions):
     never; or a folder"""
     # How it learns
     steps: int = 60  # training steps in total, also on resume (steps) [paper: 300]
-    rounds: tuple[int, ...] = (6,)  # most turns of a trajectory; several widen [paper: 10 20 30]
+    rounds: tuple[int, ...] = (6,)  # most turns; several: a growing horizon [paper: 10 20 30]
     lora_rank: int = 0  # train adapters, at ten times the learning rate; 0: all weights [paper: 0]
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """number format that the networks compute in; auto: the faster one on this machine, measured"""
@@ -146,16 +146,18 @@ class RunConfig(Portions):
     learning_rate_decay_steps: int = 60
     """linear decay to 1/N of the rate in N steps, then constant; 0: no decay (steps) [paper: 0]"""
     # Limits
-    max_sync_error: float = 0.1  # of |sampler - trainer| log-probs after a sync (mean, nats)
-    max_env_failures: float = 0.2  # share of a step lost to the environment, at most (0..1)
+    max_sync_error: float = 0.1  # stop if sampler and trainer differ by more (mean, nats)
+    max_env_failures: float = 0.2  # stop if an environment loses more of a step (0..1)
     on_collapse: Literal["stop", "warn", "off"] = "stop"  # what the sentinels do
     # Evaluation, files
-    eval_every: int = 20  # evaluate held-out tasks every N steps, first and after all; 0: never
+    eval_every: int = 20
+    """evaluate held-out tasks every N steps, before the first and after the last; 0: never"""
     eval_tasks: str | None = None  # id list (none: the test split, or the environment's short one)
     eval_subtasks: tuple[str, ...] | None = None  # evaluate these alone (none: --subtasks)
     eval_samples: int = 4  # trajectories per held-out task (trajectories) [paper: 1]
     eval_start_samples: int = 1  # the same in the evaluation before the first step (trajectories)
-    eval_rounds: int | None = None  # most turns in it (none: the longest of --rounds) [paper: 30]
+    eval_rounds: int | None = None
+    """most turns in evaluation (none: the longest of --rounds) [paper: 30]"""
     stop_at: float | None = None  # stop at this held-out success (0..1; none: after --steps)
     save_every: int = 20  # write a checkpoint every N steps, and after the last [paper: 25]
     keep_last: int = 2  # checkpoints to keep besides the best
@@ -450,9 +452,9 @@ def in_each(config: Options) -> list[Options]:
     for name in names:
         rounds = config.rounds or with_preset(config.preset, name, type(config)).rounds
         prefix = f"{env_name(name)}="
-        mine = tuple(a.removeprefix(prefix) for a in config.env_addr if a.startswith(prefix))
-        own = replace(config, env=name, env_weights=(), rounds=rounds, env_addr=mine)
-        configs.append(complete(own))
+        addresses = tuple(a.removeprefix(prefix) for a in config.env_addr if a.startswith(prefix))
+        alone = replace(config, env=name, env_weights=(), rounds=rounds, env_addr=addresses)
+        configs.append(complete(alone))
     return configs
 
 

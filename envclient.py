@@ -15,8 +15,9 @@ an action or one too long is the policy's doing: reward 0, an observation that s
 episode goes on. A dead server teaches nothing: the client raises an EnvError, only reset() goes on,
 and the trajectory is left out and counted, never scored.
 
-A client asks once. The pool waits for a full server and passes over a dead one; rollout.py plays
-the episode again. No /step is repeated: an action whose answer was lost may have been carried out.
+A client asks again only where the server says that it is full (429), since nothing was done then.
+An action whose answer was lost may have been carried out, so no /step is repeated: the pool passes
+over a dead server, and rollout.py plays the episode again.
 
 Read next: rollout.py, which plays many clients at once.
 """

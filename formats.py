@@ -112,8 +112,8 @@ def to_record(content: Any, name: str) -> Record | None:
     ids = (content.get("item_id"), content.get("id"), name)
     record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
     total = content.get("return", content.get("reward"))  # the name in AgentGym's evaluations
-    known = {"return": total, "seed": content.get("seed")}
-    return check(record | {key: value for key, value in known.items() if value is not None})
+    optional = {"return": total, "seed": content.get("seed")}
+    return check(record | {key: value for key, value in optional.items() if value is not None})
 
 
 def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:

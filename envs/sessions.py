@@ -62,9 +62,10 @@ class Answer(JSONResponse):
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"JSON cannot carry {type(value).__name__}")
+    plain = _unwrapped(value)
+    if plain is value:
+        raise TypeError(f"JSON cannot carry {type(value).__name__}")
+    return plain
 
 
 class ApiError(Exception):
@@ -96,7 +97,7 @@ class Session:
     session_id: int
     env: Any = None
     turn: dict | None = None  # what the episode's latest reset or step answered
-    shown: dict | None = None  # what /create showed, to be read until the first /reset
+    first_look: dict | None = None  # what /create showed, to be read until the first /reset
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
@@ -283,7 +284,7 @@ class Episodes:
         except ApiError:  # its client will never learn of this session
             await self.sessions.close(session.session_id)
             raise
-        session.shown = turn
+        session.first_look = turn
         return self.wire.create(session.session_id, turn)
 
     async def _reset(self, fields: Any) -> Any:
@@ -292,7 +293,7 @@ class Episodes:
         seed = _field(fields, "seed", int, 0)
         async with self.sessions.use(session_id) as session:
             turn = await self._play(session, first_turn, "reset", task_index, seed)
-            session.shown = None
+            session.first_look = None
             session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
             return self.wire.reset(session_id, session.turn, task_index)
 
@@ -311,11 +312,11 @@ class Episodes:
         return self.wire.close(await self.sessions.close(self._session_id(fields)))
 
     async def _observation(self, fields: Any) -> Any:
-        async with self._episode(fields, shown=True) as (_, turn):
+        async with self._episode(fields, before_reset=True) as (_, turn):
             return self.wire.observation(turn)
 
     async def _detail(self, fields: Any) -> Any:
-        async with self._episode(fields, shown=True) as (_, turn):
+        async with self._episode(fields, before_reset=True) as (_, turn):
             seen = {name: turn[name] for name in ("observation", "done", "reward")}
             return seen | {"deleted": False}
 
@@ -334,12 +335,12 @@ class Episodes:
 
     @asynccontextmanager
     async def _episode(
-        self, fields: Any, shown: bool = False
+        self, fields: Any, before_reset: bool = False
     ) -> AsyncIterator[tuple[Session, dict]]:
-        """The session that a request names, and its latest turn (`shown`: or that of /create)."""
+        """The session that a request names, and its latest turn; `before_reset`: or /create's."""
         session_id = self._session_id(fields)
         async with self.sessions.use(session_id) as session:
-            turn = session.turn or (session.shown if shown else None)
+            turn = session.turn or (session.first_look if before_reset else None)
             if turn is None:
                 names = f"{self.wire.session_field} and {self.wire.index_field}"
                 hint = f"POST /reset with {names} starts one"
@@ -354,7 +355,7 @@ class Episodes:
             turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
         except ApiError as error:
             if error.status == 500:  # its state is unknown: only a reset repairs it
-                session.turn = session.shown = None
+                session.turn = session.first_look = None
             raise
         reward, done = self.wire.to_points(turn["reward"]), turn["terminated"] or turn["truncated"]
         return turn | {"reward": reward, "done": done}

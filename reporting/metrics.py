@@ -164,8 +164,8 @@ def summarize_trajectories(
     stops = Counter(t.stop_reason for t in trajectories)
     metrics = outcomes(valid)
     for env in envs if len(envs) > 1 else ():
-        own = outcomes([t for t in valid if env_name(t.env) == env])
-        metrics |= {f"{name}/{env}": value for name, value in own.items()}
+        of_env = outcomes([t for t in valid if env_name(t.env) == env])
+        metrics |= {f"{name}/{env}": value for name, value in of_env.items()}
     return metrics | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),

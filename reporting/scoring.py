@@ -354,8 +354,8 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
     if num_left_out := len(before.keys() ^ after.keys()):
         line += f" ({num_left_out} tasks in one file only, left out)"
     # A run's own evaluations do not repeat its settings.
-    known = [name for name in SETTINGS if name == "prompt" or (name in a and name in b)]
-    if differing := [name for name in known if a.get(name) != b.get(name)]:
+    settings = [name for name in SETTINGS if name == "prompt" or (name in a and name in b)]
+    if differing := [name for name in settings if a.get(name) != b.get(name)]:
         line += f"; measured with another {', '.join(differing)}"
     return line
 

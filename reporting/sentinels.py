@@ -161,21 +161,21 @@ class Sentinels:
 
     def _readings(self, metrics: Mapping[str, Any]) -> Iterator[Reading]:
         """Each measurement against the run's past, which it then joins."""
-        known = _finite(metrics)
-        if norm := known.get("policy/grad_norm"):  # 0: every mini-batch was skipped
+        finite = _finite(metrics)
+        if norm := finite.get("policy/grad_norm"):  # 0: every mini-batch was skipped
             if len(self.grad_norms) >= NUM_GRAD_NORMS:
                 usual = max(median(self.grad_norms), MIN_GRAD_NORM)
                 text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
                 yield "grad_norm", norm, RULES["grad_norm"].limits(times=usual), text
             self.grad_norms = [*self.grad_norms, norm][-RECENT_GRAD_NORMS:]
 
-        skipped = _skipped(metrics, known)
+        skipped = _skipped(metrics, finite)
         if skipped is not None:
             text = f"{skipped:g} mini-batches skipped: their loss or gradient was not finite"
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
         if skipped:  # means lack what came after the break: an entropy of 0 is not a collapse
-            known = {name: v for name, v in known.items() if not name.startswith("policy/")}
-        entropy = known.get("policy/entropy")
+            finite = {name: v for name, v in finite.items() if not name.startswith("policy/")}
+        entropy = finite.get("policy/entropy")
         if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
             self.entropies.append(entropy)
         elif entropy is not None:
@@ -190,25 +190,25 @@ class Sentinels:
             ("kl", "policy/kl", "nats/token away from the reference"),
             ("repeated_tokens", "train/repeated_token_rate", "of sampled tokens are repeats"),
         ):
-            if metric in known:
-                yield name, known[metric], RULES[name].limits(), f"{known[metric]:.3g} {text}"
+            if metric in finite:
+                yield name, finite[metric], RULES[name].limits(), f"{finite[metric]:.3g} {text}"
 
-        if "train/parse_error_rate" in known:
-            valid = 1 - known["train/parse_error_rate"]
+        if "train/parse_error_rate" in finite:
+            valid = 1 - finite["train/parse_error_rate"]
             limits = RULES["valid_actions"].limits_below(self.best_valid)
             text = f"{valid:.1%} of the actions parse, at best it was {self.best_valid:.1%}"
             yield "valid_actions", valid, limits, text
             self.best_valid = _best(self.best_valid, self.valid_rates, valid)
 
-        if "eval/avg" in known:
-            held_out = known["eval/avg"]
+        if "eval/avg" in finite:
+            held_out = finite["eval/avg"]
             limits = RULES["held_out"].limits_below(self.best_held_out)
             text = f"{held_out:.1%} held-out success, at best it was {self.best_held_out:.1%}"
             yield "held_out", held_out, limits, text
             self.best_held_out = max(self.best_held_out, held_out)
 
         groups, flat, success = (
-            known.get(f"train/{name}")
+            finite.get(f"train/{name}")
             for name in ("groups", "groups_zero_variance", "success_rate")
         )
         if groups and flat is not None and success is not None:  # otherwise all were lost
@@ -244,13 +244,13 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
-def _skipped(metrics: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
+def _skipped(metrics: Mapping[str, Any], finite: Mapping[str, float]) -> float | None:
     """Number of mini-batches that were not finite; None if there was no update."""
-    skipped = sum(known.get(f"{part}/skipped_steps", 0.0) for part in ("policy", "critic"))
+    skipped = sum(finite.get(f"{part}/skipped_steps", 0.0) for part in ("policy", "critic"))
     for name in ("policy/loss", "policy/grad_norm"):
-        if metrics.get(name) is not None and name not in known:
+        if metrics.get(name) is not None and name not in finite:
             return max(skipped, 1.0)
-    tried = known.get("policy/optimizer_steps") or known.get("policy/grad_norm")
+    tried = finite.get("policy/optimizer_steps") or finite.get("policy/grad_norm")
     return skipped if skipped or tried else None
 
 

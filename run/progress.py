@@ -53,18 +53,17 @@ class Phase:
             state = [f"{self.done:.0f}/{self.total:.0f} {self.unit}"]
         state += [f"{name} {value}" for name, value in self.figures.items()]
         if self.total and self.done >= FAIR_SHARE * self.total:
-            left = seconds * max(self.total - self.done, 0) / self.done
-            state.append(f"{duration(left)} left")
+            left_s = seconds * max(self.total - self.done, 0) / self.done
+            state.append(f"{duration(left_s)} left")
         return f"{self.label}: {', '.join(state)}"
 
 
 class _Screen:
     """What the phases of this process share."""
 
-    heading = ""
-    last_s = monotonic()  # when a line was last printed
-
     def __init__(self) -> None:
+        self.heading = ""
+        self.last_s = monotonic()  # when a line was last printed
         self.phases: list[Phase] = []  # under way, the innermost last
 
 

@@ -249,8 +249,8 @@ def first(doing: str, work: Callable[[], T]) -> T:
     line, result = report
     if not line:
         return result
-    known = RankError(f"rank 0 of {world_size()}, {doing}: {line}")
-    raise (failure or known) from (failure and known)  # `is_known_to_all` looks for `known`
+    shared = RankError(f"rank 0 of {world_size()}, {doing}: {line}")
+    raise (failure or shared) from (failure and shared)  # for `is_known_to_all`
 
 
 def is_known_to_all(error: BaseException | None) -> bool:

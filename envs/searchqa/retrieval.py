@@ -272,8 +272,9 @@ def create_app(retriever: BM25, hosts: frozenset[str] = frozenset()) -> Starlett
             return error_answer(422, f"{where}: {first['msg']}", hint)
 
         def search() -> list[list[dict]]:
-            found = [retriever.search(query, body.topk or DEFAULT_TOP_K) for query in body.queries]
-            return [_documents(passages, body.return_scores) for passages in found]
+            top_k = body.topk or DEFAULT_TOP_K
+            passages = [retriever.search(query, top_k) for query in body.queries]
+            return [_documents(each, body.return_scores) for each in passages]
 
         try:
             return Answer({"result": await run_in_threadpool(search)})
