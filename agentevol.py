@@ -51,16 +51,16 @@ from reporting.sentinels import Sentinels
 from rollout import portion
 from run.clock import Clock
 from run.methodworker import (
-    DATA_SHOWS,
-    IMITATED,
+    LOW_IN_IMITATION,
+    UNUSED_WITH_DATA,
     IteratedConfig,
     IterationFiles,
     MethodConfig,
     MethodWorker,
-    count_learned,
+    data_metrics,
     drop_too_long,
     read_examples,
-    sync_if_measured,
+    sync_if_evaluated,
 )
 from run.progress import phase
 from run.rundir import Run
@@ -80,8 +80,8 @@ class EvolConfig(IteratedConfig):
     method: ClassVar[str] = "agentevol"
     program: ClassVar[str] = "agentevol.py"
     folder: ClassVar[str] = "evolving"
-    unwatched: ClassVar[frozenset[str]] = IMITATED
-    large: ClassVar[dict[str, Any]] = MethodConfig.large | {
+    ignored_by_sentinels: ClassVar[frozenset[str]] = LOW_IN_IMITATION
+    paper_values: ClassVar[dict[str, Any]] = MethodConfig.paper_values | {
         "learn_from": "base",
         "merge_with": "all",
     }
@@ -112,9 +112,9 @@ class EvolConfig(IteratedConfig):
     eval_every: int = 4  # evaluate held-out tasks every N steps, first and after all; 0: never
     save_every: int = 4  # write a checkpoint every N steps, and after the last
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def unused_options(self) -> Iterator[tuple[str, str]]:
         if self.data:
-            yield "num_demonstrations", DATA_SHOWS
+            yield "num_demonstrations", UNUSED_WITH_DATA
         if self.ignore_returns:
             if self.weighting == "return":
                 yield "weighting", "one or played, --ignore-returns looks at no return"
@@ -132,17 +132,17 @@ class EvolConfig(IteratedConfig):
         return True
 
     @property
-    def steps_in_a_row(self) -> int:
+    def steps_per_schedule(self) -> int:
         return self.steps_per_iteration
 
 
 def train(config: EvolConfig) -> Run:
     """Evolve as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
-    demonstrations = first_set(config)
+    demonstrations = initial_set(config)
     with open_session(config, MethodWorker) as session:
         w = session.worker
-        files = IterationFiles.of(session)
+        files = IterationFiles.from_session(session)
         session.evaluate_start()
         evolving: list[Example] = []
         for step in session.steps_left():
@@ -158,7 +158,7 @@ def train(config: EvolConfig) -> Run:
             if place == 0:
                 metrics |= explored
                 if iteration:  # the first begins with the start as it is
-                    begin_again(session, config)
+                    start_iteration(session, config)
 
             # --------------------------------------------------------------------------- 2 imitate
             key = f"evolve/{config.seed}/{iteration}"
@@ -166,11 +166,11 @@ def train(config: EvolConfig) -> Run:
             batch = w.batch_of([evolving[row] for row in rows])
             w.set_learning_rates(place + 1)
             with clock("time/update_s"):
-                metrics |= imitate(w.policy, batch, w.portions(len(batch)), seed=step)
-            metrics |= count_learned(batch, epochs, clock)
+                metrics |= imitate(w.policy, batch, w.objective_for(len(batch)), seed=step)
+            metrics |= data_metrics(batch, epochs, clock)
 
             # ----------------------------------------------------------------- 3 measure, log, save
-            metrics |= sync_if_measured(session, step, batch, clock)
+            metrics |= sync_if_evaluated(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
     return session.run
@@ -179,14 +179,14 @@ def train(config: EvolConfig) -> Run:
 # ------------------------------------------------------------------------------ the evolving set
 
 
-def first_set(config: EvolConfig) -> list[Record]:
+def initial_set(config: EvolConfig) -> list[Record]:
     """The demonstrations that the set begins with, of weight 1; what has a return in --data counts
     by it, like exploration. Collective.
 
     Raises:
         Misuse: nothing is left of it.
     """
-    if config.has_material:
+    if config.has_saved_inputs:
         return []  # the run holds them already, in the set of its first iteration
     chosen = []
     for example in read_examples(config):
@@ -229,7 +229,7 @@ def evolve(
             before = [record for record in before if record["origin"] == DEMONSTRATED]
         examples, metrics = w.explore(step)
         explored = [example.record for example in examples]
-        new = selected(explored, config, f"iteration {iteration + 1}", before)
+        new = select(explored, config, f"iteration {iteration + 1}", before)
         evolving = before + new
         origins = Counter(record["origin"] for record in evolving)
         counts = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
@@ -245,7 +245,7 @@ def evolve(
     return [encode(w.chat, record) for record in records], summary["metrics"]
 
 
-def selected(
+def select(
     explored: Sequence[Record], config: EvolConfig, origin: str, before: Sequence[Record] = ()
 ) -> list[Record]:
     """The explored records that join the set, each with its origin and weight: the best of each
@@ -284,7 +284,7 @@ def is_enough(total: float, config: EvolConfig) -> bool:
     return total > ROUNDING and total > config.min_return - ROUNDING
 
 
-def begin_again(session: Session[MethodWorker], config: EvolConfig) -> None:
+def start_iteration(session: Session[MethodWorker], config: EvolConfig) -> None:
     """An iteration's first weights: the run's start, or the last ones with a fresh optimizer. The
     sampler is asleep by then."""
     worker = session.worker

@@ -37,7 +37,7 @@ from envs import Task, env_name, names_of, settings_of
 from envs.http import checked_url
 from envs.local import LOCAL, check_local
 from run.errors import Misuse as Misuse
-from run.errors import refusing as refusing
+from run.errors import value_errors_as_misuse as value_errors_as_misuse
 from scale.default_models import SMALL_MODELS, check_length, check_model
 from schedulers import make_scheduler
 
@@ -65,7 +65,7 @@ def flag(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Portions:
+class UpdateOptions:
     """How an update is cut into optimizer steps and micro-batches."""
 
     temperature: float = 1.0  # of the sampler, in training and evaluation [paper: 1.0]
@@ -77,7 +77,7 @@ class Portions:
 
 
 @dataclass(frozen=True)
-class Objective(Portions):
+class Objective(UpdateOptions):
     """What an RL update maximises."""
 
     clip_ratio: float = 0.2  # epsilon of the clipped objective [paper: 0.2]
@@ -96,15 +96,17 @@ class Objective(Portions):
 
 
 @dataclass(frozen=True)
-class RunConfig(Portions):
+class RunConfig(UpdateOptions):
     """What every method needs: an environment, a model, a sampler, budgets, evaluation, files."""
 
     method: ClassVar[str] = ""  # names the run, and what it may be resumed as
     program: ClassVar[str] = ""
-    unwatched: ClassVar[frozenset[str]] = frozenset()  # metrics that the sentinels ignore
-    may_be_zero: ClassVar[frozenset[str]] = frozenset()  # exceptions from POSITIVE
-    keeps: ClassVar[frozenset[str]] = frozenset()  # options that no preset sets
-    large: ClassVar[dict[str, Any]] = {}  # the method's own values under --preset paper
+    ignored_by_sentinels: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # metrics that the sentinels ignore
+    zero_allowed: ClassVar[frozenset[str]] = frozenset()  # exceptions from POSITIVE
+    outside_presets: ClassVar[frozenset[str]] = frozenset()  # options that no preset sets
+    paper_values: ClassVar[dict[str, Any]] = {}  # the method's own values under --preset paper
 
     # Where the other defaults come from
     preset: Literal["laptop", "paper", "none"] = "laptop"
@@ -181,7 +183,7 @@ class RunConfig(Portions):
         return bool(self.eval_every)
 
     @property
-    def needs_world(self) -> bool:
+    def needs_environment(self) -> bool:
         """Whether the policy plays, or an oracle for the warm start."""
         return self.plays or (self.warm_start == "auto" and self.model in SMALL_MODELS)
 
@@ -199,12 +201,12 @@ class RunConfig(Portions):
         return self.mini_batch_size
 
     @property
-    def fixed(self) -> frozenset[str]:
-        """Options of CHANGEABLE that this run must not change on resume."""
+    def fixed_on_resume(self) -> frozenset[str]:
+        """Options of CHANGEABLE_ON_RESUME that this run must not change on resume."""
         return frozenset()
 
     @property
-    def steps_in_a_row(self) -> int:
+    def steps_per_schedule(self) -> int:
         """Steps until the learning rate starts again."""
         return self.steps
 
@@ -229,7 +231,7 @@ class RunConfig(Portions):
             if importlib.util.find_spec(name) is None:
                 raise Misuse(f"--log-to {name} needs the package: pip install {name}")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def unused_options(self) -> Iterator[tuple[str, str]]:
         """(option, why it changes nothing in this run): a note where the option was given."""
         return iter(())
 
@@ -239,13 +241,13 @@ class RunConfig(Portions):
 
 
 # The algorithms that use an option; a test compares these with advantages.ESTIMATORS.
-GROUPED, WITH_CRITIC = ("grpo", "rloo"), ("ppo",)
+GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus"),
     "lam": ("ppo",),
-    "critic_learning_rate": WITH_CRITIC,
-    "value_clip": WITH_CRITIC,
-    "skip_zero_variance": GROUPED,
+    "critic_learning_rate": CRITIC_ALGORITHMS,
+    "value_clip": CRITIC_ALGORITHMS,
+    "skip_zero_variance": GROUP_ALGORITHMS,
 }
 
 
@@ -280,9 +282,11 @@ class Config(RunConfig, Objective):
         return self.algorithm
 
     @property
-    def unwatched(self) -> frozenset[str]:  # type: ignore[override]
+    def ignored_by_sentinels(self) -> frozenset[str]:  # type: ignore[override]
         # Equal returns in a group are a warning only where rewards are compared within it.
-        return frozenset(() if self.algorithm in GROUPED else ("train/groups_zero_variance",))
+        return frozenset(
+            () if self.algorithm in GROUP_ALGORITHMS else ("train/groups_zero_variance",)
+        )
 
     @property
     def plays(self) -> bool:
@@ -294,24 +298,24 @@ class Config(RunConfig, Objective):
 
     @property
     def needs_critic(self) -> bool:
-        return self.algorithm in WITH_CRITIC
+        return self.algorithm in CRITIC_ALGORITHMS
 
     def check(self) -> None:
         super().check()
-        for c in in_each(self):
+        for c in config_per_env(self):
             make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
             if c.rounds_scheduler != "fixed" and len(c.rounds) == 1:
                 raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several numbers")
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
-        if self.group_size < 2 and self.algorithm in GROUPED:
+        if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
             raise Misuse(f"--group-size 1: {self.algorithm} compares samples, give 2 or more")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
             raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
         if self.kl_loss_coef and self.kl_estimator == "k1":
             raise Misuse("--kl-estimator k1 has no gradient in expectation; use k2 or k3")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def unused_options(self) -> Iterator[tuple[str, str]]:
         for name, users in USED_BY.items():
             if self.algorithm not in users:
                 yield name, f"it works with --algorithm {' or '.join(users)}"
@@ -354,7 +358,11 @@ PAPER: dict[str, Any] = {
     "save_every": 25,
     "eval_every": 25,
 }
-LISTS = ("tasks", "eval_tasks", "subtasks")  # of an environment's laptop settings; see `complete`
+LIST_OPTIONS = (
+    "tasks",
+    "eval_tasks",
+    "subtasks",
+)  # of an environment's laptop settings; see `complete`
 
 
 def has_gpu() -> bool:
@@ -378,14 +386,14 @@ def with_preset(
     With several environments a number is the largest that one of them sets; each keeps its own
     horizon. Raises ValueError for an unknown preset or environment.
     """
-    names = kind.__dataclass_fields__.keys() - kind.keeps - set(LISTS)
+    names = kind.__dataclass_fields__.keys() - kind.outside_presets - set(LIST_OPTIONS)
     settings = []
     for name in names_of(env):
         own = settings_of(name)
         presets = {"laptop": own.laptop, "paper": PAPER | dict(own.paper), "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
-        large = kind.large if preset == "paper" else {}
+        large = kind.paper_values if preset == "paper" else {}
         settings.append({n: v for n, v in presets[preset].items() if n in names} | large)
     numbers: dict[str, Any] = {}
     for name in {name for setting in settings for name in setting}:
@@ -418,15 +426,15 @@ def complete(config: Options) -> Options:
     if config.deterministic:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
-        return config  # each environment has its own lists: `in_each`
+        return config  # each environment has its own lists: `config_per_env`
     if config.tasks is not None:
         return replace(config, split=None)
     if config.split is not None:
         return config
-    lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LISTS}
+    lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LIST_OPTIONS}
     if config.model not in SMALL_MODELS or config.preset == "none" or not lists:
         return replace(config, split="train")
-    chosen = {name: getattr(config, name) for name in LISTS if getattr(config, name)}
+    chosen = {name: getattr(config, name) for name in LIST_OPTIONS if getattr(config, name)}
     return replace(config, **(lists | chosen))
 
 
@@ -435,15 +443,15 @@ def complete(config: Options) -> Options:
 # `--env textcraft babyai --env-weights 2 1`: one policy plays each of them. Task lists, horizon,
 # prompt and server addresses are each environment's own. `best` is the checkpoint with the highest
 # mean over environments.
-OF_ONE_ENV = ("tasks", "eval_tasks", "subtasks", "eval_subtasks", "prompt")
+SINGLE_ENV_OPTIONS = ("tasks", "eval_tasks", "subtasks", "eval_subtasks", "prompt")
 
 
-def in_each(config: Options) -> list[Options]:
+def config_per_env(config: Options) -> list[Options]:
     """The options as each environment of the run sees them, complete.
 
-    >>> [(c.env, c.rounds, c.tasks) for c in in_each(options("textcraft+babyai"))]
+    >>> [(c.env, c.rounds, c.tasks) for c in config_per_env(options("textcraft+babyai"))]
     [('textcraft', (7,), 'short_train'), ('babyai', (5,), 'simple_train')]
-    >>> [c.rounds for c in in_each(options("textcraft+babyai", rounds=(9,)))]
+    >>> [c.rounds for c in config_per_env(options("textcraft+babyai", rounds=(9,)))]
     [(9,), (9,)]
     """
     names, configs = names_of(config.env), []
@@ -461,7 +469,7 @@ def in_each(config: Options) -> list[Options]:
 def tasks_of(config: RunConfig) -> list[Task]:
     """Training tasks, one environment after the other; ValueError where two share a task id."""
     tasks: list[Task] = []
-    for c in in_each(config):
+    for c in config_per_env(config):
         tasks += envs.load_tasks(c.env, c.split, c.tasks, c.subtasks)
     env_of: dict[str, str] = {}
     for task in tasks:
@@ -475,7 +483,7 @@ def tasks_of(config: RunConfig) -> list[Task]:
 def held_out_tasks(config: RunConfig) -> list[Task]:
     """The tasks of --eval-tasks, or of the test split, restricted to the chosen sub-tasks."""
     tasks: list[Task] = []
-    for c in in_each(config) if config.eval_every else ():
+    for c in config_per_env(config) if config.eval_every else ():
         split = None if c.eval_tasks else "test"
         tasks += envs.load_tasks(c.env, split, c.eval_tasks, c.evaluation_subtasks)
     return tasks
@@ -483,12 +491,12 @@ def held_out_tasks(config: RunConfig) -> list[Task]:
 
 def horizons_of(config: RunConfig) -> dict[str, int]:
     """Environment -> most turns of a training episode, at its longest."""
-    return {env_name(c.env): max(c.rounds) for c in in_each(config)}
+    return {env_name(c.env): max(c.rounds) for c in config_per_env(config)}
 
 
 def evaluation_horizons(config: RunConfig) -> dict[str, int]:
     """Environment -> most turns of an evaluation episode."""
-    return {env_name(c.env): c.evaluation_rounds for c in in_each(config)}
+    return {env_name(c.env): c.evaluation_rounds for c in config_per_env(config)}
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -504,17 +512,17 @@ NOT_NEGATIVE = (
     *("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps"),
     *("kl_coef", "kl_loss_coef", "entropy_coef", "sft_coef"),
 )
-SHARES = ("gamma", "lam", "max_env_failures", "stop_at")
+FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at")
 
 
 def checked(config: Options) -> Options:
     """The options, complete, possible on this machine, and as the run keeps them. Misuse is one
     line naming the option, its value and what to do; nothing was written."""
-    with refusing():
+    with value_errors_as_misuse():
         config = complete(with_prompt(config))
         config.check()
-        for c in in_each(config):
-            if c.needs_world and c.env_addr in ((), (LOCAL,)):
+        for c in config_per_env(config):
+            if c.needs_environment and c.env_addr in ((), (LOCAL,)):
                 check_package(c.env)
         tasks_of(config)
         held_out_tasks(config)
@@ -525,7 +533,7 @@ def checked(config: Options) -> Options:
                 raise Misuse(f"--warm-start {start} is neither auto, never, nor a folder")
             check_model(start, "--warm-start")
         check_length(config.model, config.max_trajectory_tokens + 1)
-        config = as_kept(config)
+        config = with_absolute_paths(config)
     if config.resume:
         check_resumed(config)
     return config
@@ -533,15 +541,15 @@ def checked(config: Options) -> Options:
 
 def check_ranges(config: RunConfig) -> None:
     """Raise Misuse for a number that has no meaning."""
-    for name in (*POSITIVE, *NOT_NEGATIVE, *SHARES):
+    for name in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
         value = getattr(config, name, None)  # None: not an option of this method, or not given
-        if value is None or (value == 0 and name in config.may_be_zero):
+        if value is None or (value == 0 and name in config.zero_allowed):
             continue
         if name in POSITIVE and not 0 < value < math.inf:
             raise Misuse(f"{flag(name)} {value} must be above 0, and finite")
         if not 0 <= value < math.inf:
             raise Misuse(f"{flag(name)} {value} must not be negative or infinite")
-        if name in SHARES and value > 1:
+        if name in FRACTIONS and value > 1:
             raise Misuse(f"{flag(name)} {value} must lie between 0 and 1")
 
 
@@ -554,13 +562,13 @@ def check_environments(config: RunConfig) -> None:
     if weights and (len(weights) != len(names) or min(weights) < 1):
         raise Misuse(f"--env-weights {weights}: give each --env a whole number of at least 1")
     if len(names) > 1:
-        for name in OF_ONE_ENV:
+        for name in SINGLE_ENV_OPTIONS:
             if getattr(config, name):
                 raise Misuse(f"{flag(name)} belongs to one environment; --env names {len(names)}")
         for address in config.env_addr:
             if address.partition("=")[0] not in called:
                 raise Misuse(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
-    for c in in_each(config):
+    for c in config_per_env(config):
         check_addresses("env_addr", c.env_addr, c.env)
     check_addresses("engine_url", config.engine_url)
     if len(set(config.engine_devices)) < len(config.engine_devices):
@@ -598,7 +606,7 @@ def check_run_dir(config: RunConfig) -> None:
 
 def notes(config: RunConfig) -> Iterator[str]:
     """Lines about a run, checked, that may not be what the user meant."""
-    if (config.tasks or config.split) and not files_teach(config.method, vars(config)):
+    if (config.tasks or config.split) and not learns_only_from_files(config.method, vars(config)):
         held_out = {task.task_id for task in held_out_tasks(config)}
         if both := held_out & {task.task_id for task in tasks_of(config)}:
             num = f"{len(both)} of the {len(held_out)}"
@@ -633,10 +641,10 @@ def parse_command_line(
     raise Misuse(f"{problem}; see --help")
 
 
-def named(argv: Sequence[str]) -> dict[str, list[str]]:
+def flag_values(argv: Sequence[str]) -> dict[str, list[str]]:
     """The fields that a command line names, each with its values.
 
-    >>> named(["--rounds", "3", "6", "--seed=1", "--no-resume"])
+    >>> flag_values(["--rounds", "3", "6", "--seed=1", "--no-resume"])
     {'rounds': ['3', '6'], 'seed': ['1'], 'resume': []}
     """
     fields: dict[str, list[str]] = {}
@@ -658,21 +666,21 @@ def read_command_line(
     have no effect. Raises as `parse_command_line`, and Misuse for a file of options that cannot
     be read."""
     words = sys.argv[1:] if argv is None else list(argv)
-    given = {name: " ".join(values) for name, values in named(words).items()}
+    given = {name: " ".join(values) for name, values in flag_values(words).items()}
     if "--resume" in words:  # what is not given again is what the run was started with
         default = saved_config(given.get("run_dir"), kind)
     else:
-        with refusing():
+        with value_errors_as_misuse():
             default = _defaults_for(given, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
     for name, value in given.items():
         if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
             raise Misuse(f"{flag(name)} takes at least one value; leave it out for its default")
-    idle = {name: why for name, why in _without_effect(config) if name in given}
+    idle = {name: why for name, why in _unused_options(config) if name in given}
     return config, [f"{flag(name)} has no effect here: {why}" for name, why in idle.items()]
 
 
-def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.deterministic and config.engine == "vllm":
         yield "engine", "--deterministic samples with transformers"
     if config.tasks:
@@ -680,7 +688,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.eval_every:
         for name in ("eval_tasks", "eval_subtasks", "eval_samples", "eval_rounds"):
             yield name, "--eval-every is 0"
-    yield from config.without_effect()
+    yield from config.unused_options()
 
 
 def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
@@ -690,7 +698,7 @@ def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
         if "preset" in given:
             raise Misuse("--config and --preset both set the defaults; give one")
         _, saved = options_in(Path(file), f"--config {file}", kind)
-        saved = {n: v for n, v in saved.items() if n not in OF_ONE_RUN} | {"config": file}
+        saved = {n: v for n, v in saved.items() if n not in PER_RUN_OPTIONS} | {"config": file}
     asked = saved | {name: value for name, value in given.items() if value}
     env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
     return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
@@ -699,13 +707,13 @@ def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
 # --------------------------------------------------------------------------------- options in files
 
 # What a resumed run may change: how far it goes, where, and in what portions.
-CHANGEABLE = {
+CHANGEABLE_ON_RESUME = {
     *("steps", "learning_rate_decay_steps", "stop_at", "on_collapse", "save_every", "keep_last"),
     *("env_addr", "engine_url", "engine_devices", "run_dir", "resume", "log_to", "record_state"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
-OF_ONE_RUN = {"config", "run_dir", "resume"}  # not taken over by another run
-LISTS_OF_FILES = ("data", "pairs", "expert", "experience")  # options of the other methods
+PER_RUN_OPTIONS = {"config", "run_dir", "resume"}  # not taken over by another run
+FILE_OPTIONS = ("data", "pairs", "expert", "experience")  # options of the other methods
 
 
 def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict[str, Any]]:
@@ -719,7 +727,7 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
         content = json.loads(path.read_text(encoding="utf-8"))
         method, options = content.get("method", Config.method), content.get("config", content)
         if method != kind.method:
-            shared = RunConfig.__dataclass_fields__.keys() - kind.keeps
+            shared = RunConfig.__dataclass_fields__.keys() - kind.outside_presets
             options = with_one_horizon({n: v for n, v in options.items() if n in shared}, kind)
         unknown = options.keys() - kind.__dataclass_fields__.keys()
     except (OSError, ValueError, AttributeError) as error:  # the last: it is not an object
@@ -745,7 +753,7 @@ def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
     return replace(kind(**saved), run_dir=run_dir, resume=True)
 
 
-def as_kept(config: Options) -> Options:
+def with_absolute_paths(config: Options) -> Options:
     """The options with paths that hold in any folder, since a run may be resumed from another one.
     Idempotent. Raises ValueError where there is no such id list."""
     changes: dict[str, Any] = {}
@@ -757,22 +765,24 @@ def as_kept(config: Options) -> Options:
         if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
             # Where a link leads now: checkpoints/best of a run that goes on will be another.
             changes[name] = os.path.realpath(folder)
-    for name in LISTS_OF_FILES:
+    for name in FILE_OPTIONS:
         if files := getattr(config, name, ()):
             changes[name] = tuple(map(os.path.abspath, files))
     return replace(config, **changes)
 
 
-def files_teach(method: str, options: Mapping[str, Any]) -> bool:
+def learns_only_from_files(method: str, options: Mapping[str, Any]) -> bool:
     """Whether a run learns only from files; AgentEvol plays too, whatever it starts from."""
-    return method != "agentevol" and any(options.get(name) for name in LISTS_OF_FILES)
+    return method != "agentevol" and any(options.get(name) for name in FILE_OPTIONS)
 
 
 def check_resumed(config: RunConfig) -> None:
     """Raise Misuse for options that a resumed run must not change, and for too few --steps."""
     saved = complete(saved_config(config.run_dir, type(config)))
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
-    if other := " ".join(flag(n) for n in changed if n not in CHANGEABLE or n in config.fixed):
+    if other := " ".join(
+        flag(n) for n in changed if n not in CHANGEABLE_ON_RESUME or n in config.fixed_on_resume
+    ):
         raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
     checkpoints = Path(config.run_dir or "").glob("checkpoints/step_*")
     steps = [int(path.name[5:]) for path in checkpoints if path.name[5:].isdecimal()]

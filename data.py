@@ -149,7 +149,7 @@ MAX_TURNS = 50  # of a demonstration
 NUM_TRIES = 3  # of a demonstration whose environment fails
 
 
-class Manner(NamedTuple):
+class OracleStyle(NamedTuple):
     """How an oracle plays a demonstration.
 
     slips: chance that a wrong move comes before the next right one. A perfect player shows no way
@@ -163,26 +163,28 @@ class Manner(NamedTuple):
     thoughts: bool = True
 
 
-PLAIN = Manner()
+PLAIN = OracleStyle()
 
 
-def demonstrate(client: EnvClient, task: Task, seed: int, manner: Manner = PLAIN) -> Record | None:
+def demonstrate(
+    client: EnvClient, task: Task, seed: int, style: OracleStyle = PLAIN
+) -> Record | None:
     """The oracle plays one task, over HTTP and as text, by the client that training uses; None if
     it failed, knew no move or took more than MAX_TURNS.
 
     Raises:
         EnvError: the server has no oracle (AgentGym's have none), or is gone.
     """
-    play = partial(_play_again, client, task, seed, manner.thoughts)
+    play = partial(_play_again, client, task, seed, style.thoughts)
     clean = play(lambda num_done: None)
-    if clean is None or not manner.slips:
+    if clean is None or not style.slips:
         return clean
     right = [turn["value"] for turn in clean["conversations"] if turn["from"] == "gpt"]
     rng = random.Random(f"slips {task.task_id} {seed}")
 
     def slip(num_done: int) -> str | None:
         moves = [*right[num_done + 1 :], *right[:num_done][-1:]]  # too early, or again
-        return rng.choice(moves) if moves and rng.random() < manner.slips else None
+        return rng.choice(moves) if moves and rng.random() < style.slips else None
 
     return play(slip)
 
@@ -200,7 +202,7 @@ def _play(
 ) -> Record | None:
     """One episode of the oracle; `slip` may give a wrong move, after so many right ones."""
     observation, say = client.reset(task.task_index, seed), get_env(client.env).say
-    turns = as_opening(client.prompt)
+    turns = prompt_turns(client.prompt)
     num_done = 0
     for _ in range(MAX_TURNS):
         text = slip(num_done)
@@ -222,7 +224,7 @@ def _play(
     return None
 
 
-def as_opening(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+def prompt_turns(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """The messages of a prompt as turns, none of which is learned."""
     return [{"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt]
 
@@ -249,7 +251,7 @@ def play_demonstrations(
     count: int,
     seed: int,
     urls: Sequence[str] = (),
-    manner: Manner = PLAIN,
+    style: OracleStyle = PLAIN,
 ) -> list[Record]:
     """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
     many fail."""
@@ -257,7 +259,7 @@ def play_demonstrations(
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
         stack.callback(pool.close)
-        play = partial(demonstrate, manner=manner)
+        play = partial(demonstrate, style=style)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
         threads = ThreadPoolExecutor(NUM_CLIENTS)
         # Ctrl-C waits for no episode: the server ends next, and its clients with it.
@@ -279,7 +281,7 @@ def demonstrations(
     count: int,
     seed: int,
     urls: Sequence[str] = (),
-    manner: Manner = PLAIN,
+    style: OracleStyle = PLAIN,
 ) -> list[Record]:
     """`count` oracle demonstrations, played once and then read from the cache: a resumed run does
     not wait for the oracle (ScienceWorld's thinks for seconds), and finds the same warm start.
@@ -293,12 +295,12 @@ def demonstrations(
         EnvError: no server, or one without an oracle.
     """
     ids = [task.task_id for task in tasks]
-    settings = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, *manner]
+    settings = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, *style]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
-        records = play_demonstrations(env, tasks, count, seed, urls, manner)
+        records = play_demonstrations(env, tasks, count, seed, urls, style)
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks in {MAX_TURNS} turns each, "

@@ -52,9 +52,9 @@ from torch.nn.functional import logsigmoid
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import Misuse, Objective, checked, refusing
+from config import Misuse, Objective, checked, value_errors_as_misuse
 from data import ROUNDING, Example, Record, Texts, encode
-from formats import check, read_each, read_records, turns_of
+from formats import check_record, read_objects, read_records, turns_of
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
@@ -62,10 +62,10 @@ from run.methodworker import (
     IterationFiles,
     MethodWorker,
     chat_of,
-    count_learned,
+    data_metrics,
     drop_too_long,
     encode_all,
-    sync_if_measured,
+    sync_if_evaluated,
 )
 from run.progress import phase
 from run.rundir import Run
@@ -95,7 +95,7 @@ class DpoConfig(IteratedConfig):
     method: ClassVar[str] = "dpo"
     program: ClassVar[str] = "dpo.py"
     folder: ClassVar[str] = "pairs"
-    large: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
+    paper_values: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
 
     # The pairs; without any of these files the policy plays for them
     pairs: tuple[str, ...] = ()  # pair files, {"id", "prompt", "chosen", "rejected"}
@@ -139,8 +139,8 @@ class DpoConfig(IteratedConfig):
         if self.learns_from_play:
             self.require("group_size", self.group_size >= 2, "leaves no second one to compare")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        yield from self.unplayed()
+    def unused_options(self) -> Iterator[tuple[str, str]]:
+        yield from self.unused_without_play()
         if not self.learns_from_play:
             for name in ("iterations", "tasks_per_iteration", "group_size", "env_weights"):
                 yield name, "leave it out, the pairs are given and nothing is played for them"
@@ -164,10 +164,10 @@ class DpoConfig(IteratedConfig):
 def train(config: DpoConfig) -> Run:
     """Prefer as the options say; the run, closed. Raises Misuse before anything is written."""
     config = checked(config)
-    file_pairs = None if config.learns_from_play else pairs_in_files(config)
+    file_pairs = None if config.learns_from_play else load_pairs(config)
     with open_session(config, MethodWorker) as session:
         w = session.worker
-        files = IterationFiles.of(session)
+        files = IterationFiles.from_session(session)
         session.evaluate_start()
         pairs, ref_sums, current = list[Pair](), torch.empty(0, 2), -1
         for step in session.steps_left():
@@ -177,7 +177,7 @@ def train(config: DpoConfig) -> Run:
             # ------------------------------------------------------------------------------ 1 pairs
             if current != iteration:
                 with session.saving_on_failure(), clock("time/rollout_s"):
-                    pairs, ref_sums, played = pairs_for(session, files, step, file_pairs)
+                    pairs, ref_sums, played = pairs_of_iteration(session, files, step, file_pairs)
                 metrics |= played if place == 0 else {}
                 current = iteration
 
@@ -195,11 +195,13 @@ def train(config: DpoConfig) -> Run:
                     w.rest()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
-                    metrics |= prefer(w.policy, batch, w.portions(len(batch)), config, seed=step)
-                metrics |= count_learned(batch, epochs, clock)
+                    metrics |= prefer(
+                        w.policy, batch, w.objective_for(len(batch)), config, seed=step
+                    )
+                metrics |= data_metrics(batch, epochs, clock)
 
             # ----------------------------------------------------------------- 3 measure, log, save
-            metrics |= sync_if_measured(session, step, batch, clock)
+            metrics |= sync_if_evaluated(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
     return session.run
@@ -352,7 +354,7 @@ def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str
         ValueError: an example without a return; says which.
     """
     candidates = {}
-    for key, members in _grouped(examples).items():
+    for key, members in _group_by_opening(examples).items():
         if any(example.total_return is None for example in members):
             problem = f'conversation {key[0]} has no "return", which decides which of two is better'
             raise ValueError(problem)
@@ -369,7 +371,7 @@ def pairs_of_experts(
 ) -> list[Pair]:
     """What an expert did against what the policy did from the same opening. Where one of the two
     has no return the expert counts as better, unless it said the same."""
-    experts, others = _grouped(expert), _grouped(experience)
+    experts, others = _group_by_opening(expert), _group_by_opening(experience)
     candidates = {
         key: [Pair(*two) for two in product(experts.get(key, ()), others.get(key, ()))]
         for key in experts.keys() | others.keys()
@@ -377,7 +379,7 @@ def pairs_of_experts(
     return _select(candidates, config, counts)
 
 
-def _grouped(examples: Iterable[Example]) -> dict[Group, list[Example]]:
+def _group_by_opening(examples: Iterable[Example]) -> dict[Group, list[Example]]:
     """By task and opening, each group in an order that depends only on its members."""
     groups: dict[Group, list[Example]] = defaultdict(list)
     for example in sorted(examples, key=lambda e: json.dumps(e.record, sort_keys=True)):
@@ -406,10 +408,10 @@ def _select(
     for task_id, pairs in tasks.items():
         random.Random(f"{config.seed}/{task_id}").shuffle(pairs)
         ordered += sorted(pairs, key=lambda pair: -round(pair.gap or 0.0, 6))
-    return _usable(ordered, config, counts)
+    return _filter(ordered, config, counts)
 
 
-def _usable(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
+def _filter(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
     """The pairs to learn from; each of the others is counted once."""
     usable: list[Pair] = []
     per_task: Counter[str] = Counter()
@@ -439,7 +441,7 @@ def batch_of(pairs: Sequence[Pair], pad_id: int) -> Batch:
     return make_batch([replace(e.trajectory, group_id=i) for i, e in sides], pad_id)
 
 
-def pairs_for(
+def pairs_of_iteration(
     session: Session[MethodWorker],
     files: IterationFiles,
     step: int,
@@ -459,7 +461,7 @@ def pairs_for(
     iteration, place = divmod(step - 1, config.steps_per_iteration)
     if (saved := files.read(iteration + 1, must_exist=place > 0)) is not None:
         lines, summary = saved
-        pairs = [pair_in(line, str(line["id"]), w.chat) for line in lines]
+        pairs = [parse_pair(line, str(line["id"]), w.chat) for line in lines]
         sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
         return pairs, torch.tensor(sums).reshape(-1, 2), summary["metrics"]
     counts: Counter[str] = Counter()
@@ -478,7 +480,7 @@ def pairs_for(
     pairs = sample_for_steps(pairs, config, iteration)
     ref_sums = reference_sums(w, pairs) if pairs else torch.empty(0, 2)
     lines = [
-        to_line(pair) | {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+        format_pair(pair) | {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
         for pair, (ref_chosen, ref_rejected) in zip(pairs, ref_sums.tolist(), strict=True)
     ]
     metrics |= {"data/pairs": len(pairs)}
@@ -520,7 +522,7 @@ def reference_sums(worker: MethodWorker, pairs: Sequence[Pair]) -> Tensor:
             if worker.stop.agreed():
                 raise KeyboardInterrupt
             part = batch_of(pairs[start : start + size], worker.pad_id)
-            objective = worker.portions(len(part))
+            objective = worker.objective_for(len(part))
             log_probs = score_policy(worker.policy.model, part, objective, worker.device)  # (B, T)
             sums.append((log_probs * part.loss_mask).sum(1))
             tick(len(part))
@@ -530,13 +532,13 @@ def reference_sums(worker: MethodWorker, pairs: Sequence[Pair]) -> Tensor:
 # ------------------------------------------------------------------------------------------- files
 
 
-def pairs_in_files(config: DpoConfig) -> list[Pair]:
+def load_pairs(config: DpoConfig) -> list[Pair]:
     """The pairs of files and runs. Collective.
 
     Raises:
         Misuse: a file that cannot be read, or no pair is left, and why.
     """
-    if config.has_material:
+    if config.has_saved_inputs:
         return []  # the run holds them already, with the reference's log-probs
     distributed.join()
     chat = chat_of(config)
@@ -559,7 +561,7 @@ def pairs_in_files(config: DpoConfig) -> list[Pair]:
         distributed.say(report)
         return pairs
 
-    with refusing():
+    with value_errors_as_misuse():
         pairs = distributed.first("reading pairs", read)
     return drop_too_long(config, pairs, "pairs", lambda pair: pair)
 
@@ -579,10 +581,10 @@ def read_pairs(
         ValueError: names file, line and what is wrong there.
         OSError: a file cannot be read.
     """
-    return _usable(read_each(paths, partial(pair_in, chat=chat)), config, counts)
+    return _filter(read_objects(paths, partial(parse_pair, chat=chat)), config, counts)
 
 
-def pair_in(content: Any, name: str, chat: ChatTemplate) -> Pair:
+def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
     """The pair of an object of a pair file; `name` is its task if it says none.
 
     Raises:
@@ -609,7 +611,7 @@ def pair_in(content: Any, name: str, chat: ChatTemplate) -> Pair:
             total = content.get(f"{side}_return", whole.get("return", whole.get("reward")))
             if total is not None:
                 record["return"] = total
-            examples.append(encode(chat, check(record)))
+            examples.append(encode(chat, check_record(record)))
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from None
     pair = Pair(*examples)
@@ -633,8 +635,8 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
     return turns_of(content) if any("role" in turn for turn in content) else content
 
 
-def to_line(pair: Pair) -> Record:
-    """The object of a pair file from which `pair_in` makes this pair again."""
+def format_pair(pair: Pair) -> Record:
+    """The object of a pair file from which `parse_pair` makes this pair again."""
     length = len(pair.chosen.parts[0])
     prompt = pair.chosen.record["conversations"][:length]
     line: Record = {"id": pair.task_id, "prompt": prompt}

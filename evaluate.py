@@ -42,11 +42,11 @@ from config import (
     RunConfig,
     check_addresses,
     complete,
-    files_teach,
+    config_per_env,
     flag,
+    flag_values,
     has_gpu,
-    in_each,
-    named,
+    learns_only_from_files,
     parse_command_line,
     prompt_of,
     saved_config,
@@ -68,7 +68,7 @@ from rollout import (
     all_samples,
     collect,
 )
-from run.errors import Misuse, complain, refusing
+from run.errors import Misuse, print_error, value_errors_as_misuse
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
 from run.rundir import TOKENIZER
@@ -193,7 +193,7 @@ class EvalConfig:
         for problem, is_wrong in problems.items():
             if is_wrong:
                 raise Misuse(problem)
-        with refusing():
+        with value_errors_as_misuse():
             check_addresses("env_addr", c.env_addr, c.env)
             if c.api_base:
                 checked_url(c.api_base, "--api-base")
@@ -203,7 +203,7 @@ def parse_options(argv: Sequence[str] | None) -> EvalConfig:
     """The options, checked, with what they name on this machine. Raises: Misuse; SystemExit from
     `parse_command_line`."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = named(words)
+    arguments = flag_values(words)
     (env, *_) = [*arguments.get("env", []), None]
     run = arguments.get("run")
     start = settings_of_run(run[0], set(arguments), env) if run else None
@@ -211,7 +211,7 @@ def parse_options(argv: Sequence[str] | None) -> EvalConfig:
     config.check()
     if config.compare:
         return config
-    with refusing():
+    with value_errors_as_misuse():
         if config.env != ALL:
             config = with_prompt(config)
             tasks_to_play(config)
@@ -237,7 +237,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     if not (Path(folder) / "config.json").exists():
         raise Misuse(f"--run {folder} holds no run; give the folder that train.py has made")
     c = complete(saved_config(folder, RunConfig))
-    if len(configs := in_each(c)) > 1:
+    if len(configs := config_per_env(c)) > 1:
         chosen = [own for own in configs if own.env == env]
         if not chosen:
             names = " or ".join(own.env for own in configs)
@@ -271,7 +271,7 @@ def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
     with contextlib.suppress(ValueError, OSError):  # its id list is gone
         if config.run:
             saved = json.loads((Path(config.run) / "config.json").read_text(encoding="utf-8"))
-            if not files_teach(saved.get("method", ""), saved["config"]):
+            if not learns_only_from_files(saved.get("method", ""), saved["config"]):
                 options = complete(saved_config(config.run, RunConfig))
                 trained = {task.task_id for task in tasks_of(options)}
     return sum(task.task_id in trained for task in tasks)
@@ -339,7 +339,7 @@ def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> 
     from scale.default_models import resolve_model
 
     kind = "transformers" if config.deterministic else config.engine
-    with refusing(), phase("starting the sampler"):
+    with value_errors_as_misuse(), phase("starting the sampler"):
         path = resolve_model(config.model_name())
         tokenizer = load_tokenizer(path)
         chat = ChatTemplate(tokenizer, stop_ids_of(path))
@@ -436,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = Path(config.out or f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         make_folder(out)
     except (ValueError, OSError) as error:  # OSError: nothing can be written there
-        complain(PROG, error)
+        print_error(PROG, error)
         return 2
     try:
         with contextlib.ExitStack() as stack:
@@ -447,10 +447,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             summary, exit_code, problem = measure(config, play, pool, tasks_to_play(config), out)
             print(format_table(summary))
             if problem:
-                complain(PROG, problem)
+                print_error(PROG, problem)
             return exit_code
     except (Misuse, *FAILURES) as error:
-        complain(PROG, error)
+        print_error(PROG, error)
         return 2 if isinstance(error, Misuse) else 1
     except KeyboardInterrupt:
         return 130
@@ -505,7 +505,7 @@ def measure_all(
         table.families[env] = problem or summary
         write_table(table, out)
         if problem:
-            complain(PROG, f"{env}: {problem}")
+            print_error(PROG, f"{env}: {problem}")
         last_code = max(last_code, exit_code)
         if exit_code == 130:
             break

@@ -37,7 +37,7 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
         ValueError: names file, line and what is wrong there.
         OSError: a file cannot be read.
     """
-    return read_each([file for path in paths for file in files_of(path)], to_record)
+    return read_objects([file for path in paths for file in files_of(path)], to_record)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def files_of(path: Path) -> list[Path]:
     return files
 
 
-def read_each(files: Sequence[Path], parse: Callable[[Any, str], Item | None]) -> Iterator[Item]:
+def read_objects(files: Sequence[Path], parse: Callable[[Any, str], Item | None]) -> Iterator[Item]:
     """`parse(object, name)` of each object in the files, except where that is None. The name is for
     objects without an id; no two are equal.
 
@@ -103,7 +103,7 @@ def to_record(content: Any, name: str) -> Record | None:
             record = record_of(from_line(content))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"not a line of a run's trajectories ({str(error)[:200]})") from None
-        return check(record) if record else None
+        return check_record(record) if record else None
     turns = content.get("conversations")
     if turns is None and isinstance(content.get("messages"), list):
         turns = turns_of(content["messages"])
@@ -113,7 +113,9 @@ def to_record(content: Any, name: str) -> Record | None:
     record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
     total = content.get("return", content.get("reward"))  # the name in AgentGym's evaluations
     optional = {"return": total, "seed": content.get("seed")}
-    return check(record | {key: value for key, value in optional.items() if value is not None})
+    return check_record(
+        record | {key: value for key, value in optional.items() if value is not None}
+    )
 
 
 def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -147,7 +149,7 @@ def record_of(trajectory: Trajectory) -> Record | None:
     return record | {"return": trajectory.total_return, "seed": trajectory.seed}
 
 
-def check(record: Record) -> Record:
+def check_record(record: Record) -> Record:
     """The record itself, if it is a conversation that something can be learned from.
 
     Raises:

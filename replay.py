@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reporting.logs import LogError
-from run.errors import complain
+from run.errors import print_error
 from viewer.overview import overview, what_goes_wrong
 from viewer.sources import NoSource, Source, open_source
 from viewer.trajectories import outcome_of, trajectory_view
@@ -241,12 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             serve(sources, options)
     except NoSource as error:
-        complain(PROG, error)
+        print_error(PROG, error)
         return 2
     except BrokenPipeError:  # | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     except (OSError, LogError) as error:
-        complain(PROG, error)
+        print_error(PROG, error)
         return 1
     return 0
 

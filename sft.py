@@ -38,14 +38,14 @@ from data import Example
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
-    DATA_SHOWS,
-    IMITATED,
+    LOW_IN_IMITATION,
+    UNUSED_WITH_DATA,
     MethodConfig,
     MethodWorker,
-    count_learned,
+    data_metrics,
     drop_too_long,
     read_examples,
-    sync_if_measured,
+    sync_if_evaluated,
 )
 from run.rundir import Run
 from run.session import Session, is_due, open_session
@@ -63,8 +63,8 @@ class SftConfig(MethodConfig):
 
     method: ClassVar[str] = "sft"
     program: ClassVar[str] = "sft.py"
-    unwatched: ClassVar[frozenset[str]] = IMITATED
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"steps"})  # --epochs decide then
+    ignored_by_sentinels: ClassVar[frozenset[str]] = LOW_IN_IMITATION
+    zero_allowed: ClassVar[frozenset[str]] = frozenset({"steps"})  # --epochs decide then
 
     # What is imitated
     data: tuple[str, ...] = ()
@@ -85,10 +85,10 @@ class SftConfig(MethodConfig):
         super().check()
         self.require("hold_out", 0 <= self.hold_out < 1, "must be a share: 0 or more, and below 1")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        yield from self.unplayed()
+    def unused_options(self) -> Iterator[tuple[str, str]]:
+        yield from self.unused_without_play()
         if self.data:
-            yield "num_demonstrations", DATA_SHOWS
+            yield "num_demonstrations", UNUSED_WITH_DATA
         else:
             yield "min_return", "it chooses from --data: give that too"
         if self.steps:
@@ -96,8 +96,8 @@ class SftConfig(MethodConfig):
         yield "env_weights", "nothing is played to learn from, each environment shows as many"
 
     @property
-    def needs_world(self) -> bool:
-        return super().needs_world or not self.data  # its oracle demonstrates
+    def needs_environment(self) -> bool:
+        return super().needs_environment or not self.data  # its oracle demonstrates
 
 
 def train(config: SftConfig) -> Run:
@@ -105,12 +105,12 @@ def train(config: SftConfig) -> Run:
     config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)
-    learned, held_out = split(
+    learned, held_out = split_examples(
         config, drop_too_long(config, examples, "conversations", lambda e: [e])
     )
     epoch = math.ceil(len(learned) / config.mini_batch_size)  # steps
     config = replace(config, steps=config.steps or config.epochs * epoch)
-    require_same(digest, config)
+    require_same_data(digest, config)
     with open_session(config, MethodWorker) as session:
         w = session.worker
         session.run.write_json(DATA, digest)
@@ -131,8 +131,8 @@ def train(config: SftConfig) -> Run:
                 w.rest()
             w.set_learning_rates(step)
             with clock("time/update_s"):
-                metrics = imitate(w.policy, batch, w.portions(len(batch)), seed=step)
-            metrics |= count_learned(batch, epochs, clock)
+                metrics = imitate(w.policy, batch, w.objective_for(len(batch)), seed=step)
+            metrics |= data_metrics(batch, epochs, clock)
             metrics |= {"train/trajectories_used": len(batch)}
 
             # ---------------------------------------------------------------- 3 measure, log, save
@@ -141,26 +141,28 @@ def train(config: SftConfig) -> Run:
                 with session.saving_on_failure(learned=True), in_time:
                     metrics["eval/loss"] = loss_on(w, held_out)
                     note_loss(session, step, metrics["eval/loss"])
-            metrics |= sync_if_measured(session, step, batch, clock)
+            metrics |= sync_if_evaluated(session, step, batch, clock)
             metrics |= session.evaluate_if_due(step, clock)
             session.finish_step(step, metrics, clock)
     return session.run
 
 
-def split(config: SftConfig, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+def split_examples(
+    config: SftConfig, examples: Sequence[Example]
+) -> tuple[list[Example], list[Example]]:
     """What is learned, and what is held out."""
-    tasks = held_out_of([example.task_id for example in examples], config.hold_out, config.seed)
+    tasks = choose_held_out([example.task_id for example in examples], config.hold_out, config.seed)
     held_out = [example for example in examples if example.task_id in tasks]
     if held_out:
         distributed.say(f"held out: {len(held_out)} conversations of {len(tasks)} tasks")
     return [example for example in examples if example.task_id not in tasks], held_out
 
 
-def held_out_of(task_ids: Sequence[str], share: float, seed: int) -> set[str]:
+def choose_held_out(task_ids: Sequence[str], share: float, seed: int) -> set[str]:
     """Tasks with this share of the conversations, or a little less. All of a task is held out or
     nothing: a run has tried it several times, often in the same words.
 
-    >>> sorted(held_out_of([*"abacadebaf"], 0.2, seed=0))
+    >>> sorted(choose_held_out([*"abacadebaf"], 0.2, seed=0))
     ['b']
 
     Raises:
@@ -184,7 +186,7 @@ def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
     total, tokens, size = 0.0, 0.0, worker.config.mini_batch_size
     for start in range(0, len(examples), size):
         batch = worker.batch_of(examples[start : start + size])
-        objective = worker.portions(len(batch))
+        objective = worker.objective_for(len(batch))
         log_probs = score_policy(worker.policy.model, batch, objective, worker.device)  # (B, T)
         total -= float((log_probs * batch.loss_mask).sum())
         tokens += float(batch.loss_mask.sum())
@@ -204,7 +206,7 @@ def digest_of(examples: Sequence[Example]) -> dict[str, Any]:
     return {"conversations": len(examples), "sha256": digest.hexdigest()}
 
 
-def require_same(digest: dict[str, Any], config: SftConfig) -> None:
+def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
     """Refuse to resume with other conversations than the run began with."""
     path = Path(config.run_dir or "") / DATA
 

@@ -47,7 +47,7 @@ from typing import Any
 
 from advantages import ESTIMATORS, whiten_each
 from batching import Batch, make_batch
-from config import Config, Misuse, Objective, checked, in_each
+from config import Config, Misuse, Objective, checked, config_per_env
 from envs import Task, env_name, tasks_by_env
 from losses import (
     AdaptiveKLController,
@@ -245,7 +245,7 @@ class RLWorker(Worker):
         super().__init__(config, run, stack, stop)
         self.schedulers = {
             env_name(c.env): make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
-            for c in in_each(config)
+            for c in config_per_env(config)
         }
         self.kl_controller = FixedKLController(config.kl_coef)
         if config.kl_target is not None:

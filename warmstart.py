@@ -31,8 +31,16 @@ import torch
 
 from batching import Batch, make_batch
 from chat import ChatTemplate
-from config import SMALL_MODELS, Objective, RunConfig, in_each, prompt_of, refusing, tasks_of
-from data import Manner, Record, as_opening, demonstrations, encode
+from config import (
+    SMALL_MODELS,
+    Objective,
+    RunConfig,
+    config_per_env,
+    prompt_of,
+    tasks_of,
+    value_errors_as_misuse,
+)
+from data import OracleStyle, Record, demonstrations, encode, prompt_turns
 from envs import env_name, get_env
 from models import load_policy, load_tokenizer, stop_ids_of
 from run.files import build_folder, cache_dir, write_json
@@ -116,7 +124,7 @@ def batch_of(
     return make_batch(fit, pad_id)
 
 
-def train_to(
+def train_and_save(
     folder: Path | None, model: str, records: list[Record], settings: SftSettings, accelerator: Any
 ) -> None:
     """Fine-tune `model` and save a checkpoint, with its losses beside it, and adapters also by
@@ -125,7 +133,9 @@ def train_to(
     Args:
         folder: where to; None on the ranks that do not write.
     """
-    with refusing():  # no such model, a template that cannot be cut, data that teaches nothing
+    with (
+        value_errors_as_misuse()
+    ):  # no such model, a template that cannot be cut, data that teaches nothing
         path = resolve_model(model)
         tokenizer, policy = load_tokenizer(path), load_policy(path, settings.share_prefix)
         if settings.lora_rank:
@@ -150,7 +160,7 @@ def train_to(
     distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
 
 
-def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
+def merge_adapters(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
     """Save the checkpoint that `model` is with these adapters. Collective."""
     path = resolve_model(model)
     tokenizer, policy = load_tokenizer(path), load_policy(path)
@@ -163,15 +173,15 @@ def unpack(folder: Path | None, model: str, adapters: Path, accelerator: Any) ->
 # ---------------------------------------------------------------------------------------- of a run
 
 
-def begins_warm(config: RunConfig) -> bool:
+def needs_warm_start(config: RunConfig) -> bool:
     return config.warm_start == "auto" and config.model in SMALL_MODELS
 
 
-def given_model(config: RunConfig) -> str:
+def base_model_path(config: RunConfig) -> str:
     """Path of the model that the options name, before any warm start here. Collective."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
-    with refusing():
+    with value_errors_as_misuse():
         return distributed.first("fetching the model", lambda: resolve_model(config.model))
 
 
@@ -180,13 +190,13 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
     prompt. The oracle demonstrates as it did for the start that the run begins with, so that it
     does not teach a second way of speaking; plainly if the run begins with none."""
     records = []
-    for c in in_each(config):
+    for c in config_per_env(config):
         prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
-        settings = settings_for(c.model, c.env) if begins_warm(c) else SftSettings()
-        manner = Manner(settings.slips, settings.thoughts)
-        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, manner):
+        settings = settings_for(c.model, c.env) if needs_warm_start(c) else SftSettings()
+        style = OracleStyle(settings.slips, settings.thoughts)
+        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, style):
             if prompt is not None:  # the oracle plays the same under any prompt
-                turns = as_opening(prompt) + record["conversations"][num_replaced:]
+                turns = prompt_turns(prompt) + record["conversations"][num_replaced:]
                 record = record | {"conversations": turns}
             records.append(record)
     return records
@@ -195,8 +205,8 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
 def start_model(config: RunConfig, accelerator: Any) -> str:
     """Path of the weights that a run starts from: as given, or warmed up on demonstrations, one
     start for all environments. Collective."""
-    path = given_model(config)
-    if not begins_warm(config):
+    path = base_model_path(config)
+    if not needs_warm_start(config):
         return path
     settings = settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed
@@ -213,7 +223,7 @@ def warm_start(
 ) -> str:
     """Path of `model` warmed up on what `demonstrate` returns: trained once, or shipped with the
     project, then cached. Collective."""
-    with refusing():
+    with value_errors_as_misuse():
         records = distributed.first("demonstrations", demonstrate)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
     name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
@@ -221,14 +231,14 @@ def warm_start(
     if distributed.first("looking for the warm start", folder.exists):
         return str(folder)
     about = f"warm start: {len(records)} demonstrations, {settings.epochs} epochs"
-    if adapters := shipped(model, env, records, settings):
+    if adapters := shipped_adapters(model, env, records, settings):
         distributed.say(f"{about}; comes with the project, nothing to train")
-        make = partial(unpack, model=model, adapters=adapters, accelerator=accelerator)
+        make = partial(merge_adapters, model=model, adapters=adapters, accelerator=accelerator)
     else:
         steps = settings.num_steps(len(records))
         distributed.say(f"{about}, {steps} steps; made once, then cached")
         make = partial(
-            train_to, model=model, records=records, settings=settings, accelerator=accelerator
+            train_and_save, model=model, records=records, settings=settings, accelerator=accelerator
         )
     if distributed.rank() == 0:
         build_folder(folder, make)
@@ -245,7 +255,7 @@ def hash_of(records: Sequence[Record]) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
-def about_shipped(model: str, env: str) -> dict[str, Any]:
+def shipped_start_info(model: str, env: str) -> dict[str, Any]:
     """How the project's own start of this model and environment was trained; {} if it has none."""
     file = STARTS / f"{model}-{env_name(env)}" / ABOUT
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -253,12 +263,14 @@ def about_shipped(model: str, env: str) -> dict[str, Any]:
 
 def settings_for(model: str, env: str) -> SftSettings:
     """How a warm start of `model` in `env` is trained: like the shipped one, if there is one."""
-    return SftSettings(**about_shipped(model, env).get("settings", {}))
+    return SftSettings(**shipped_start_info(model, env).get("settings", {}))
 
 
-def shipped(model: str, env: str, records: Sequence[Record], settings: SftSettings) -> Path | None:
+def shipped_adapters(
+    model: str, env: str, records: Sequence[Record], settings: SftSettings
+) -> Path | None:
     """The folder of the adapters that training on these records would give; None if the project has
     none."""
-    about = about_shipped(model, env)
+    about = shipped_start_info(model, env)
     is_same = about.get("records") == hash_of(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None

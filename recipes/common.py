@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from agentevol import EvolConfig  # noqa: E402
-from config import CHANGEABLE, Config, Misuse, checked, read_command_line  # noqa: E402
+from config import CHANGEABLE_ON_RESUME, Config, Misuse, checked, read_command_line  # noqa: E402
 from dpo import DpoConfig  # noqa: E402
 from run.checkpoint import steps_saved  # noqa: E402
 from run.files import write_text  # noqa: E402
@@ -105,7 +105,7 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     what changes nothing that is learned. ValueError names what differs."""
     # Lists of tasks were renamed; demonstrations lie beside the run, which makes the option that
     # counts them idle. Results are paired by task in any case.
-    free = CHANGEABLE - {"steps", "learning_rate_decay_steps"}
+    free = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
     free |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
     for config in configs[1:]:

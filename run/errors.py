@@ -52,7 +52,7 @@ class TooManyEnvFailures(RunFailed):
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def value_errors_as_misuse() -> Iterator[None]:
     """Turn a ValueError raised inside into Misuse; elsewhere a ValueError is a bug."""
     try:
         yield
@@ -60,6 +60,6 @@ def refusing() -> Iterator[None]:
         raise Misuse(str(error)) from error
 
 
-def complain(prog: str, problem: object) -> None:
+def print_error(prog: str, problem: object) -> None:
     """Print one line on stderr, however many lines the problem's own text has."""
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)

@@ -28,17 +28,17 @@ import torch
 from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import (
-    LISTS_OF_FILES,
+    FILE_OPTIONS,
     Misuse,
     Objective,
-    Portions,
     RunConfig,
+    UpdateOptions,
+    config_per_env,
     flag,
     held_out_tasks,
     horizons_of,
-    in_each,
-    refusing,
     saved_config,
+    value_errors_as_misuse,
 )
 from data import ROUNDING, Example, Record, encode
 from envs import names_of
@@ -52,15 +52,15 @@ from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
 from scale import distributed
-from warmstart import demonstrations_for, given_model
+from warmstart import base_model_path, demonstrations_for
 
 # Imitating something definite ends with almost no entropy: that is success, not collapse.
-IMITATED = frozenset({"policy/entropy"})
+LOW_IN_IMITATION = frozenset({"policy/entropy"})
 AT_LEAST_1 = (
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),
     *("pairs_per_task", "keep_per_task"),
 )
-DATA_SHOWS = "leave it out, --data says what is shown"
+UNUSED_WITH_DATA = "leave it out, --data says what is shown"
 
 
 # ----------------------------------------------------------------------------------------- options
@@ -70,11 +70,11 @@ DATA_SHOWS = "leave it out, --data says what is shown"
 class MethodConfig(RunConfig):
     """What methods that learn from whole trajectories share."""
 
-    keeps: ClassVar[frozenset[str]] = frozenset(
+    outside_presets: ClassVar[frozenset[str]] = frozenset(
         {"steps", "learning_rate", "learning_rate_decay_steps", "mini_batch_size", "warm_start"}
     )
     # For a model of billions of parameters; AgentGym's scripts, agentenv/examples/.
-    large: ClassVar[dict[str, Any]] = {"learning_rate": 1e-5}
+    paper_values: ClassVar[dict[str, Any]] = {"learning_rate": 1e-5}
 
     # How it learns
     rounds: tuple[int, ...] = (6,)  # most turns of a trajectory (turns) [paper: 30]
@@ -89,7 +89,7 @@ class MethodConfig(RunConfig):
         """Whether the policy samples, at --temperature, what it learns from."""
         return False
 
-    def unplayed(self) -> Iterator[tuple[str, str]]:
+    def unused_without_play(self) -> Iterator[tuple[str, str]]:
         """Options without effect where nothing is played, neither to learn from nor to measure."""
         if not self.plays:
             names = ("temperature", "rounds", "engine", "max_env_failures", "max_sync_error")
@@ -98,7 +98,7 @@ class MethodConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        for c in in_each(self):
+        for c in config_per_env(self):
             if len(c.rounds) != 1 or c.rounds[0] < 1:
                 raise Misuse(f"--rounds: {self.program} needs one number, at least 1")
         least = getattr(self, "min_return", None)
@@ -106,9 +106,9 @@ class MethodConfig(RunConfig):
         self.require("min_return", is_fine, "must be finite, and no return is below 0")
         for name in AT_LEAST_1:
             self.require(name, getattr(self, name, 1) >= 1, "must be at least 1")
-        for name in LISTS_OF_FILES:
+        for name in FILE_OPTIONS:
             for file in getattr(self, name, ()):
-                if not self.has_material and not os.access(file, os.R_OK):
+                if not self.has_saved_inputs and not os.access(file, os.R_OK):
                     raise Misuse(f"{flag(name)} {file} is not there, or may not be read")
 
     def require(self, name: str, is_fine: bool, problem: str) -> None:
@@ -118,7 +118,7 @@ class MethodConfig(RunConfig):
     def notes(self) -> Iterator[str]:
         """How a run to learn from was played, where that differs from this run."""
         starts = [Path(start).resolve() for start in (self.model, self.warm_start)]
-        for name in LISTS_OF_FILES:
+        for name in FILE_OPTIONS:
             for file in getattr(self, name, ()):
                 try:
                     played = saved_config(file, RunConfig)
@@ -132,7 +132,7 @@ class MethodConfig(RunConfig):
                     yield f"{how} by {played.model}, as trained there: {best} goes on from it"
 
     @property
-    def has_material(self) -> bool:
+    def has_saved_inputs(self) -> bool:
         """Whether a resumed run holds what its files gave it, so that they are not read again."""
         return False
 
@@ -141,7 +141,10 @@ class MethodConfig(RunConfig):
 class IteratedConfig(MethodConfig):
     """What methods share that play, learn from it for some steps, and play again."""
 
-    keeps: ClassVar[frozenset[str]] = MethodConfig.keeps | {"eval_every", "save_every"}
+    outside_presets: ClassVar[frozenset[str]] = MethodConfig.outside_presets | {
+        "eval_every",
+        "save_every",
+    }
     folder: ClassVar[str] = ""  # of the run, with what each iteration made
 
     # When it plays
@@ -160,7 +163,7 @@ class IteratedConfig(MethodConfig):
         return self.iterations
 
     @property
-    def fixed(self) -> frozenset[str]:
+    def fixed_on_resume(self) -> frozenset[str]:
         """Of several iterations --steps says where they begin."""
         return frozenset({"steps"} if self.num_iterations > 1 else ())
 
@@ -169,7 +172,7 @@ class IteratedConfig(MethodConfig):
         return self.steps // self.num_iterations
 
     @property
-    def has_material(self) -> bool:
+    def has_saved_inputs(self) -> bool:
         files = Path(self.run_dir or "") / self.folder / "iteration_001.json"
         return self.resume and files.exists()
 
@@ -207,16 +210,16 @@ class MethodWorker(Worker):
         examples = [Example(record, t) for record, t in records if record is not None]
         return examples, summarize_trajectories(played, list(horizons))
 
-    def portions(self, num_rows: int) -> Objective:
+    def objective_for(self, num_rows: int) -> Objective:
         """How an update of so many rows, which is one optimizer step, is cut."""
-        values = {name: getattr(self.config, name) for name in Portions.__dataclass_fields__}
+        values = {name: getattr(self.config, name) for name in UpdateOptions.__dataclass_fields__}
         if not self.config.learns_from_play:
             values["temperature"] = 1.0
         return Objective(**values | {"mini_batch_size": num_rows})
 
     def decay_steps(self) -> float:
         """Without the option all of --steps: a run that is given more then decays more slowly."""
-        return self.config.learning_rate_decay_steps or self.config.steps_in_a_row
+        return self.config.learning_rate_decay_steps or self.config.steps_per_schedule
 
 
 # ----------------------------------------------------------------------------------------- reading
@@ -224,8 +227,8 @@ class MethodWorker(Worker):
 
 def chat_of(config: MethodConfig) -> ChatTemplate:
     """The chat template of the model that the options name. Collective."""
-    path = given_model(config)
-    with refusing():
+    path = base_model_path(config)
+    with value_errors_as_misuse():
         return ChatTemplate(load_tokenizer(path), stop_ids_of(path))
 
 
@@ -269,7 +272,7 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
             distributed.say(f"{num_out:,} of {len(records):,} conversations earned less: left out")
         return encode_all(chat, chosen)
 
-    with refusing():
+    with value_errors_as_misuse():
         return distributed.first("reading what is shown", read)
 
 
@@ -315,14 +318,14 @@ def drop_too_long(
 # ------------------------------------------------------------------------------------------- steps
 
 
-def count_learned(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
+def data_metrics(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
     """Metrics of what an update has learned from; its speed goes to the clock."""
     seconds = max(clock.values["time/update_s"], 1e-9)
     clock.values["update/tokens_per_s"] = int(batch.lengths.sum()) / seconds
     return {"data/policy_tokens": int(batch.loss_mask.sum()), "data/epoch": epochs}
 
 
-def sync_if_measured(
+def sync_if_evaluated(
     session: Session[Any], step: int, batch: Batch | None, clock: Clock
 ) -> dict[str, Any]:
     """Send the weights to the sampler, and compare there, if the step is evaluated next.
@@ -352,7 +355,7 @@ class IterationFiles:
     writes: bool
 
     @classmethod
-    def of(cls, session: Session[Any]) -> IterationFiles:
+    def from_session(cls, session: Session[Any]) -> IterationFiles:
         """Those of a run, without what it made after the step that it goes on from: that policy is
         gone. A new run begins with none."""
         c = session.config

@@ -147,7 +147,7 @@ def open_run(config: RunConfig) -> Run:
 
 
 def _open(config: RunConfig) -> Run:
-    env = f"{env_name(config.env)}-" if config.needs_world else ""  # else files say which
+    env = f"{env_name(config.env)}-" if config.needs_environment else ""  # else files say which
     name = f"{env}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))

@@ -40,7 +40,7 @@ from run.errors import (
     SyncError,
     TooManyEnvFailures,
     TrainingError,
-    complain,
+    print_error,
 )
 from run.files import weights_digest
 from run.worker import Worker
@@ -299,7 +299,7 @@ class Session(Generic[WorkerType]):
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Check a step for collapse and print the alarms; why the run must stop, or None."""
-        watched = {n: v for n, v in metrics.items() if n not in self.config.unwatched}
+        watched = {n: v for n, v in metrics.items() if n not in self.config.ignored_by_sentinels}
         alarms = self.sentinels.check(step, watched)  # even if off: --resume may switch them on
         if self.config.on_collapse == "off":
             return None
@@ -464,10 +464,10 @@ def command_line(
         problem = RuntimeError(f"{gone} likely out of memory)")
     code = 2 if isinstance(problem, Misuse) else 1
     if distributed.rank() == 0:
-        complain(prog, problem)
+        print_error(prog, problem)
     elif not distributed.is_known_to_all(problem):
         time.sleep(3)  # if rank 0 says the same, the launcher has ended this process by then
-        complain(prog, f"rank {distributed.rank()}: {problem}")
+        print_error(prog, f"rank {distributed.rank()}: {problem}")
     if distributed.world_size() > 1:
         os._exit(code)  # the others may be gone, so nothing can be closed in order
     return code
@@ -476,7 +476,9 @@ def command_line(
 def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     """The last lines of a run: how it began and ended, and which file or command shows what."""
     env, *others = names_of(config.env)
-    which = f" --env {env}" if others or not config.needs_world else ""  # one is measured at a time
+    which = (
+        f" --env {env}" if others or not config.needs_environment else ""
+    )  # one is measured at a time
     rows, python = read_log(run.path / "metrics.jsonl"), rundir.python()
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     has_played = any(run.path.glob("trajectories/*.jsonl"))

@@ -28,12 +28,12 @@ from config import (
     Config,
     Misuse,
     RunConfig,
+    config_per_env,
     evaluation_horizons,
     held_out_tasks,
-    in_each,
     prompt_of,
-    refusing,
     tasks_of,
+    value_errors_as_misuse,
 )
 from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, local_server
@@ -95,7 +95,7 @@ class Worker:
         stop: StopRequests,
     ) -> None:
         self.config, self.run, self.stop = config, run, stop
-        with refusing():
+        with value_errors_as_misuse():
             self.tasks = tasks_of(config)
             self.eval_tasks = held_out_tasks(config)
         for line in plan(config, run.path, len(self.tasks), len(self.eval_tasks)):
@@ -136,7 +136,7 @@ class Worker:
         interruptible = self.stop.allowed() if is_alone else contextlib.nullcontext()
         with interruptible, clock.advice("the warm start"):
             self.start = start_model(self.config, self.accelerator)
-        with refusing():
+        with value_errors_as_misuse():
             self.tokenizer = load_tokenizer(self.start)
             self.chat = ChatTemplate(self.tokenizer, stop_ids_of(self.start))
         distributed.say(f"model: {self.config.model} ({describe(self.start)}) from {self.start}")
@@ -149,9 +149,9 @@ class Worker:
             Misuse: an opening and one turn do not fit --max-trajectory-tokens.
         """
         pools = {}
-        for config in in_each(self.config):
+        for config in config_per_env(self.config):
             urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
-            with refusing():
+            with value_errors_as_misuse():
                 pool = stack.enter_context(EnvPool(config.env, urls, prompt=prompt_of(config)))
             pools[env_name(config.env)] = pool
         self.pool = EnvPools(pools)
@@ -180,16 +180,16 @@ class Worker:
         if ranks > 1:
             about += f", in parts on {ranks} processes"
         distributed.say(f"policy: {about}")
-        if 0 < (n := c.learning_rate_decay_steps) < c.steps_in_a_row:
+        if 0 < (n := c.learning_rate_decay_steps) < c.steps_per_schedule:
             distributed.say(
                 f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; raise "
-                f"--learning-rate-decay-steps to keep learning until step {c.steps_in_a_row}"
+                f"--learning-rate-decay-steps to keep learning until step {c.steps_per_schedule}"
             )
 
     def fresh_policy(self) -> Learner:
         """The policy that the run starts from, with an optimizer that has taken no step."""
         c = self.config
-        with refusing():  # a folder without a model, layers that adapters do not fit
+        with value_errors_as_misuse():  # a folder without a model, layers that adapters do not fit
             policy = load_policy(self.start, c.share_prefix)
             if c.lora_rank:
                 add_lora(policy.lm, c.lora_rank, c.seed)
@@ -383,7 +383,7 @@ def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) -> list[str]:
     """The first lines of a run, so that a mistake is seen before it has cost hours."""
-    c, envs = config, in_each(config)
+    c, envs = config, config_per_env(config)
     batch = f"at most {c.trajectories_per_step} trajectories"
     if isinstance(c, Config):
         turns = " and ".join(", then ".join(map(str, own.rounds)) for own in envs)

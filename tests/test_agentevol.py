@@ -11,7 +11,7 @@ from methods_toy import conversation, run, settings, write_lines
 from toy_env import Shown, read_metrics, serve
 
 import agentevol
-from agentevol import EvolConfig, selected, texts_of
+from agentevol import EvolConfig, select, texts_of
 from config import Misuse
 from formats import to_record
 from run.methodworker import MethodWorker
@@ -38,22 +38,22 @@ def test_the_best_of_each_task_join_once_with_their_weights():
         explored(2, 0.0, "af"),
     ]
     once = EvolConfig(keep_per_task=2, min_return=0.1, weighting="return")
-    chosen = selected(records, once, "iteration 1")
+    chosen = select(records, once, "iteration 1")
     assert [(r["item_id"], r["weight"], r["origin"]) for r in chosen] == [
         ("letters_0", 1.0, "iteration 1"),
         ("letters_0", 0.7, "iteration 1"),
         ("letters_1", 0.6, "iteration 1"),
     ]
-    ones = selected(records, replace(once, weighting="one"), "x")
+    ones = select(records, replace(once, weighting="one"), "x")
     assert [r["weight"] for r in ones] == [1.0] * 3
     control = EvolConfig(ignore_returns=True, keep_per_task=2, weighting="one")
-    blind = selected(records, control, "x")
+    blind = select(records, control, "x")
     assert [(r["return"], r["weight"]) for r in blind] == [(0.2, 1), (1, 1), (0.6, 1), (0, 1)]
-    perfect = selected(records, replace(once, min_return=1.0), "x")
+    perfect = select(records, replace(once, min_return=1.0), "x")
     assert [r["return"] for r in perfect] == [1.0], "at least so much, as in sft.py and dpo.py"
-    assert selected(records[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
+    assert select(records[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
     # What the set has already does not join again, and takes no place of what is new.
-    again = selected(records, replace(once, keep_per_task=1), "x", chosen[:1])
+    again = select(records, replace(once, keep_per_task=1), "x", chosen[:1])
     assert [r["return"] for r in again] == [0.7, 0.6]
 
 
@@ -63,31 +63,31 @@ def test_what_is_played_alike_counts_as_often():
     records = [explored(0, 0.5, "ab"), explored(0, 1.0, "ac"), explored(1, 0.5, "ad")]
     records += [explored(0, 0.5, "ab"), explored(1, 0.0, "ae"), explored(0, 0.5, "ab")]
     played = EvolConfig(keep_per_task=8, weighting="played")
-    chosen = selected(records, played, "x")
+    chosen = select(records, played, "x")
     log_prob = {texts_of(record): -1.0 - at for at, record in enumerate(records)}
     expected = sum(record["return"] * log_prob[texts_of(record)] for record in records)
     kept = sum(record["weight"] * log_prob[texts_of(record)] for record in chosen)
     assert len(chosen) == 3 and kept == pytest.approx(expected)
-    assert selected(records, played, "x", chosen) == chosen
+    assert select(records, played, "x", chosen) == chosen
     blind = replace(played, ignore_returns=True)  # the control differs in the returns alone
-    assert sorted(r["weight"] for r in selected(records, blind, "x")) == [1.0, 1.0, 1.0, 3.0]
+    assert sorted(r["weight"] for r in select(records, blind, "x")) == [1.0, 1.0, 1.0, 3.0]
     # Chance pays the same text differently, and two tasks may read alike.
     records = [explored(0, total, "ab") for total in (1.0, 0.0, 0.25, 0.0)]
     other = explored(0, 0.1, "ab") | {"item_id": "letters_9"}
-    assert [r["weight"] for r in selected([*records, other], played, "x")] == [1.25, 0.1]
+    assert [r["weight"] for r in select([*records, other], played, "x")] == [1.25, 0.1]
 
 
 def test_demonstrations_with_a_return_count_by_it(tmp_path):
     records = [conversation(0), explored(1, 0.5, "ab"), explored(2, 0.1, "cd")]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = EvolConfig(model="tiny", data=data, min_return=0.2, eval_every=0)
-    assert [(r["item_id"], r["weight"]) for r in agentevol.first_set(config)] == [
+    assert [(r["item_id"], r["weight"]) for r in agentevol.initial_set(config)] == [
         *(("letters_0", 1.0), ("letters_1", 0.5))
     ]
     for bad, problem in ((0.1, "nothing in --data earned more"), (100, "100, expected 0 to 1")):
         write_lines(tmp_path / "data.jsonl", [explored(1, bad, "ab")])
         with pytest.raises(Misuse, match=problem):
-            agentevol.first_set(config)
+            agentevol.initial_set(config)
 
 
 def sets_of(tmp_path):

@@ -17,7 +17,6 @@ from config import (
     Config,
     Misuse,
     RunConfig,
-    as_kept,
     checked,
     complete,
     flag,
@@ -29,6 +28,7 @@ from config import (
     read_command_line,
     saved_config,
     tasks_of,
+    with_absolute_paths,
     with_preset,
     with_prompt,
 )
@@ -73,8 +73,12 @@ def test_the_choices_and_the_groups_of_algorithms_are_those_of_the_tables():
     assert choices(Config, "algorithm") == tuple(ESTIMATORS)
     assert choices(DpoConfig, "loss") == tuple(PREFERENCES)
     assert choices(Config, "precision") == ("auto", *FORMATS)
-    assert {n for n, e in ESTIMATORS.items() if e.needs_group} == set(config_module.GROUPED)
-    assert {n for n, e in ESTIMATORS.items() if e.needs_critic} == set(config_module.WITH_CRITIC)
+    assert {n for n, e in ESTIMATORS.items() if e.needs_group} == set(
+        config_module.GROUP_ALGORITHMS
+    )
+    assert {n for n, e in ESTIMATORS.items() if e.needs_critic} == set(
+        config_module.CRITIC_ALGORITHMS
+    )
 
 
 # --- Defaults -------------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def test_a_run_resumed_from_another_folder_reads_the_files_that_it_began_with(
     first = asked(argv)
     assert (first.tasks, first.eval_tasks) == (f"{here}/ids.json", "family_test")
     assert first.model == first.warm_start == f"{here}/step_1"
-    assert as_kept(first) == first
+    assert with_absolute_paths(first) == first
     save(there / "run", first)
     monkeypatch.chdir(there)
     again = asked("--resume --run-dir run")

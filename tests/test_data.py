@@ -9,7 +9,7 @@ from toy_env import NAME, Letters, registered, serve
 import data
 from chat import ChatTemplate
 from data import (
-    Manner,
+    OracleStyle,
     candidates,
     demonstrations,
     encode,
@@ -230,7 +230,7 @@ def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
 def test_slips_are_right_later_or_were_right_before_and_are_not_imitated():
     tasks = load_tasks("textcraft", "short_train")
     clean = play_demonstrations("textcraft", tasks, 24, 0)
-    slipped = demonstrations("textcraft", tasks, 24, 0, manner=Manner(slips=0.4))
+    slipped = demonstrations("textcraft", tasks, 24, 0, style=OracleStyle(slips=0.4))
     assert demonstrations("textcraft", tasks, 24, 0) == clean, "kept apart"
     assert [record["item_id"] for record in slipped] == [record["item_id"] for record in clean]
     assert all(turn["loss"] is not False for record in clean for turn in record["conversations"])

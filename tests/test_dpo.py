@@ -28,12 +28,12 @@ from dpo import (
     DpoConfig,
     Pair,
     batch_of,
-    pair_in,
+    format_pair,
     pairs_of,
     pairs_of_experts,
+    parse_pair,
     preference_loss,
     read_pairs,
-    to_line,
 )
 from formats import read_records, record_of
 from scale import distributed
@@ -267,7 +267,7 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
             stop=SimpleNamespace(agreed=lambda: is_stopped),
             pad_id=0,
             rest=lambda: None,
-            portions=lambda rows: replace(OBJECTIVE, mini_batch_size=rows),
+            objective_for=lambda rows: replace(OBJECTIVE, mini_batch_size=rows),
             policy=learner(),
         )
         sums = dpo.reference_sums(worker, range(4))
@@ -474,7 +474,7 @@ def test_the_very_ids_that_were_sampled_are_in_the_rows_also_from_files():
     both = batch_of([*pairs, *pairs], 0)
     assert both.group_ids.tolist() == [0, 0, 1, 1]
     assert opening_length(both.rows([2, 3])) >= first.turns[0].action_span[0]
-    again = [pair_in(json.loads(json.dumps(to_line(pair))), "", chat) for pair in pairs]
+    again = [parse_pair(json.loads(json.dumps(format_pair(pair))), "", chat) for pair in pairs]
     assert described(again) == described(pairs)
     for source in (pairs, again):
         batch = batch_of(source, 0)
@@ -521,8 +521,8 @@ SAME = {
 
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_of_a_pair_is_the_same_to_a_model(form):
-    pair = pair_in(SAME[form], "x", WORDS)
-    wanted = batch_of([pair_in(GOOD | {"rejected": gpt("go")}, "x", WORDS)], 0)
+    pair = parse_pair(SAME[form], "x", WORDS)
+    wanted = batch_of([parse_pair(GOOD | {"rejected": gpt("go")}, "x", WORDS)], 0)
     assert pair.task_id == "a"
     assert batch_of([pair], 0).input_ids.tolist() == wanted.input_ids.tolist()
     assert batch_of([pair], 0).loss_mask.tolist() == wanted.loss_mask.tolist()
@@ -537,7 +537,7 @@ def test_neither_what_the_prompt_shows_nor_an_action_of_weight_0_is_learned():
         (GOOD | {"prompt": prompt}, "open<e>go<e>no<e>"),
         ({"prompt": "dark", "chosen": turns, "rejected": other}, "go<e>no<e>"),
     ):
-        batch = batch_of([pair_in(content, "x", WORDS)], 0)
+        batch = batch_of([parse_pair(content, "x", WORDS)], 0)
         assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of(learned)
 
 
@@ -560,9 +560,9 @@ def test_returns_of_a_file_are_kept_to_and_of_a_task_the_first_pairs_are_taken(t
 def test_both_sides_may_name_the_task_and_say_what_they_earned():
     chosen, rejected = (played("maze_7", text).record for text in ("open", "go"))
     sides = {"chosen": chosen | {"reward": 1.0}, "rejected": rejected | {"return": 0.25}}
-    pair = pair_in({"id": 17} | sides, "x", WORDS)
+    pair = parse_pair({"id": 17} | sides, "x", WORDS)
     assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
-    assert pair_in(GOOD | {"id": 17, "item_id": "maze_7"}, "x", WORDS).task_id == "maze_7"
+    assert parse_pair(GOOD | {"id": 17, "item_id": "maze_7"}, "x", WORDS).task_id == "maze_7"
 
 
 RECORDS = [played("a", "open").record, played("b", "go").record]
@@ -595,7 +595,7 @@ def test_pairs_come_from_the_files_that_the_options_name(tmp_path, monkeypatch):
         Path(*files[name]).write_text(json.dumps(content))
 
     def pairs(**options):
-        return dpo.pairs_in_files(DpoConfig(eval_every=0, **options))
+        return dpo.load_pairs(DpoConfig(eval_every=0, **options))
 
     assert [pair.task_id for pair in pairs(pairs=files["pairs"])] == ["a"]
     for options in ({"data": files["data"]}, {"expert": files["a"], "experience": files["b"]}):

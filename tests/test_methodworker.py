@@ -214,7 +214,7 @@ def test_what_the_policy_did_not_sample_is_scored_at_temperature_1():
         (SftConfig(), 1.0),
     ):
         worker.config = replace(config, temperature=0.2)
-        assert worker.portions(4).temperature == expected
+        assert worker.objective_for(4).temperature == expected
 
 
 # --- Iterations of dpo.py -------------------------------------------------------------------------

@@ -11,7 +11,14 @@ import toy_env
 from toy_env import flags, fresh_process_state, read_metrics, train_main
 
 import agentevol
-from config import evaluation_horizons, held_out_tasks, horizons_of, in_each, options, tasks_of
+from config import (
+    config_per_env,
+    evaluation_horizons,
+    held_out_tasks,
+    horizons_of,
+    options,
+    tasks_of,
+)
 from reporting.plots import read_run
 from rollout import draw
 from run.worker import plan
@@ -90,7 +97,7 @@ def json_lines(path):
 
 def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
     config = options("+".join(worlds), env_addr=("far=local", "near=http://a:1", "near=http://b:1"))
-    near, far = in_each(config)
+    near, far = config_per_env(config)
     assert (near.rounds, far.rounds) == ((2,), (3,))
     assert (near.env_addr, far.env_addr) == (("http://a:1", "http://b:1"), ("local",))
     assert (near.tasks, near.eval_tasks) == ("train", "test")

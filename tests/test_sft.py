@@ -107,11 +107,11 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
 def test_a_task_is_learned_or_held_out_and_never_both(share):
     """A run has tried each several times: the same words would be on both sides."""
     tasks = [f"{n % 17}" for n in range(100)]
-    held_out = sft.held_out_of(tasks, share, seed=3)
+    held_out = sft.choose_held_out(tasks, share, seed=3)
     assert 0 < sum(task in held_out for task in tasks) <= round(share * 100)
-    assert sft.held_out_of(["a"] * 9 + ["b"] * 5, 0.01, seed=0) == {"b"}  # all exceed the share
+    assert sft.choose_held_out(["a"] * 9 + ["b"] * 5, 0.01, seed=0) == {"b"}  # all exceed the share
     with pytest.raises(Misuse, match="leaves none of 1"):
-        sft.held_out_of(["a"], share, seed=0)
+        sft.choose_held_out(["a"], share, seed=0)
 
 
 def test_without_an_environment_the_lowest_held_out_loss_is_the_best(tmp_path, url, monkeypatch):

@@ -71,11 +71,11 @@ def warm(tasks, settings=SETTINGS, model="tiny", accelerator=None):
 def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(own_cache, monkeypatch):
     trained = []
 
-    def train_to(folder, model, records, settings, accelerator):
+    def train_and_save(folder, model, records, settings, accelerator):
         trained.append((model, settings))
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(warmstart, "train_to", train_to)
+    monkeypatch.setattr(warmstart, "train_and_save", train_and_save)
     tasks = TASKS[:4]
     folders = {
         warm(tasks),
@@ -95,14 +95,16 @@ def test_a_shipped_warm_start_is_unpacked_for_the_same_model_data_and_settings_a
     records = demonstrations("textcraft", TASKS[:4], 4, 0)
     with fresh_process_state():
         accelerator = distributed.make_accelerator("no")
-        warmstart.train_to(tmp_path / "trained", "tiny", records, settings, accelerator)
+        warmstart.train_and_save(tmp_path / "trained", "tiny", records, settings, accelerator)
     (tmp_path / "starts").mkdir()
     folder = (tmp_path / "trained/adapter").rename(tmp_path / "starts/tiny-textcraft")
     (tmp_path / "trained/sft.json").rename(folder / "sft.json")
     assert warmstart.settings_for("tiny", "textcraft") == settings
-    assert warmstart.shipped("tiny", "textcraft", records[:3], settings) is None
-    assert warmstart.shipped("tiny", "textcraft", records, replace(settings, seed=1)) is None
-    monkeypatch.setattr(warmstart, "train_to", None)
+    assert warmstart.shipped_adapters("tiny", "textcraft", records[:3], settings) is None
+    assert (
+        warmstart.shipped_adapters("tiny", "textcraft", records, replace(settings, seed=1)) is None
+    )
+    monkeypatch.setattr(warmstart, "train_and_save", None)
     with fresh_process_state():
         made = warm(TASKS[:4], settings, accelerator=distributed.make_accelerator("no"))
     assert "comes with the project" in capsys.readouterr().out
@@ -124,4 +126,4 @@ def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(own_ca
     monkeypatch.setattr(warmstart, "build_folder", lambda folder, make: made.append(make))
     config = complete(options("textcraft", model="smollm2-135m"))
     warmstart.start_model(config, accelerator=None)
-    assert made[0].func is warmstart.unpack, "make recipes/starts anew, see its README"
+    assert made[0].func is warmstart.merge_adapters, "make recipes/starts anew, see its README"

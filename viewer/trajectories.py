@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
-from formats import read_each, to_record
+from formats import read_objects, to_record
 from trajectory import COUNTED, HEAD_END, LOST
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def open_lines(path: Path) -> Lines:
         is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
     if not is_agenttraj:
         return index(path)
-    lines = [f"{line}\n" for line in read_each([path], _line_in)]
+    lines = [f"{line}\n" for line in read_objects([path], _line_in)]
     converted = Path(tempfile.mkdtemp(), path.name)
     atexit.register(shutil.rmtree, converted.parent, ignore_errors=True)
     converted.write_text("".join(lines))
