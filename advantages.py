@@ -238,7 +238,7 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     return _whiten(x.double(), loss_mask.bool()).float()
 
 
-def whiten_each(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
+def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
     """`whiten` within the rows of each environment, so that wider returns in one do not drown the
     others (AgentRL, arXiv 2510.04206). The shift is theirs too: where long trajectories fail, it
     lifts what a group's baseline put below 0.
@@ -247,7 +247,7 @@ def whiten_each(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
         envs: B names, the environment of each row.
 
     >>> two = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
-    >>> [[round(v, 3) for v in row] for row in whiten_each(two, torch.ones(2, 2), "ab").tolist()]
+    >>> [[round(v, 3) for v in row] for row in whiten_per_env(two, torch.ones(2, 2), "ab").tolist()]
     [[-0.707, 0.707], [-0.707, 0.707]]
     """
     whitened = torch.zeros_like(x)

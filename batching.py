@@ -95,7 +95,7 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
     )
 
 
-def even_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torch.Tensor:
+def seq_mean_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torch.Tensor:
     """Weights with which each trajectory counts alike in a mean over tokens: (B,), N / (M · n_b).
 
         1/N Σ_b w_b Σₜ ℓ = 1/M Σ_b 1/n_b Σₜ ℓ        n_b policy tokens of row b
@@ -105,7 +105,7 @@ def even_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torc
         mini_batch_mask: (M, T) of its mini-batch, N policy tokens in M rows.
 
     >>> mini_batch = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    >>> even_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
+    >>> seq_mean_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
     tensor([0.6667, 2.0000])
     """
     return mini_batch_mask.sum(1).float().mean() / loss_mask.sum(1)
@@ -114,7 +114,7 @@ def even_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torc
 # --------------------------------------------------------------------------------- micro-batches
 
 
-def cut(
+def cut_micro_batches(
     batch: Batch,
     rows: Sequence[int],
     max_tokens: int,
@@ -134,7 +134,7 @@ def cut(
     def cut_at(limit: int) -> list[list[int]]:
         if share_prefix:
             return _cut_groups(batch, rows, limit)
-        by_length = micro_batches(batch.lengths[list(rows)].tolist(), limit)
+        by_length = cut_by_length(batch.lengths[list(rows)].tolist(), limit)
         return [[rows[i] for i in micro] for micro in by_length]
 
     cuts = cut_at(max_tokens)
@@ -145,7 +145,7 @@ def cut(
     return cuts
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Cut rows into micro-batches of at most `max_tokens` tokens, padding included, and at most
     MAX_PADDING of padding.
 

@@ -75,11 +75,11 @@ from scale import distributed
 from update import (
     Learner,
     Metrics,
+    decide_sharing,
     forward_policy,
     optimize,
     policy_metrics,
     score_policy,
-    suited,
 )
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
@@ -284,7 +284,7 @@ def prefer(
     Returns:
         `policy/*` and `preference/*` metrics, means over pairs.
     """
-    objective, device = suited(objective, batch), learner.accelerator.device
+    objective, device = decide_sharing(objective, batch), learner.accelerator.device
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[Tensor, Metrics]:
         num_pairs = len(mini_batch) / 2
@@ -562,7 +562,7 @@ def load_pairs(config: DpoConfig) -> list[Pair]:
         return pairs
 
     with value_errors_as_misuse():
-        pairs = distributed.first("reading pairs", read)
+        pairs = distributed.run_on_rank_0("reading pairs", read)
     return drop_too_long(config, pairs, "pairs", lambda pair: pair)
 
 

@@ -331,7 +331,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 @dataclass(frozen=True)
-class Scored:
+class LossInput:
     """A micro-batch as the policy sees it now; (B, T) each, but for weights."""
 
     log_probs: Tensor  # with gradient
@@ -349,11 +349,11 @@ class LossTerm(NamedTuple):
 
     metric: str  # the name it is logged under
     coefficient: Callable[[Objective], float]
-    function: Callable[[Scored, Objective], Tensor]  # -> (B, T)
+    function: Callable[[LossInput, Objective], Tensor]  # -> (B, T)
     always_measured: bool = False  # logged also where its coefficient is 0
 
 
-def kl_to_reference(s: Scored, objective: Objective) -> Tensor:
+def kl_to_reference(s: LossInput, objective: Objective) -> Tensor:
     """KL(π ‖ π_ref) by token, (B, T)."""
     assert s.ref_log_probs is not None
     return kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
@@ -367,7 +367,7 @@ LOSS_TERMS = [
 
 
 def policy_objective(
-    s: Scored, objective: Objective, denominator: float, signal_share: float = 1.0
+    s: LossInput, objective: Objective, denominator: float, signal_share: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of an RL step on one micro-batch, and what is logged of it.
 

@@ -365,7 +365,7 @@ def num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def num_trained(module: nn.Module) -> int:
+def num_trainable(module: nn.Module) -> int:
     """Those that an optimizer moves."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 

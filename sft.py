@@ -213,7 +213,7 @@ def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
     def is_same() -> bool:
         return not path.exists() or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
 
-    if config.resume and not distributed.first("comparing the data", is_same):
+    if config.resume and not distributed.run_on_rank_0("comparing the data", is_same):
         raise Misuse(f"--data is not what {config.run_dir} began with; start a new run")
 
 

@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from advantages import ESTIMATORS, whiten_each
+from advantages import ESTIMATORS, whiten_per_env
 from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env
 from envs import Task, env_name, tasks_by_env
@@ -117,7 +117,7 @@ def train(config: Config) -> Run:
                     batch.advantages, batch.returns = estimator.estimate(batch, c.gamma, c.lam)
                     if c.normalize_per_env:
                         envs = [t.env for t in usable]
-                        batch.advantages = whiten_each(batch.advantages, batch.loss_mask, envs)
+                        batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)
 
                 # ------------------------------------------------------------------------- 5 update
                 with clock("time/update_s"):

@@ -41,7 +41,8 @@ TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # of a number for one token, in files
 # A line of a file begins with what is short, so that a list of trajectories reads the heads alone.
 HEAD_END = ',"messages":'  # never inside a JSON string, whose quotes are escaped
-COUNTED = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")  # follow from the rest
+# Computed from the other fields, for lists of trajectories.
+DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
 
 
 def are_equal(returns: Sequence[float]) -> bool:
@@ -111,24 +112,23 @@ class Trajectory:
         of tokens (null without any)."""
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         line |= {name: line.get(name) for name in TOKEN_FIELDS}
-        said = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
-        said["first_state"] = line.pop("first_state")
+        texts = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
+        texts["first_state"] = line.pop("first_state")
         del line["turns"]
         tokens = {name: line.pop(name) for name in LIST_FIELDS}
-        short = {name: rounded(tokens[name]) for name in FLOAT_FIELDS if tokens[name] is not None}
-        return line | self._counted(tokens) | said | tokens | short
+        rounded = {n: round_floats(tokens[n]) for n in FLOAT_FIELDS if tokens[n] is not None}
+        return line | self._derived_fields(tokens) | texts | tokens | rounded
 
-    def _counted(self, tokens: dict[str, Any]) -> dict[str, Any]:
-        """COUNTED: what a list of trajectories shows of each; `advantage` is the policy tokens'
-        mean."""
+    def _derived_fields(self, tokens: dict[str, Any]) -> dict[str, Any]:
+        """Fields for a list of trajectories; `advantage` is the mean over policy tokens."""
         ids, mask, advantages = (tokens[n] for n in ("input_ids", "loss_mask", "advantages"))
-        of_policy = [a for a, m in zip(advantages or (), mask or (), strict=False) if m]
+        values = [a for a, m in zip(advantages or (), mask or (), strict=False) if m]
         return {
             "return": self.total_return,
             "num_turns": len(self.turns),
             "num_tokens": None if ids is None else len(ids),
             "parse_errors": sum(turn.parse_error is not None for turn in self.turns),
-            "advantage": rounded([sum(of_policy) / len(of_policy)])[0] if of_policy else None,
+            "advantage": round_floats([sum(values) / len(values)])[0] if values else None,
         }
 
     def to_json(self) -> str:
@@ -226,12 +226,12 @@ class RolloutHandler(Trajectory):
 # ------------------------------------------------------------------------------ files and formats
 
 
-def rounded(numbers: Sequence[float]) -> list[float]:
+def round_floats(numbers: Sequence[float]) -> list[float]:
     """Each with 7 significant digits, which halves the bytes. A log-prob of -10 moves by 5e-6 nats
     at most, where sampler and trainer differ by 4e-3 in bfloat16; training uses the numbers in
     memory, the file is for reading.
 
-    >>> rounded([-0.10536051541566849, 0.0, -1.2345678e-09])
+    >>> round_floats([-0.10536051541566849, 0.0, -1.2345678e-09])
     [-0.1053605, 0, -1.234568e-09]
     """
     return [float(f"{x:.{DIGITS}g}") if x else 0 for x in numbers]
@@ -243,7 +243,7 @@ def from_line(line: dict[str, Any]) -> Trajectory:
     Raises:
         ValueError: a field is missing or unknown.
     """
-    fields = {name: value for name, value in line.items() if name not in COUNTED}
+    fields = {name: value for name, value in line.items() if name not in DERIVED_FIELDS}
     kind: type[Trajectory] = RolloutHandler
     if fields.get("input_ids") is None:
         kind = Trajectory

@@ -8,7 +8,7 @@
     s = policy tokens of the batch over those of the step, groups without signal included
 
 With `--loss-agg seq-mean` all three terms are means over trajectories, each token weighted by
-`batching.even_weights`, and s counts trajectories; KL and entropy are logged by token.
+`batching.seq_mean_weights`, and s counts trajectories; KL and entropy are logged by token.
 
     step's batch ──shuffle──> mini-batches ──cut──> micro-batches
                               an optimizer step     a backward each
@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batching import Batch, cut, even_weights, padding_share
+from batching import Batch, cut_micro_batches, padding_share, seq_mean_weights
 from config import Objective
-from losses import Scored, imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
+from losses import LossInput, imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
 from run.progress import phase
 from scale import distributed
 from scale.prefix import pack, shared_share
@@ -92,7 +92,7 @@ def optimize(
     with phase(label, len(batch) * objective.ppo_epochs, "trajectories") as tick:
         for rows in mini_batches:
             mini_batch, sums, is_finite = batch.rows(rows), dict[str, float](), True
-            passes = _own_passes(batch, rows, objective)
+            passes = _rank_passes(batch, rows, objective)
             for micro, counts in passes:
                 loss, parts = loss_of(batch.rows(micro), mini_batch)
                 # FSDP averages gradients over ranks, and we want their sum.
@@ -146,30 +146,31 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
             yield rows[n * len(rows) // parts : (n + 1) * len(rows) // parts]
 
 
-def _own_passes(
+def _rank_passes(
     batch: Batch, rows: list[int], objective: Objective
 ) -> list[tuple[list[int], bool]]:
     """This rank's micro-batches of these rows, and whether each counts."""
     limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
-    cuts = cut(batch, rows, limit, share, distributed.world_size())
-    return distributed.own_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
+    cuts = cut_micro_batches(batch, rows, limit, share, distributed.world_size())
+    return distributed.rank_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
 
 
 def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
     """Share of padding in the micro-batches that `optimize` makes, 0..1; packed rows have none."""
-    objective = suited(objective, batch)
+    objective = decide_sharing(objective, batch)
     if objective.share_prefix:
         return 0.0
     limit, ranks = objective.max_tokens_per_micro_batch, distributed.world_size()
-    steps = _mini_batches(batch, objective, seed)
-    cuts = [micro for rows in steps for micro in cut(batch, rows, limit, num_ranks=ranks)]
+    cuts: list[list[int]] = []
+    for rows in _mini_batches(batch, objective, seed):
+        cuts += cut_micro_batches(batch, rows, limit, num_ranks=ranks)
     return padding_share(batch.lengths.tolist(), cuts)
 
 
 # --------------------------------------------------------------------------------------- the policy
 
 
-def suited(objective: Objective, batch: Batch) -> Objective:
+def decide_sharing(objective: Objective, batch: Batch) -> Objective:
     """`objective` without prefix sharing where the batch shares too little for it to pay."""
     if objective.share_prefix and shared_share(batch) < SHARING_PAYS:
         return replace(objective, share_prefix=False)
@@ -198,7 +199,7 @@ def forward_policy(
 
 def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
     """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
-    objective = suited(objective, batch)
+    objective = decide_sharing(objective, batch)
     return _score(lambda part: forward_policy(policy, part, objective, device)[0], batch, objective)
 
 
@@ -216,7 +217,7 @@ def update_policy(
     """
     has_old = batch.old_log_probs is not None
     assert has_old or objective.num_optimizer_steps(len(batch)) == 1, "the policy moves before this"
-    objective, device = suited(objective, batch), learner.accelerator.device
+    objective, device = decide_sharing(objective, batch), learner.accelerator.device
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = forward_policy(learner.model, part, objective, device)  # (B, T) each
@@ -224,8 +225,8 @@ def update_policy(
         assert b.advantages is not None
         weights = None
         if objective.loss_agg == "seq-mean":
-            weights = even_weights(part.loss_mask, mini_batch.loss_mask).to(device)  # (B,)
-        scored = Scored(
+            weights = seq_mean_weights(part.loss_mask, mini_batch.loss_mask).to(device)  # (B,)
+        scored = LossInput(
             log_probs=log_probs,
             entropy=entropy,
             old_log_probs=log_probs.detach() if b.old_log_probs is None else b.old_log_probs,
@@ -253,7 +254,7 @@ def imitate(
     Returns:
         `policy/*` metrics, means over policy tokens.
     """
-    objective, device = suited(objective, batch), learner.accelerator.device
+    objective, device = decide_sharing(objective, batch), learner.accelerator.device
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         with learner.accelerator.autocast():
@@ -338,9 +339,9 @@ def _score(
     """This rank's rows through `forward`, zeros elsewhere, then the sum over ranks: (B, T)."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
     device: Any = "cpu"
-    for rows, counts in _own_passes(batch, list(range(len(batch))), objective):
+    for rows, counts in _rank_passes(batch, list(range(len(batch))), objective):
         scores = forward(batch.rows(rows))
         device = scores.device
         if counts:
             out[rows, : scores.shape[1]] = scores.float().cpu()
-    return distributed.summed(out, device)
+    return distributed.sum_over_ranks(out, device)

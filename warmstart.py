@@ -48,9 +48,9 @@ from run.progress import phase
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import add_lora, load_adapter, save_adapter
-from scale.memory import keep_for_backward, what_to_keep
+from scale.memory import choose_keep, keep_for_backward
 from scale.sync import export_policy
-from update import Learner, suited
+from update import Learner, decide_sharing
 from update import imitate as imitate_batch
 
 STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters, and ABOUT
@@ -96,7 +96,7 @@ def imitate(
         max_tokens_per_micro_batch=settings.max_tokens,
         share_prefix=settings.share_prefix,
     )
-    objective = suited(objective, batch)
+    objective = decide_sharing(objective, batch)
     losses: list[float] = []
     learner.model.train()
     for _ in range(settings.epochs):
@@ -142,7 +142,7 @@ def train_and_save(
             add_lora(policy.lm, settings.lora_rank, settings.seed)
         chat = ChatTemplate(tokenizer, stop_ids_of(path))
         batch = batch_of(chat, records, settings, tokenizer.pad_token_id or 0)
-    keep_for_backward(policy, what_to_keep(False, accelerator.device))
+    keep_for_backward(policy, choose_keep(False, accelerator.device))
     policy = distributed.shard(accelerator, policy.train())
     learning = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
@@ -182,7 +182,7 @@ def base_model_path(config: RunConfig) -> str:
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
     with value_errors_as_misuse():
-        return distributed.first("fetching the model", lambda: resolve_model(config.model))
+        return distributed.run_on_rank_0("fetching the model", lambda: resolve_model(config.model))
 
 
 def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]:
@@ -224,11 +224,11 @@ def warm_start(
     """Path of `model` warmed up on what `demonstrate` returns: trained once, or shipped with the
     project, then cached. Collective."""
     with value_errors_as_misuse():
-        records = distributed.first("demonstrations", demonstrate)
+        records = distributed.run_on_rank_0("demonstrations", demonstrate)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
     name = f"{Path(model).name}-{env_name(env)}-{key.hexdigest()[:16]}"
     folder = cache_dir() / "warm_starts" / name
-    if distributed.first("looking for the warm start", folder.exists):
+    if distributed.run_on_rank_0("looking for the warm start", folder.exists):
         return str(folder)
     about = f"warm start: {len(records)} demonstrations, {settings.epochs} epochs"
     if adapters := shipped_adapters(model, env, records, settings):
@@ -244,7 +244,7 @@ def warm_start(
         build_folder(folder, make)
     else:
         make(None)
-    distributed.meet()
+    distributed.barrier()
     return str(folder)
 
 

@@ -161,7 +161,7 @@ def measure(way: str, shape: Shape, context: int, repeats: int) -> dict[str, Any
     return {
         "way": way,
         "tokens": tokens,
-        "state_gb": in_gb(sum(distributed.local(t).nbytes for t in held)),
+        "state_gb": in_gb(sum(distributed.local_part(t).nbytes for t in held)),
         "state_formula_gb": in_gb(state),
         "peak_gb": in_gb(clock.peak()),
         "formula_gb": in_gb(needed),

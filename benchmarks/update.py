@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # before this folder, which has an update.py and 
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
-from batching import Batch, cut, make_batch  # noqa: E402
+from batching import Batch, cut_micro_batches, make_batch  # noqa: E402
 from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
@@ -127,7 +127,9 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
         max_tokens_per_micro_batch=c.max_tokens_per_micro_batch,
     )
     rows = list(range(len(batch)))
-    cuts = cut(batch, rows, objective.max_tokens_per_micro_batch, objective.share_prefix)
+    cuts = cut_micro_batches(
+        batch, rows, objective.max_tokens_per_micro_batch, objective.share_prefix
+    )
     loops: dict[str, Callable[[], None]] = {
         "ours": partial(take_step, learner, batch, objective),
         "bare": partial(bare, plain, batch, cuts, objective),

@@ -96,11 +96,11 @@ def save(
         finish_folder(tmp, folder)
 
     try:
-        tmp = distributed.first("saving", lambda: new_folder(folder))
+        tmp = distributed.run_on_rank_0("saving", lambda: new_folder(folder))
         export(tmp)
         for name, part in parts.items():
             _write(tmp / "trainer_state" / name, part)
-        distributed.first("saving", finish)
+        distributed.run_on_rank_0("saving", finish)
     # A full disk has four names; ValueError: transformers refuses to save a model.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         free = shutil.disk_usage(run_dir).free / 1e9
@@ -118,7 +118,7 @@ def save(
 def _require_finite(step: int, parts: Parts) -> None:
     """Such weights would take the place of the last good checkpoint and could never be resumed."""
     for name, (model, _) in parts.items():
-        trained = [distributed.local(p) for p in model.parameters() if p.requires_grad]
+        trained = [distributed.local_part(p) for p in model.parameters() if p.requires_grad]
         if not all(distributed.gather(all(bool(p.isfinite().all()) for p in trained))):
             raise CheckpointError(
                 f"step {step}: weights of the {name} are not finite, so nothing was saved. The "
@@ -170,7 +170,7 @@ def load_newest(
     steps = steps_saved(run_dir)
     if not steps:
         return None
-    state = distributed.first("resuming", partial(read_state, run_dir, steps[-1], expected))
+    state = distributed.run_on_rank_0("resuming", partial(read_state, run_dir, steps[-1], expected))
     load(run_dir, steps[-1], parts)
     return steps[-1], state
 
@@ -214,7 +214,7 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
     folder = folder_of(run_dir, step) / "trainer_state"
     for name, (model, optimizer) in parts.items():
         reader = _Reader(folder / name)
-        index = distributed.first("resuming", reader.read_metadata)
+        index = distributed.run_on_rank_0("resuming", reader.read_metadata)
         stepped = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
         optimizers = (optimizer,) if stepped else ()
         model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)

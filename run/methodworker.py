@@ -273,7 +273,7 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
         return encode_all(chat, chosen)
 
     with value_errors_as_misuse():
-        return distributed.first("reading what is shown", read)
+        return distributed.run_on_rank_0("reading what is shown", read)
 
 
 Item = TypeVar("Item")
@@ -381,7 +381,7 @@ class IterationFiles:
             lines = [json.loads(line) for line in text.split("\n") if line]
             return lines, json.loads(summary.read_text(encoding="utf-8"))
 
-        content = distributed.first("reading what an iteration has made", work)
+        content = distributed.run_on_rank_0("reading what an iteration has made", work)
         if content is None and must_exist:
             raise TrainingError(f"{summary} is gone: put a copy back, or start a new run")
         return content
@@ -392,7 +392,7 @@ class IterationFiles:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(self._path(iteration, "jsonl"), text)
             write_json(self._path(iteration, "json"), summary)
-        distributed.meet()
+        distributed.barrier()
 
     def drop_after(self, iteration: int) -> None:
         for path in sorted(self.folder.glob("iteration_*")) if self.writes else ():

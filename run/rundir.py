@@ -133,7 +133,7 @@ def open_run(config: RunConfig) -> Run:
         run = _open(config)
         return run.path
 
-    path = distributed.first("opening the run", open_on_first_rank)
+    path = distributed.run_on_rank_0("opening the run", open_on_first_rank)
     seen = distributed.gather((path / "config.json").exists())
     if not all(seen):
         if run:

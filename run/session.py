@@ -45,7 +45,7 @@ from run.errors import (
 from run.files import weights_digest
 from run.worker import Worker
 from scale import distributed
-from scale.memory import check_room
+from scale.memory import check_memory
 
 EVALUATED = ("best", "best_step", "evaluated_step")  # of a session; a checkpoint keeps them
 WorkerType = TypeVar("WorkerType", bound=Worker)
@@ -63,7 +63,7 @@ def open_session(
         Misuse: an option, or what it names, cannot work; no run is left behind.
         KeyboardInterrupt: after Ctrl-C, once everything is saved.
     """
-    check_room(config)
+    check_memory(config)
     for note in notes(config):
         distributed.say(f"note: {note}")
     distributed.join()
@@ -94,9 +94,9 @@ def open_session(
                     f"  {run.resume_command()}"
                 )
             if interrupted:
-                distributed.meet()
+                distributed.barrier()
             raise
-        distributed.meet()
+        distributed.barrier()
 
 
 class Session(Generic[WorkerType]):
@@ -134,7 +134,7 @@ class Session(Generic[WorkerType]):
         resume_step = self.completed_step if c.resume else None
         try:
             check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
-            distributed.first("resuming", check)
+            distributed.run_on_rank_0("resuming", check)
             trackers = Trackers(c.log_to if writes else (), path, asdict(c), resume_step)
             columns = progress.columns_of(c.method, [env_name(name) for name in names_of(c.env)])
             if writes:
@@ -362,7 +362,7 @@ class Session(Generic[WorkerType]):
                 checkpoint.mark_best(self.run.path, self.best_step)
             checkpoint.prune(self.run.path, self.config.keep_last)
 
-        distributed.first("tidying up checkpoints", tidy)
+        distributed.run_on_rank_0("tidying up checkpoints", tidy)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -44,7 +44,7 @@ from models import (
     load_policy,
     load_tokenizer,
     num_parameters,
-    num_trained,
+    num_trainable,
     stop_ids_of,
 )
 from reporting.scoring import summarize
@@ -64,7 +64,7 @@ from sampling.fleet import FleetEngine, Served, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync
 from scale.lora import add_lora, save_adapter
-from scale.memory import keep_for_backward, sampler_share, what_to_keep
+from scale.memory import choose_keep, keep_for_backward, sampler_share
 from trajectory import RolloutHandler
 from update import Learner
 from warmstart import start_model
@@ -123,7 +123,7 @@ class Worker:
                 for kernel in ("flash", "mem_efficient", "cudnn"):
                     getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
         torch.manual_seed(c.seed)
-        self.precision = distributed.first(
+        self.precision = distributed.run_on_rank_0(
             "timing the processor", lambda: precision.choose(c.precision, c.deterministic)
         )
         distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
@@ -176,7 +176,7 @@ class Worker:
         model, ranks = self.policy.model, distributed.world_size()
         about = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
         if c.lora_rank:
-            about += f", {num_trained(model) / 1e6:.2f}M of them trained"
+            about += f", {num_trainable(model) / 1e6:.2f}M of them trained"
         if ranks > 1:
             about += f", in parts on {ranks} processes"
         distributed.say(f"policy: {about}")
@@ -197,7 +197,7 @@ class Worker:
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
         """A model, sharded over the processes, and its optimizer."""
-        keep_for_backward(model, what_to_keep(self.config.gradient_checkpointing, self.device))
+        keep_for_backward(model, choose_keep(self.config.gradient_checkpointing, self.device))
         model = distributed.shard(self.accelerator, model.train())
         return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
 
@@ -226,7 +226,9 @@ class Worker:
         urls: Sequence[str] = c.engine_url
         if c.engine_devices:
             servers = start_servers(served, c.engine_devices, seed=seed_of(0))
-            urls = distributed.first("starting the samplers", lambda: stack.enter_context(servers))
+            urls = distributed.run_on_rank_0(
+                "starting the samplers", lambda: stack.enter_context(servers)
+            )
         if urls:
             return FleetEngine(urls, self.run.path / "weights", served)
         options: dict[str, Any] = {"dtype": self.precision.dtype}
@@ -286,7 +288,7 @@ class Worker:
                 return handlers, (log.seconds, log.engine_idle_s, log.generated_tokens)
 
         with playing(label, len(share)) as log.on_end:  # includes waiting for the other ranks
-            parts = distributed.apart("rolling out", work)
+            parts = distributed.run_on_every_rank("rolling out", work)
         seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
         log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
         log.generated_tokens = sum(generated)

@@ -374,7 +374,9 @@ class FleetEngine:
             if distributed.rank() == 0:
                 contiguous = tensor.detach().cpu().contiguous()
                 save_file({name: contiguous}, folder / f"{n:05d}.safetensors")
-        losses = distributed.first("loading weights into the servers", lambda: self._reload(folder))
+        losses = distributed.run_on_rank_0(
+            "loading weights into the servers", lambda: self._reload(folder)
+        )
         for server, loss in zip(self._servers, losses, strict=True):
             server.loss = loss
         self._homes.clear()

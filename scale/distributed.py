@@ -11,8 +11,8 @@ of mini-batches and the denominator N from all of them. So g is what one process
 
     g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so losses are times W
 
-Gathering a layer's weights is a *collective*: all ranks must do it, equally often (`own_passes`),
-and an error on one rank must reach the others before they wait for it (`apart`).
+Gathering a layer's weights is a *collective*: all ranks must do it, equally often (`rank_passes`),
+and an error on one rank must reach the others before they wait for it (`run_on_every_rank`).
 Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
 Lesson: tutorials/06_from_one_process_to_many.md.
 """
@@ -63,7 +63,7 @@ def make_accelerator(mixed_precision: str) -> Any:
     return Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait until all ranks are here. Collective."""
     if world_size() > 1:
         dist.barrier()
@@ -141,12 +141,12 @@ def forget(accelerator: Any, model: Any) -> None:
     accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter in one piece. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -154,7 +154,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return float(whole(norm))
+    return float(full_tensor(norm))
 
 
 # ----------------------------------------------------------------------------------- work in parts
@@ -176,7 +176,7 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return hands
 
 
-def own_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
+def rank_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
     """This rank's micro-batches as (rows, counts), as many on every rank.
 
     A rank that got one less repeats the cheapest one, with its loss times 0.
@@ -200,7 +200,7 @@ def gather(thing: T) -> list[T]:
     return things
 
 
-def summed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def sum_over_ranks(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Sum of every rank's CPU tensor, on every rank. Collective, and carried out on `device`."""
     if world_size() == 1:
         return tensor
@@ -209,7 +209,7 @@ def summed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return total.to(tensor.device)
 
 
-def apart(doing: str, work: Callable[[], T]) -> list[T]:
+def run_on_every_rank(doing: str, work: Callable[[], T]) -> list[T]:
     """Run `work`, which uses no collective, on every rank; all results, in order of rank.
 
     If one rank was interrupted all raise KeyboardInterrupt; if one failed all raise RankError with
@@ -231,7 +231,7 @@ def apart(doing: str, work: Callable[[], T]) -> list[T]:
     return [part for _, _, part in reports]  # type: ignore[misc]
 
 
-def first(doing: str, work: Callable[[], T]) -> T:
+def run_on_rank_0(doing: str, work: Callable[[], T]) -> T:
     """Rank 0 runs `work` while the others wait; its result on every rank.
 
     Rank 0 raises what `work` raises, the others a RankError.

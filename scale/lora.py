@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale.distributed import whole
+from scale.distributed import full_tensor
 
 ALPHA_PER_RANK = 2  # α/r
 # peft adapts the model in place: q_proj.weight becomes, in a state dict, q_proj.base_layer.weight,
@@ -99,11 +99,11 @@ def merged_weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in state.items():
         if is_adapter(name):
             continue
-        w = whole(tensor.detach())
+        w = full_tensor(tensor.detach())
         prefix, _, rest = name.rpartition(".base_layer.")
         if prefix and rest == "weight":
-            a = whole(state[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()).float()  # (r, in)
-            b = whole(state[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()).float()  # (out, r)
+            a = full_tensor(state[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()).float()  # (r, in)
+            b = full_tensor(state[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()).float()  # (out, r)
             scale = layers[prefix].scaling[ADAPTER]  # α/r
             w = (w.float() + scale * (b @ a)).to(w.dtype)  # W' = W + (α/r) B A, (out, in)
         yield (f"{prefix}.{rest}" if prefix else name), w
@@ -121,7 +121,7 @@ def save_adapter(
     tensors = {}
     for name, tensor in lm.state_dict().items():
         if is_adapter(name):
-            tensors[_peft_name(name)] = whole(tensor.detach()).to("cpu", dtype).contiguous()
+            tensors[_peft_name(name)] = full_tensor(tensor.detach()).to("cpu", dtype).contiguous()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)

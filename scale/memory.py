@@ -38,16 +38,17 @@ CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES["cpu"]
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 POLICY_SHARE = 0.3  # share of a trajectory's tokens that the policy sampled
 SEQUENCES = 64  # that vLLM runs at a time in this process
-CPU_CACHE_AT_MOST = 2 * GIB  # keys and values
+MAX_CPU_CACHE = 2 * GIB  # keys and values
 SMALL_CACHE = GIB // 2  # keys and values that a small model may always have
 SAMPLER_SHARE = 0.5  # of a card, at most; the sampler sleeps during the update
-LEAST_SAMPLER_SHARE = 0.1
+MIN_SAMPLER_SHARE = 0.1
 MARGIN = 1.05  # fragmentation of torch's allocator
 CONTEXT = 0.05  # of a card: CUDA itself and its graphs (an H200 held 81 GB where the parts are 76)
 PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
 # A heap fragments: over fifteen steps the laptop's run peaked at 9.1 GB where the parts are 5.6.
 CPU_MARGIN = 1.6
-CLEARLY = 1.25  # the formulas are approximate: refuse a run that needs this many times the memory
+# The formulas are approximate: a run is refused if it needs this many times the memory there is.
+TOLERANCE = 1.25
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
 # Frozen matrices and norms keep no input; adapters keep theirs. FSDP's residual stream is bfloat16.
 KEPT = {(False, False): (26, 8), (False, True): (16, 8)}
@@ -187,10 +188,10 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
     environments. `shape` None: unknown.
     """
     if shape is None:
-        return CPU_CACHE_AT_MOST
+        return MAX_CPU_CACHE
     longest = cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
     most = sequences * longest
-    usual = max(min(most // 4, CPU_CACHE_AT_MOST), min(2 * most, SMALL_CACHE))
+    usual = max(min(most // 4, MAX_CPU_CACHE), min(2 * most, SMALL_CACHE))
     return max(usual, longest + GIB // 8)  # the longest sequence always fits
 
 
@@ -236,7 +237,7 @@ def keep_for_backward(model: Any, keep: Keep) -> None:
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
-def what_to_keep(checkpointing: bool, device: torch.device) -> Keep:
+def choose_keep(checkpointing: bool, device: torch.device) -> Keep:
     if checkpointing:
         return "inputs"
     # On a GPU the layers are too quick for a choice at each operation.
@@ -246,27 +247,27 @@ def what_to_keep(checkpointing: bool, device: torch.device) -> Keep:
 # ------------------------------------------------------------------------------ what a run needs
 
 
-class Room(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes of this process's card, or of the machine."""
 
     total: float
     is_gpu: bool
 
 
-def check_room(config: RunConfig, room: Room | None = None) -> None:
+def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
     """Raise Misuse, which names what to lower, for a run that clearly cannot fit. A run whose
     sizes are unknown passes."""
     shape = shape_of(config.model, model_config(config.model) or {})
-    room = room or room_here()
-    if shape is None or (peak := needed(config, shape, room)) / CLEARLY <= room.total:
+    memory = memory or available_memory()
+    if shape is None or (peak := required_bytes(config, shape, memory)) / TOLERANCE <= memory.total:
         return
     ways = ["lower --max-tokens-per-micro-batch"]
     ways += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
     ways += [] if config.lora_rank else ["--lora-rank 16"]
     raise Misuse(
         f"out of memory before it begins: {config.model} with these options needs about "
-        f"{peak / 1e9:.3g} GB, {'the GPU' if room.is_gpu else 'this machine'} has "
-        f"{room.total / 1e9:.3g} GB; try {', '.join(ways)} or a smaller --model"
+        f"{peak / 1e9:.3g} GB, {'the GPU' if memory.is_gpu else 'this machine'} has "
+        f"{memory.total / 1e9:.3g} GB; try {', '.join(ways)} or a smaller --model"
     )
 
 
@@ -281,22 +282,22 @@ def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
     return parts
 
 
-def needed(config: RunConfig, shape: Shape, room: Room) -> float:
+def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> float:
     """Peak bytes of a run, on each card or on the machine."""
     c, state = config, sum(state_of(config, shape).values())
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
     row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair stays together
     tokens = min(max(c.max_tokens_per_micro_batch, row), in_step)
-    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if room.is_gpu else "products"
-    head = GPU_HEAD_BYTES if room.is_gpu else CPU_HEAD_BYTES
+    keep: Keep = "inputs" if c.gradient_checkpointing else "all" if memory.is_gpu else "products"
+    head = GPU_HEAD_BYTES if memory.is_gpu else CPU_HEAD_BYTES
     world = int(os.environ.get("WORLD_SIZE", 1))
     update = transient_bytes(shape, tokens, world, c.lora_rank, keep, head)
     sampler = 0.0
     if not (c.engine_url or c.engine_devices):
         sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)
-    if room.is_gpu:
+    if memory.is_gpu:
         stays = sampler if c.engine == "transformers" else 0  # vLLM sleeps during the update
-        return MARGIN * state + max(sampler, MARGIN * update + stays) + CONTEXT * room.total
+        return MARGIN * state + max(sampler, MARGIN * update + stays) + CONTEXT * memory.total
     if sampler and c.engine == "vllm":
         dtype = "bfloat16" if c.precision == "bf16" else "float32"
         sampler += cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
@@ -304,15 +305,15 @@ def needed(config: RunConfig, shape: Shape, room: Room) -> float:
     return CPU_MARGIN * processes * (state + update + sampler + PROGRAMS)
 
 
-def sampler_share(config: RunConfig, room: Room | None = None) -> float:
+def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> float:
     """The share of a card that vLLM may take beside the trainer: at most half.
 
     When vLLM takes its memory back after an update, the card holds weights, moments and reference;
     when the trainer scores samples after a sync (`sync.compare`), also bfloat16 copies of weights.
     """
     shape = shape_of(config.model, model_config(config.model) or {})
-    room = room or room_here()
-    if shape is None or not room.is_gpu:
+    memory = memory or available_memory()
+    if shape is None or not memory.is_gpu:
         return SAMPLER_SHARE
     parts = state_of(config, shape)
     held = MARGIN * (sum(parts.values()) - parts["gradients"])
@@ -320,15 +321,15 @@ def sampler_share(config: RunConfig, room: Room | None = None) -> float:
         held += 2 * 2 * shape.root_parameters  # of policy and reference
     elif not config.lora_rank:
         held += 2 * shape.parameters
-    return max(min(SAMPLER_SHARE, 1 - held / room.total - CONTEXT), LEAST_SAMPLER_SHARE)
+    return max(min(SAMPLER_SHARE, 1 - held / memory.total - CONTEXT), MIN_SAMPLER_SHARE)
 
 
-def room_here() -> Room:
+def available_memory() -> DeviceMemory:
     """This process's GPU if torch can use one, else the machine, or its container's limit."""
     if torch.cuda.is_available():
         _, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
-        return Room(total, is_gpu=True)
+        return DeviceMemory(total, is_gpu=True)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no control group, or "max": no limit
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return Room(total, is_gpu=False)
+    return DeviceMemory(total, is_gpu=False)

@@ -44,7 +44,7 @@ def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
             yield name, cast
 
     engine.load_weights(stream())
-    distributed.meet()  # samplers may be shared: wait until all weights have arrived
+    distributed.barrier()  # samplers may be shared: wait until all weights have arrived
     return num_bytes
 
 
@@ -56,7 +56,7 @@ def export_policy(accelerator: Any, policy: Any, tokenizer: Any, folder: Path | 
             weights[name] = tensor.detach().to(torch.bfloat16).cpu()
     model = accelerator.unwrap_model(policy)
     write = partial(save_policy, model, tokenizer, cast(Path, folder), weights)
-    distributed.first("saving", write)
+    distributed.run_on_rank_0("saving", write)
 
 
 def compare(
@@ -71,7 +71,9 @@ def compare(
 
     Collective. `openings` are token ids, the same on every rank.
     """
-    samples = distributed.apart("probing", lambda: _sample(engine, openings, temperature, seed))
+    samples = distributed.run_on_every_rank(
+        "probing", lambda: _sample(engine, openings, temperature, seed)
+    )
     differences: list[float] = []
     for ids, g in zip(openings, samples[distributed.rank()], strict=True):
         input_ids = torch.tensor([ids + g.token_ids], device=device)  # (1, T)

@@ -67,7 +67,7 @@ def measure(
     update_policy(learner, batch, objective)  # the optimizer makes its moments
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
     held = zip(STATE, (list(policy.parameters()), learning, moments), strict=True)
-    found = {name: sum(distributed.local(t).nbytes for t in tensors) for name, tensors in held}
+    found = {name: sum(distributed.local_part(t).nbytes for t in tensors) for name, tensors in held}
     inputs = [x for x in vars(batch).values() if x is not None]
     with LiveBytes([*policy.parameters(), *policy.buffers(), *moments, *inputs]) as live:
         update_policy(learner, batch, objective)

@@ -19,7 +19,7 @@ from advantages import (
     rloo,
     token_rewards_of,
     whiten,
-    whiten_each,
+    whiten_per_env,
 )
 
 # The batch of trap 1: two trajectories of two turns, each turn an action of two tokens and an
@@ -296,7 +296,7 @@ def test_whitening_each_world_is_whitening_its_rows():
     x[1] *= 100
     x[3], mask[3] = torch.nan, False
     x[5:] = 3.0
-    whitened = whiten_each(x.float(), mask, worlds)
+    whitened = whiten_per_env(x.float(), mask, worlds)
     for world in "abcd":
         rows = [row for row, name in enumerate(worlds) if name == world]
         values = [float(x[row, t]) for row in rows for t in range(5) if mask[row, t]]

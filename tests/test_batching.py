@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from batching import (
     MAX_PADDING,
     Batch,
-    cut,
-    even_weights,
+    cut_by_length,
+    cut_micro_batches,
     make_batch,
-    micro_batches,
     opening_length,
     padding_share,
+    seq_mean_weights,
 )
 from trajectory import RolloutHandler, Turn
 
@@ -76,14 +76,14 @@ def test_a_final_end_of_turn_stays_in_the_loss_where_it_is_also_the_padding():
 @given(lengths_and_budget)
 def test_every_row_is_in_exactly_one_micro_batch_and_none_is_over_the_budget(case):
     lengths, max_tokens = case
-    cuts = micro_batches(lengths, max_tokens)
+    cuts = cut_by_length(lengths, max_tokens)
     assert sorted(row for rows in cuts for row in rows) == list(range(len(lengths)))
     for micro in cuts:
         padded = len(micro) * max(lengths[row] for row in micro)
         assert padded <= max_tokens or len(micro) == 1
     flat = [lengths[row] for micro in cuts for row in micro]
     assert flat == sorted(lengths, reverse=True)
-    assert micro_batches(lengths, max_tokens) == cuts
+    assert cut_by_length(lengths, max_tokens) == cuts
 
 
 def padding_of(lengths, micro):
@@ -95,7 +95,7 @@ def padding_of(lengths, micro):
 def test_no_row_would_have_fitted_into_the_micro_batch_before(case):
     """It would have gone over the budget, or over the padding that a micro-batch may have."""
     lengths, max_tokens = case
-    cuts = micro_batches(lengths, max_tokens)
+    cuts = cut_by_length(lengths, max_tokens)
     for micro, following in pairwise(cuts):
         more = [*micro, following[0]]
         tokens = len(more) * max(lengths[row] for row in more)
@@ -105,13 +105,13 @@ def test_no_row_would_have_fitted_into_the_micro_batch_before(case):
 @given(lengths_and_budget)
 def test_padding_is_a_twentieth_at_most_in_every_micro_batch(case):
     lengths, max_tokens = case
-    for micro in micro_batches(lengths, max_tokens):
+    for micro in cut_by_length(lengths, max_tokens):
         assert padding_of(lengths, micro) <= MAX_PADDING + 1e-9
 
 
 def test_a_wide_budget_does_not_reach_from_the_longest_rows_to_the_shortest():
     lengths = [1000, 990, 985, 500, 490, 100, 99, 98, 97, 96]
-    assert padding_share(lengths, micro_batches(lengths, 100_000)) < 0.02
+    assert padding_share(lengths, cut_by_length(lengths, 100_000)) < 0.02
     assert padding_share(lengths, [list(range(10))]) > 0.5  # what the budget alone allows
     assert padding_share([], []) == 0.0
 
@@ -119,7 +119,7 @@ def test_a_wide_budget_does_not_reach_from_the_longest_rows_to_the_shortest():
 @given(lengths_and_budget)
 def test_padding_share_counts_what_is_not_a_token(case):
     lengths, max_tokens = case
-    cuts = micro_batches(lengths, max_tokens)
+    cuts = cut_by_length(lengths, max_tokens)
     longest = [max(lengths[i] for i in micro) for micro in cuts]
     pads = sum(width - lengths[i] for width, micro in zip(longest, cuts) for i in micro)
     total = sum(width * len(micro) for width, micro in zip(longest, cuts))
@@ -141,7 +141,7 @@ def test_group_ids_rewards_and_masks_travel_with_their_row(order, num_chosen, ma
     part = batch.rows(chosen)
     assert [fields_of(part, i) for i in range(len(part))] == [fields_of(batch, i) for i in chosen]
     assert part.input_ids.shape[1] == max(int(batch.lengths[i]) for i in chosen)
-    for index in micro_batches(part.lengths.tolist(), max_tokens):
+    for index in cut_by_length(part.lengths.tolist(), max_tokens):
         micro = part.rows(index)
         for i, row in enumerate(index):
             assert fields_of(micro, i) == fields_of(batch, chosen[row])
@@ -162,7 +162,7 @@ def test_an_opening_ends_where_rows_differ_or_a_policy_spoke():
 @pytest.mark.parametrize("max_tokens", [1, 8, 12, 100])
 def test_packed_micro_batches_hold_one_group_each(max_tokens):
     batch = make_batch(TRAJECTORIES * 2, PAD)
-    cuts = cut(batch, range(8), max_tokens, share_prefix=True)
+    cuts = cut_micro_batches(batch, range(8), max_tokens, share_prefix=True)
     assert sorted(row for rows in cuts for row in rows) == list(range(8))
     for rows in cuts:
         assert len({int(batch.group_ids[row]) for row in rows}) == 1
@@ -176,25 +176,25 @@ def test_a_group_that_needs_several_passes_is_cut_evenly():
     batch = drawn(*["ppaaa"] * 8)
     cases = [(8, 20, [4, 4]), (8, 25, [4, 4]), (8, 26, [8]), (7, 11, [3, 3, 1])]
     for num_rows, limit, sizes in cases:
-        cuts = cut(batch, range(num_rows), limit, share_prefix=True)
+        cuts = cut_micro_batches(batch, range(num_rows), limit, share_prefix=True)
         assert [len(rows) for rows in cuts] == sizes
 
 
 def test_each_process_gets_a_micro_batch_where_that_is_possible():
     """But more processes never make fewer or larger ones."""
     batch = drawn(*["ppaa"] * 4)
-    assert cut(batch, range(4), 100) == [[0, 1, 2, 3]]
-    assert cut(batch, range(4), 100, num_ranks=2) == [[0, 1], [2, 3]]
-    assert cut(batch, [3, 1, 0], 100, num_ranks=3) == [[3], [1], [0]]
-    assert cut(batch, range(4), 8, num_ranks=2) == [[0, 1], [2, 3]]
-    assert cut(batch, range(4), 4, num_ranks=8) == [[0], [1], [2], [3]]
+    assert cut_micro_batches(batch, range(4), 100) == [[0, 1, 2, 3]]
+    assert cut_micro_batches(batch, range(4), 100, num_ranks=2) == [[0, 1], [2, 3]]
+    assert cut_micro_batches(batch, [3, 1, 0], 100, num_ranks=3) == [[3], [1], [0]]
+    assert cut_micro_batches(batch, range(4), 8, num_ranks=2) == [[0, 1], [2, 3]]
+    assert cut_micro_batches(batch, range(4), 4, num_ranks=8) == [[0], [1], [2], [3]]
 
 
 def test_a_trajectorys_weight_is_that_of_its_mini_batch():
     """4 tokens in 2 rows: 4 / (2 · 3) and 4 / (2 · 1), in whichever micro-batch a row is."""
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    assert even_weights(mask, mask).tolist() == pytest.approx([2 / 3, 2])
-    assert even_weights(mask[1:], mask).tolist() == [2]
+    assert seq_mean_weights(mask, mask).tolist() == pytest.approx([2 / 3, 2])
+    assert seq_mean_weights(mask[1:], mask).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_trajectorys_weight_is_that_of_its_mini_batch():
 def test_pairs_of_similar_length_lie_together(max_tokens, cuts):
     batch = drawn("ppaaaaaa", "ppaa", "ppaaa", "pa", "ppaaaaaa", "ppaaaa")
     batch.ref_sums = torch.zeros(6)
-    assert cut(batch, range(6), max_tokens) == cuts
+    assert cut_micro_batches(batch, range(6), max_tokens) == cuts
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -217,7 +217,7 @@ def test_micro_batches_never_part_a_pair(budget, share):
     """Its loss is not a sum over rows."""
     batch = make_batch(TRAJECTORIES * 2, PAD)
     batch.ref_sums = torch.zeros(8)
-    cuts = cut(batch, range(8), budget, share)
+    cuts = cut_micro_batches(batch, range(8), budget, share)
     assert sorted(row for rows in cuts for row in rows) == list(range(8))
     for rows in cuts:
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(rows[::2], rows[1::2]))

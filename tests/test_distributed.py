@@ -137,7 +137,7 @@ def test_every_rank_does_as_many_passes_and_each_micro_batch_counts_once(monkeyp
         for rank in range(3):
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             cuts = [[i] for i in range(num_cuts)]
-            passes.append(distributed.own_passes(cuts, range(10, 10 + num_cuts)))
+            passes.append(distributed.rank_passes(cuts, range(10, 10 + num_cuts)))
         assert len({len(each) for each in passes}) == 1
         counted = sorted(rows[0] for each in passes for rows, counts in each if counts)
         assert counted == list(range(num_cuts))
@@ -165,7 +165,7 @@ def test_all_ranks_know_what_rank_0_failed_with(monkeypatch):
     monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda things, src: None)
     monkeypatch.setattr(distributed, "rank", lambda: 0)
     with pytest.raises(ZeroDivisionError) as failed:
-        distributed.first("dividing", lambda: 1 / 0)
+        distributed.run_on_rank_0("dividing", lambda: 1 / 0)
     assert distributed.is_known_to_all(failed.value)
     assert not distributed.is_known_to_all(ZeroDivisionError())
 

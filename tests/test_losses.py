@@ -12,7 +12,7 @@ import losses
 from config import Objective
 from losses import (
     AdaptiveKLController,
-    Scored,
+    LossInput,
     entropy_from_logits,
     imitation_loss,
     kl_estimate,
@@ -331,7 +331,7 @@ def test_sampler_weights_are_truncated_from_above_only():
 # --------------------------------------------------------- what an optimizer step descends
 def scored(ref=None):
     """Three policy tokens: ratios 1, 1.5, 0.5; sampler log-probs above, below and equal."""
-    return Scored(
+    return LossInput(
         log_probs=log(0.4, 0.6, 0.1, 0.9),
         entropy=torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double(),
         old_log_probs=log(0.4, 0.4, 0.2, 0.5),

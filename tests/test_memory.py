@@ -12,12 +12,12 @@ from scale.default_models import model_config
 from scale.distributed import make_accelerator
 from scale.memory import (
     GIB,
-    Room,
+    DeviceMemory,
     Shape,
-    check_room,
+    check_memory,
     cpu_cache_bytes,
     keep_for_backward,
-    needed,
+    required_bytes,
     sampler_share,
     shape_of,
     state_of,
@@ -44,17 +44,17 @@ def is_3b(monkeypatch):
 
 
 def machine(gib):
-    return Room(gib * GIB, is_gpu=False)
+    return DeviceMemory(gib * GIB, is_gpu=False)
 
 
 def card(gib):
-    return Room(gib * GIB, is_gpu=True)
+    return DeviceMemory(gib * GIB, is_gpu=True)
 
 
 def test_the_laptops_run_needs_what_it_was_measured_to_take():
     assert sum(state_of(LAPTOP, SMOL).values()) == pytest.approx(16 * 134.5e6, rel=0.01)
     config = replace(LAPTOP, max_tokens_per_micro_batch=1024)
-    assert 7.5e9 < needed(config, SMOL, machine(16)) < 10e9  # 9.1 GB measured
+    assert 7.5e9 < required_bytes(config, SMOL, machine(16)) < 10e9  # 9.1 GB measured
 
 
 def test_the_sampler_gets_the_part_of_a_card_that_the_trainer_leaves(is_3b, monkeypatch):
@@ -73,21 +73,21 @@ def test_the_sampler_gets_the_part_of_a_card_that_the_trainer_leaves(is_3b, monk
 
 
 def test_only_a_run_that_clearly_cannot_fit_is_refused(is_3b):
-    near = needed(LAPTOP, QWEN_3B, machine(1)) / GIB
-    check_room(LAPTOP, machine(0.9 * near))
+    near = required_bytes(LAPTOP, QWEN_3B, machine(1)) / GIB
+    check_memory(LAPTOP, machine(0.9 * near))
     with pytest.raises(Misuse, match="out of memory.*--gradient-checkpointing, --lora-rank 16"):
-        check_room(LAPTOP, machine(0.7 * near))
-    check_room(PAPER, card(79))
+        check_memory(LAPTOP, machine(0.7 * near))
+    check_memory(PAPER, card(79))
     with pytest.raises(Misuse, match="--gradient-checkpointing"):
-        check_room(replace(PAPER, gradient_checkpointing=False), card(79))
+        check_memory(replace(PAPER, gradient_checkpointing=False), card(79))
 
 
 def test_what_is_advised_takes_less_and_what_is_added_takes_more(monkeypatch):
     plain = replace(
         PAPER, max_trajectory_tokens=1536, gradient_checkpointing=False, kl_loss_coef=0.0
     )
-    for room in (card(79), machine(79)):
-        peak = needed(plain, QWEN_3B, room)
+    for device in (card(79), machine(79)):
+        peak = required_bytes(plain, QWEN_3B, device)
         for option, value, is_more in (
             ("max_tokens_per_micro_batch", 1536, False),
             ("gradient_checkpointing", True, False),
@@ -95,21 +95,21 @@ def test_what_is_advised_takes_less_and_what_is_added_takes_more(monkeypatch):
             ("algorithm", "ppo", True),
             ("kl_coef", 0.1, True),
         ):
-            changed = needed(replace(plain, **{option: value}), QWEN_3B, room)
-            assert (changed > peak) == is_more and changed != peak, (option, room)
-    stays = needed(replace(plain, engine="transformers"), QWEN_3B, card(79))
-    more = stays - needed(plain, QWEN_3B, card(79))
+            changed = required_bytes(replace(plain, **{option: value}), QWEN_3B, device)
+            assert (changed > peak) == is_more and changed != peak, (option, device)
+    stays = required_bytes(replace(plain, engine="transformers"), QWEN_3B, card(79))
+    more = stays - required_bytes(plain, QWEN_3B, card(79))
     assert more == pytest.approx(2 * QWEN_3B.parameters, rel=0.01), "a sampler that never sleeps"
-    alone, state = needed(LAPTOP, SMOL, machine(16)), sum(state_of(PAPER, QWEN_3B).values())
+    alone, state = required_bytes(LAPTOP, SMOL, machine(16)), sum(state_of(PAPER, QWEN_3B).values())
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert sum(state_of(PAPER, QWEN_3B).values()) == state / 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert needed(LAPTOP, SMOL, machine(16)) > 2 * alone
+    assert required_bytes(LAPTOP, SMOL, machine(16)) > 2 * alone
 
 
 def test_an_unknown_architecture_passes(monkeypatch):
     monkeypatch.setattr(memory, "model_config", lambda name: {"n_embd": 768, "n_layer": 12})
-    check_room(Config(model="gpt2"), machine(0.001))
+    check_memory(Config(model="gpt2"), machine(0.001))
     assert shape_of("moe", model_config("tiny") | {"num_experts": 8}) is None
 
 
@@ -119,7 +119,7 @@ def test_the_samplers_cache_on_a_cpu():
     assert cpu_cache_bytes(SMOL, 1536, 64, "float32") == 64 * 1536 * token // 2
     assert cpu_cache_bytes(SMOL, 100_000, 1, "bfloat16") > 100_000 * token  # one always fits
     assert cpu_cache_bytes(TINY, 3072, 64, "bfloat16") == memory.SMALL_CACHE
-    assert cpu_cache_bytes(None, 1536, 64, "bfloat16") == memory.CPU_CACHE_AT_MOST
+    assert cpu_cache_bytes(None, 1536, 64, "bfloat16") == memory.MAX_CPU_CACHE
 
 
 # ------------------------------------------------------------------------- what a layer keeps

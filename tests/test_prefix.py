@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batching import Batch, cut
+from batching import Batch, cut_micro_batches
 from config import Objective
 from models import load_policy, tree_attention
 from scale.default_models import resolve_model
@@ -96,7 +96,7 @@ def outcome(
     log_probs = torch.zeros(batch.loss_mask.shape)
     entropies = torch.zeros(batch.loss_mask.shape)
     weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
-    for rows in cut(
+    for rows in cut_micro_batches(
         batch, range(len(batch)), objective.max_tokens_per_micro_batch, objective.share_prefix
     ):
         part = batch.rows(rows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import trajectory
 from chat import ChatTemplate
-from trajectory import RolloutHandler, Trajectory, Turn, from_line, rounded
+from trajectory import RolloutHandler, Trajectory, Turn, from_line, round_floats
 
 SYSTEM = [{"role": "system", "content": "rules"}]
 
@@ -91,9 +91,9 @@ def test_a_line_that_is_none_is_refused(change):
 
 @given(st.lists(st.floats(-1e4, 0, width=32, allow_subnormal=False), max_size=20))
 def test_a_log_prob_is_read_back_to_a_millionth_and_written_again_the_same(numbers):
-    again = json.loads(json.dumps(rounded(numbers)))
+    again = json.loads(json.dumps(round_floats(numbers)))
     assert again == pytest.approx(numbers, rel=1e-6, abs=0)
-    assert rounded(again) == again
+    assert round_floats(again) == again
 
 
 def test_a_line_of_text_holds_short_numbers_and_no_blanks(chat):

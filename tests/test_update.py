@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import update
-from batching import Batch, cut
+from batching import Batch, cut_micro_batches
 from config import Objective
 from models import CriticModel, PolicyModel
 from train import keep_num_steps
@@ -194,7 +194,7 @@ def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
     objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
     objective = replace(objective, loss_agg=loss_agg)
     split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
-    assert len(cut(batch, range(len(batch)), max_tokens, share_prefix)) > 1
+    assert len(cut_micro_batches(batch, range(len(batch)), max_tokens, share_prefix)) > 1
     whole, whole_metrics = moved(batch, advantages, objective, **options)
     parts, parts_metrics = moved(batch, advantages, split, **options)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
@@ -478,10 +478,10 @@ def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):
     """Openings of 2 tokens in 3 groups of two rows: 6 of 51 tokens are computed twice."""
     monkeypatch.setattr(update, "SHARING_PAYS", 6 / 51)
     sharing = replace(WIDE, share_prefix=True)
-    assert update.suited(sharing, batch) == sharing
+    assert update.decide_sharing(sharing, batch) == sharing
     monkeypatch.setattr(update, "SHARING_PAYS", 6.1 / 51)
-    assert update.suited(sharing, batch) == WIDE
-    assert update.suited(WIDE, batch) == WIDE
+    assert update.decide_sharing(sharing, batch) == WIDE
+    assert update.decide_sharing(WIDE, batch) == WIDE
 
 
 def test_the_samples_of_a_task_stay_in_one_mini_batch_where_they_fit(batch):

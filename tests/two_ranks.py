@@ -141,14 +141,14 @@ def run(case: str) -> dict:
         metrics |= update_policy(learner, batch, objective, signal_share=0.5)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     weights = {
-        f"{name}.{n}": distributed.whole(p.detach()).clone()
+        f"{name}.{n}": distributed.full_tensor(p.detach()).clone()
         for name, model in models.items()
         for n, p in model.named_parameters()
     }
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
     held = {
-        "parameters": sum(distributed.local(p).numel() * 4 for p in policy.parameters()),
-        "optimizer": sum(distributed.local(m).numel() * 4 for m in moments),
+        "parameters": sum(distributed.local_part(p).numel() * 4 for p in policy.parameters()),
+        "optimizer": sum(distributed.local_part(m).numel() * 4 for m in moments),
     }
     kinds = {type(p).__name__ for model in models.values() for p in model.parameters()}
     merged = {f"merged.{n}": w.clone() for n, w in merged_weights(policy.lm)}
@@ -170,7 +170,7 @@ def main() -> None:
         result = run(case)
         if distributed.rank() == 0:
             torch.save(result, out / f"{case}.pt")
-    distributed.meet()
+    distributed.barrier()
     distributed.leave()
 
 

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 from data import ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
 from formats import read_objects, to_record
-from trajectory import COUNTED, HEAD_END, LOST
+from trajectory import DERIVED_FIELDS, HEAD_END, LOST
 
 if TYPE_CHECKING:
     from viewer.sources import Source
 
 Row = dict[str, Any]
 TEXTS = ("trajectory_id", "env", "task_id", "subtask", "stop_reason", "error")
-NUMBERS = ("step", "group_id", "success", "used_in_loss", *COUNTED)
+NUMBERS = ("step", "group_id", "success", "used_in_loss", *DERIVED_FIELDS)
 TAGGED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # how SearchQA's prompt asks
 
 
