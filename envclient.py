@@ -38,15 +38,15 @@ from urllib.parse import urlencode
 from envs import ParseError, env_name, get_env, settings_of
 from envs.http import (
     JSON_HEADERS,
+    ConnectionLost,
     ExchangeError,
-    Line,
-    Lost,
-    TimedOut,
-    Unbelievable,
+    ExchangeTimeout,
+    HttpClient,
+    InvalidAnswer,
     checked_url,
     parse,
 )
-from envs.local import LOCAL, LocalLine
+from envs.local import LOCAL, LocalClient
 from run.errors import RunFailed
 from run.processes import NotReady, child
 from run.progress import phase
@@ -117,9 +117,9 @@ class AllServersDown(EnvError):
 
 UNREACHABLE = (EnvConnectionError, EnvTimeout)
 UNANSWERED: dict[type[ExchangeError], tuple[type[EnvError], str]] = {
-    TimedOut: (EnvTimeout, "the server is overloaded or hangs"),
-    Lost: (EnvConnectionError, "is the server running?"),
-    Unbelievable: (EnvProtocolError, "is this the address of an environment server?"),
+    ExchangeTimeout: (EnvTimeout, "the server is overloaded or hangs"),
+    ConnectionLost: (EnvConnectionError, "is the server running?"),
+    InvalidAnswer: (EnvProtocolError, "is this the address of an environment server?"),
 }
 # Ours, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has been deleted."
 _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|has been deleted")
@@ -202,7 +202,9 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.env, self.timeout_s = env, timeout_s
         self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
         self._parse, self._wire = env_class.parse, env_class.WIRE
-        self._line: Line | LocalLine = LocalLine(env) if base_url == LOCAL else self._new_line()
+        self._http: HttpClient | LocalClient = (
+            LocalClient(env) if base_url == LOCAL else self._new_http_client()
+        )
         self._is_asking = False  # a request is under way
         self._session_id: int | None = None
         self._is_running = False  # between reset() and the end of the episode
@@ -300,15 +302,15 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         way in another thread ends at once, as an EnvConnectionError that no pool counts."""
         self._is_closed, self._is_running, was_open = True, False, False
         session_id, self._session_id = self._session_id, None
-        if self._is_asking and isinstance(self._line, Line):
-            busy_line, self._line = self._line, self._new_line()
-            busy_line.hang_up()
+        if self._is_asking and isinstance(self._http, HttpClient):
+            busy_http, self._http = self._http, self._new_http_client()
+            busy_http.abort()
         if session_id is not None:
             timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
             with contextlib.suppress(EnvError):
                 fields = {self._wire.session_field: session_id}
                 was_open = self._request("POST", "/close", fields, timeout_s) is True
-        self._line.close()
+        self._http.close()
         return was_open
 
     def __exit__(self, *exception: object) -> None:
@@ -340,14 +342,14 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.note_failure(error)
         return error
 
-    def _new_line(self) -> Line:
-        return Line(self.base_url, self.timeout_s)
+    def _new_http_client(self) -> HttpClient:
+        return HttpClient(self.base_url, self.timeout_s)
 
     def _request(
         self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
         """The JSON of a good answer; EnvError for any other."""
-        line, url, query, body, headers = self._line, self.base_url + path, "", None, None
+        http, url, query, body, headers = self._http, self.base_url + path, "", None, None
         if method != "GET":
             body, headers = json.dumps(fields).encode(), JSON_HEADERS
         elif fields:
@@ -356,7 +358,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         until = time.monotonic() + self.timeout_s
         try:
             while True:
-                answer = line.ask(method, path + query, body, headers, timeout_s or self.timeout_s)
+                answer = http.ask(method, path + query, body, headers, timeout_s or self.timeout_s)
                 is_full = answer.status == 429 and path not in ("/create", "/close")
                 if not is_full or time.monotonic() > until:
                     return read_answer(url, answer.status, answer.body)
@@ -364,7 +366,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         except ExchangeError as error:
             kind, hint = UNANSWERED[type(error)]
             unanswered = kind(f"{method}: {error}; {hint}", url)
-            if line is self._line:  # otherwise close() has ended it, and no server failed
+            if http is self._http:  # otherwise close() has ended it, and no server failed
                 self.note_failure(unanswered)
             raise unanswered from error
         except EnvError as error:

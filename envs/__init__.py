@@ -1,33 +1,36 @@
-"""Environments: what the agent acts in, a folder each, and the lists of tasks.
+"""Environments: the places in which an agent acts, and their lists of tasks.
 
-An environment is one class without a base class; `envs/textcraft/env.py` is the example to copy,
-`envs/common.py` holds what several share, `envs/server.py` puts any of them behind HTTP. A folder:
+An environment gives the agent a task and a first observation, answers each action with the next
+observation and a reward, and reports when the episode is over. It is one class without a base
+class. To write another one, copy `envs/textcraft/env.py`. `envs/common.py` holds helpers that
+several share, and `envs/server.py` serves any of them over HTTP. Each environment has a folder:
 
     envs/NAME/__init__.py         exports the class as `World`
     envs/NAME/ids/NAME_*.json     id lists; NAME_train and NAME_test are the splits
-    envs/NAME/requirements.txt    optional: packages that it alone needs, `make setup ENV=NAME`
+    envs/NAME/requirements.txt    optional: extra packages, installed by `make setup ENV=NAME`
 
-or the same anywhere on PYTHONPATH, named `package.module:Class`. The class has:
+Your own environment can be anywhere on PYTHONPATH, under the name `package.module:Class`. The class
+has:
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
-    WIRE              a `Wire`: the names that AgentGym's client of it puts on the wire
+    WIRE              a `Wire`: the field names that AgentGym uses for this environment over HTTP
     IS_FAST           True if no call waits or computes for longer than a millisecond
-    num_tasks() -> tasks are numbered 0 .. num_tasks() - 1       (static)
+    num_tasks() -> number of tasks; their indices are 0 .. num_tasks() - 1       (static)
     reset(task_index, seed=0) -> observation
     step(action) -> observation, reward, terminated, truncated, info    (Gymnasium's order)
-    available_actions() -> list of actions that the current state accepts
-    parse(model_text) -> action, or ParseError with what to tell the policy      (static)
-    say(thought, action) -> text that parse reads the action from                (static)
+    available_actions() -> list of the actions that the current state accepts
+    parse(model_text) -> action; raises ParseError, whose message the policy reads  (static)
+    say(thought, action) -> a text from which parse reads that action               (static)
     oracle() -> (thought, action), a good move from the current state
-    subtask(task_index) -> the name under which evaluation tables group the task  (class)
-    state_for_people() -> dict, what a person wants to see while looking at an episode
+    subtask(task_index) -> name of the group that evaluation tables put the task in  (class)
+    state_for_people() -> dict that the viewer shows beside an episode
     close()
 
-`reward` is this turn's increment, an episode's increments sum to 0..1, and `info["success"]` says
-whether the task is solved. Optional: the numbers of `Settings` in capitals; NAME; class methods
-open_shared() and close_shared() for what all sessions share, and variant() -> options and simulator
-version that change its texts. Trainers import the class too, on machines without the simulator:
-import that where it is used.
+`reward` is the increment of this turn. The increments of an episode sum to 0..1, and
+`info["success"]` tells whether the task is solved. Optional members: the fields of `Settings`, in
+capitals; NAME; the class methods open_shared() and close_shared(), for resources that all sessions
+share, and variant(), which names the options and the simulator version that change the texts. A
+trainer imports the class on a machine that may lack the simulator: import it where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
@@ -50,11 +53,11 @@ from typing import Any
 from envs.wire import Wire as Wire
 
 VERSION = "0.1.0"
-FIRST = ("textcraft", "babyai", "sciworld")  # the order of tables; the others follow by name
+FIRST = ("textcraft", "babyai", "sciworld")  # tables list these first, then the others by name
 
 
 def envs_in(folder: Path) -> dict[str, str]:
-    """Name of each environment with a folder in there -> "envs.NAME:World"."""
+    """Map the name of each environment that has a folder in `folder` to "envs.NAME:World"."""
     names = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
     names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     return {name: f"envs.{name}:World" for name in names}
@@ -68,28 +71,28 @@ REQUIRED = (
 
 
 class ParseError(ValueError):
-    """The policy's text holds no action; the message is shown to the policy."""
+    """The policy's text does not contain an action. The policy reads this error's message."""
 
 
 class TaskIndexError(IndexError):
-    """reset() was given a task index that the environment does not have."""
+    """reset() got a task index that the environment does not have."""
 
 
 class NotResetError(RuntimeError):
-    """step() or a question about the state came before reset()."""
+    """step() or a method that reads the state was called before reset()."""
 
 
 class EpisodeEndedError(RuntimeError):
-    """step() came after the episode terminated."""
+    """step() was called after the end of the episode."""
 
 
 class OracleLost(RuntimeError):
-    """oracle() knows no good move from here; the episode itself goes on."""
+    """oracle() knows no good move from this state; the episode itself can continue."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task of an environment, as id lists, trajectories and tables name it."""
+    """One task of an environment, with the names that id lists, trajectories and tables use."""
 
     task_id: str  # "textcraft_31"
     task_index: int  # 31
@@ -99,46 +102,46 @@ class Task:
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers that an environment's class may hold, each under its name in capitals."""
+    """Optional members of an environment's class; the class names them in capitals (HORIZON)."""
 
-    horizon: int = 30  # turns of an episode in the paper's evaluation
-    # Options of train.py with other defaults here: in the paper's scripts; without a GPU, where
-    # "tasks" and "eval_tasks" name id lists of this environment.
+    horizon: int = 30  # maximum turns of an episode in the paper's evaluation
+    # Defaults of train.py's options that differ for this environment: with --preset paper and with
+    # --preset laptop (no GPU), where "tasks" and "eval_tasks" name id lists of the environment.
     paper: Mapping[str, Any] = field(default_factory=dict)
     laptop: Mapping[str, Any] = field(default_factory=dict)
-    package: str | None = None  # what must be importable where the environment runs
-    start_timeout_s: float = 60.0  # until its server must say that it listens
-    id_prefixes: tuple[str, ...] = ()  # what its task ids begin with; by default its name
+    package: str | None = None  # must be importable on the machine that runs the environment
+    start_timeout_s: float = 60.0  # maximum time until its server listens
+    id_prefixes: tuple[str, ...] = ()  # beginnings of its task ids; by default its name
 
 
 def get_env(name: str) -> Any:
-    """The environment class called `name`, imported only now: a key of ENVS, or
-    "package.module:Class". ValueError if there is none, or the class lacks something."""
+    """Import and return an environment's class. `name` is a key of ENVS or "package.module:Class".
+    Raises ValueError if the class does not exist or lacks a member."""
     if name in ENVS:
         module_name, _, class_name = ENVS[name].partition(":")
         return getattr(import_module(module_name), class_name)
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        known = ", ".join(sorted(ENVS))
+        choices = ", ".join(sorted(ENVS))
         raise ValueError(
-            f"unknown environment {name!r}; choose one of: {known}; or give package.module:Class"
+            f"unknown environment {name!r}; choose one of: {choices}; or give package.module:Class"
         )
     module_name, _, class_name = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's file may raise anything
-        what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
-        raise ValueError(f"environment {name}: {what}; is its folder on PYTHONPATH?") from error
+    except Exception as error:  # a user's file can raise anything
+        cause = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
+        raise ValueError(f"environment {name}: {cause}; is its folder on PYTHONPATH?") from error
     env_class = getattr(module, class_name, None)
     if not inspect.isclass(env_class):
         raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
-    if problem := _problem_of(env_class):  # type: ignore[arg-type]
+    if problem := _problem_of_class(env_class):  # type: ignore[arg-type]
         raise ValueError(f"environment {name}: the class {problem}")
     return env_class
 
 
 @cache
-def _problem_of(env_class: Any) -> str | None:
-    """What a user's class lacks, as far as one can see without playing."""
+def _problem_of_class(env_class: Any) -> str | None:
+    """Check a user's class without starting an episode; return the first problem, or None."""
     if missing := [name for name in REQUIRED if not hasattr(env_class, name)]:
         return f"lacks {', '.join(missing)}"
     if not isinstance(env_class.WIRE, Wire):
@@ -146,18 +149,21 @@ def _problem_of(env_class: Any) -> str | None:
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has an unusable PROMPT: {problem}"
     try:
-        count, subtask = env_class.num_tasks(), env_class.subtask(0)
+        num_tasks, subtask = env_class.num_tasks(), env_class.subtask(0)
     except ImportError:
-        return None  # the simulator, which a trainer may lack
+        return None  # the simulator, which a trainer does not need
     except Exception as error:
-        return f"fails at num_tasks() or subtask(0), called on it ({type(error).__name__}: {error})"
-    if not isinstance(count, int) or count < 1 or not isinstance(subtask, str):
-        return f"has {count!r} tasks, the first of sub-task {subtask!r:.40}: a number and a text"
+        return f"fails when num_tasks() or subtask(0) is called ({type(error).__name__}: {error})"
+    if not isinstance(num_tasks, int) or num_tasks < 1 or not isinstance(subtask, str):
+        return (
+            f"returns {num_tasks!r} from num_tasks() and {subtask!r:.40} from subtask(0); "
+            "expected an int above 0 and a str"
+        )
     return None
 
 
 def problem_of_messages(messages: Any) -> str | None:
-    """What is wrong with the messages before a first observation.
+    """Check the messages that precede the first observation; return the first problem, or None.
 
     >>> problem_of_messages([{"role": "system", "content": "Play."}])
     >>> problem_of_messages([{"role": "user", "content": "Play."}])[:47]
@@ -173,7 +179,7 @@ def problem_of_messages(messages: Any) -> str | None:
         return None
     return (
         f"the roles are {', '.join(roles)}; expected system, or user and assistant in turn, "
-        "since the first observation follows as a user's message"
+        "because the first observation follows as a message of the user"
     )
 
 
@@ -183,8 +189,8 @@ def names_of(env: str) -> list[str]:
 
 
 def env_name(env: str) -> str:
-    """What task ids, file names and tables call `env`: its key in ENVS; for a class outside, its
-    NAME, or the class's own name in lower case."""
+    """The short name of `env` in task ids, file names and tables: its key in ENVS. A class outside
+    the repository uses its NAME, or by default the class name in lower case."""
     if env in ENVS:
         return env
     if "+" in env:
@@ -194,12 +200,12 @@ def env_name(env: str) -> str:
 
 
 def variant_of(env: str) -> str:
-    """The options and simulator version that its texts depend on, if the class says so."""
+    """The options and simulator version that change the environment's texts; "" by default."""
     return str(getattr(get_env(env), "variant", str)())
 
 
 def settings_of(env: str) -> Settings:
-    """What the class of `env` sets, with defaults for the rest."""
+    """The settings that the class of `env` defines, with defaults for the rest."""
     env_class = get_env(env)
     numbers = {
         name: getattr(env_class, name.upper())
@@ -210,7 +216,7 @@ def settings_of(env: str) -> Settings:
 
 
 def ids_dir(env: str) -> Path:
-    """Where the id lists of `env` are: `ids/` beside its class."""
+    """The folder with the id lists of `env`: `ids/` beside the file of its class."""
     return Path(inspect.getfile(get_env(env))).parent / "ids"
 
 
@@ -227,17 +233,17 @@ def load_tasks(
     file: str | Path | None = None,
     subtasks: Sequence[str] = (),
 ) -> list[Task]:
-    """The tasks of an id list, in its order; all tasks of `env` if no list is named.
+    """The tasks of an id list, in its order; without a list, all tasks of `env`.
 
     Lists have the format of AgentGym-RL's data set, `[{"item_id": "textcraft_31"}, ...]`.
 
     Args:
-        split: an id list of the environment ("train", "test", ...).
-        file: any id list, or the name of one of the environment's; excludes `split`.
+        split: name of one of the environment's id lists ("train", "test", ...).
+        file: path of any id list, or the name of one of the environment's; give it or `split`.
         subtasks: keep only tasks of these sub-tasks.
 
-    Raises ValueError for an unknown env, split or sub-task; a file that is missing, is not an id
-    list, or names a task twice or one that does not exist; nothing left after filtering.
+    Raises ValueError for an unknown environment, split or sub-task; for a file that is missing, is
+    not an id list, or lists a task twice or one that does not exist; and if no task is selected.
     """
     env_class, name = get_env(env), env_name(env)
     path = _id_list(env, split, file)
@@ -254,23 +260,24 @@ def load_tasks(
             )
         index = int(match[2])
         if index in tasks:
-            raise ValueError(f"{path}: {task_id!r} is listed twice; a task may appear once")
+            raise ValueError(f"{path}: {task_id!r} is listed twice; list each task once")
         tasks[index] = Task(task_id, index, env_class.subtask(index), name)
     subtasks_of_env = {env_class.subtask(index) for index in range(num_tasks)} if subtasks else ()
     for subtask in subtasks:
         if subtask not in subtasks_of_env:
             choices = ", ".join(sorted(subtasks_of_env))
             raise ValueError(f"unknown sub-task {subtask!r} of {name}; choose from: {choices}")
-    chosen = [task for task in tasks.values() if not subtasks or task.subtask in subtasks]
-    if not chosen:
+    selection = [task for task in tasks.values() if not subtasks or task.subtask in subtasks]
+    if not selection:
         raise ValueError(
-            f"no task left: {path or name} holds {len(tasks)}, none of {list(subtasks)}"
+            f"no task left: none of the {len(tasks)} tasks of {path or name} is in the sub-tasks "
+            f"{list(subtasks)}"
         )
-    return chosen
+    return selection
 
 
 def tasks_by_env(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Environment -> its tasks, in the order of their first ones."""
+    """Group tasks by environment; the environments keep the order in which they appear first."""
     by_env: dict[str, list[Task]] = {}
     for task in tasks:
         by_env.setdefault(task.env, []).append(task)
@@ -278,34 +285,34 @@ def tasks_by_env(tasks: Sequence[Task]) -> dict[str, list[Task]]:
 
 
 def name_of_list(env: str, file: str) -> str:
-    """A name of the list that holds in every folder: its own if it is one of the environment's,
-    otherwise the whole path. ValueError if there is no such file."""
+    """A name of an id list that is valid in any working directory: its short name if it is one of
+    the environment's lists, otherwise its absolute path. ValueError if the file does not exist."""
     path = Path(os.path.abspath(_id_list(env, None, file) or file))
-    return next((name for name, own in id_lists(env).items() if own == path), str(path))
+    return next((name for name, list_path in id_lists(env).items() if list_path == path), str(path))
 
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:
-    """The path of the id list that is meant; None for all tasks."""
+    """The path of the id list that `split` or `file` names; None (all tasks) without both."""
     if split is not None and file is not None:
         raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
     lists, name = id_lists(env), env_name(env)
-    known = ", ".join(lists) or "none"
+    choices = ", ".join(lists) or "none"
     if split is not None and split not in lists:
-        where = ids_dir(env) / f"{name}_{split}.json"
-        raise ValueError(f"{name} has no split {split!r}, which would be {where}; it has: {known}")
+        path = ids_dir(env) / f"{name}_{split}.json"
+        raise ValueError(f"{name} has no split {split!r} ({path}); choose from: {choices}")
     if file is None:
         return None if split is None else lists[split]
     path = Path(file)
     if not path.exists() and path.parent.name in ("", "ids"):  # also "ids/" of another checkout
         path = lists.get(path.name.removesuffix(".json").removeprefix(f"{name}_"), path)
     if not path.exists():
-        what = f"cannot read the id list {path.absolute()}: no such file; lists of {name}: {known}"
-        raise ValueError(what)
+        problem = f"cannot read the id list {path.absolute()}: no such file"
+        raise ValueError(f"{problem}; lists of {name}: {choices}")
     return path
 
 
 def _read_ids(path: Path) -> list[str]:
-    """The item_id strings of an id list; further keys of an entry are ignored."""
+    """The item_id strings of an id list; other keys of an entry are ignored."""
     expected = 'expected [{"item_id": "textcraft_0"}, ...]'
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""What the text environments share: where an episode stands, the line that holds an action.
+"""Helpers for text environments: the stage of a session, the 'Action:' line, play in a terminal.
 
-These are small things to use, not a frame to fit into. Read next: envs/textcraft/env.py.
+Use the ones that fit; an environment does not have to use any. Read next: envs/textcraft/env.py.
 """
 
 import argparse
@@ -12,17 +12,17 @@ from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError
 
 
 class Stage:
-    """Where a session stands: before the first reset, in an episode, after its end."""
+    """The stage of a session: before its first reset, in an episode, or after the episode's end."""
 
     def __init__(self) -> None:
         self.has_episode = False
-        self.ended = False
+        self.is_over = False
 
     def begin(self) -> None:
-        self.has_episode, self.ended = True, False
+        self.has_episode, self.is_over = True, False
 
     def end(self) -> None:
-        self.ended = True
+        self.is_over = True
 
     def require_episode(self) -> None:
         if not self.has_episode:
@@ -30,7 +30,7 @@ class Stage:
 
     def require_running(self) -> None:
         self.require_episode()
-        if self.ended:
+        if self.is_over:
             raise EpisodeEndedError("this episode is over; call reset(task_index) to play again")
 
 
@@ -45,8 +45,9 @@ ANSWER = "Answer in exactly two lines:\nThought: why\nAction: one action"  # rea
 
 
 def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:
-    """The action of the one 'Action:' line; ParseError if there is not exactly one, or it is empty.
-    Removes what matches `drop`, squeezes blanks, strips the characters of `trim` from both ends.
+    """Return the action on the text's only 'Action:' line. Removes every match of `drop`, reduces
+    each run of blanks to one, and strips the characters of `trim` from the left and right end.
+    Raises ParseError if there is not exactly one such line, or if its action is empty.
 
     >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
     'get 2 oak log'
@@ -63,7 +64,7 @@ def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", ""
 
 
 def say(thought: str, action: str) -> str:
-    """What `action_line` reads the action from; without a thought its line alone.
+    """Write a thought and an action as a text for `action_line`; "" leaves the thought out.
 
     >>> action_line(say("It is near.", "get 2 oak log"))
     'get 2 oak log'
@@ -74,30 +75,20 @@ def say(thought: str, action: str) -> str:
 
 
 def version_of(package: str) -> str:
-    """The version of a package; "" where it is not installed."""
+    """The version of a package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def oracle_turns(env: Any, task_index: int, at_most: int) -> int:
-    """Actions that the oracle needs to solve the task; at_most + 1 if it fails or needs more."""
-    env.reset(task_index)
-    for turn in range(1, at_most + 1):
-        _, _, terminated, truncated, info = env.step(env.oracle()[1])
-        if terminated or truncated:
-            return turn if info["success"] else at_most + 1
-    return at_most + 1
-
-
 def play(env: Any, task_index: int, seed: int) -> None:
-    """An episode in the terminal; an empty line asks the oracle, ? what can be done."""
+    """Play an episode in the terminal. An empty line plays the oracle's action; ? lists actions."""
     print("\n\n".join(message["content"] for message in env.PROMPT))
-    print("\n(An empty line lets the oracle play, ? lists what can be done, Ctrl-D ends.)\n")
+    print("\n(Enter plays the oracle's action, ? lists the available actions, Ctrl-D quits.)\n")
     print(env.reset(task_index, seed))
-    ended, total = False, 0.0
-    while not ended:
+    is_over, total = False, 0.0
+    while not is_over:
         action = input("> ").strip()
         if action == "?":
             print("\n".join(env.available_actions()))
@@ -106,13 +97,13 @@ def play(env: Any, task_index: int, seed: int) -> None:
             thought, action = env.oracle()
             print(f"{thought}\n> {action}")
         observation, reward, terminated, truncated, _ = env.step(action)
-        ended, total = terminated or truncated, total + reward
+        is_over, total = terminated or truncated, total + reward
         print(observation)
     print(f"return {total:g}")
 
 
 def command_line(env_class: Any, name: str, task_index: int) -> None:
-    """`python -m envs.NAME`: play `task_index` in the terminal."""
+    """`python -m envs.NAME`: play one task in the terminal, by default `task_index`."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
         prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."
@@ -120,7 +111,9 @@ def command_line(env_class: Any, name: str, task_index: int) -> None:
     parser.add_argument(
         "--task-index", type=int, default=task_index, help=f"0 to {last} (default: {task_index})"
     )
-    parser.add_argument("--seed", type=int, default=0, help="what a task leaves open (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random choices that the task leaves open (default: 0)"
+    )
     arguments = parser.parse_args()
     env = env_class()
     try:

@@ -1,11 +1,12 @@
-"""One HTTP exchange that ends, whatever the other side does; and JSON that can be trusted.
+"""An HTTP client with hard limits, and checks of the JSON and the addresses that it deals with.
 
-Environment servers and chat models are other people's programs. `Line.ask` bounds the time of the
-whole answer and its bytes, and follows no redirect. `parse` bounds the JSON: its depth, numbers
-that are not finite, half surrogate pairs that no tokenizer can encode. `checked_url` refuses
-addresses that hold a password, because addresses end up in logs and in config.json.
+Environment servers and chat models are other people's programs, and they can send anything.
+`HttpClient.ask` limits the time and the size of a complete answer and follows no redirects. `parse`
+refuses JSON that is nested too deeply or holds NaN or infinity, and replaces half surrogate pairs,
+which a tokenizer cannot encode. `checked_url` refuses addresses that contain a password, because
+addresses are written to logs and to config.json.
 
-Read next: `envclient.py` and `sampling/chatapi.py`, which ask.
+Read next: `envclient.py` and `sampling/chatapi.py`, which use this client.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 MAX_ANSWER_BYTES = 1 << 20  # an observation is kilobytes
-MAX_DEPTH = 64  # of JSON; the environments' answers need 6
-CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is not worth the whole time-out
-# NOTE: uvicorn closes a connection after 5 idle seconds. A /step sent into a closing connection is
-# lost and may not be repeated, so we drop idle ones first.
+MAX_DEPTH = 64  # of nested JSON; the environments' answers need 6
+CONNECT_TIMEOUT_S = 5.0  # less than the full time-out, for hosts that drop packets
+# NOTE: uvicorn closes a connection that is idle for 5 seconds. A /step that is sent while it closes
+# is lost and must not be repeated, so we close idle connections earlier.
 IDLE_CONNECTION_S = 4.0
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class ExchangeError(Exception):
-    """There was no answer, or it cannot be used; the message says why."""
+    """No usable answer arrived; the message gives the reason."""
 
 
-class TimedOut(ExchangeError):
+class ExchangeTimeout(ExchangeError):
     """The answer was not complete in time."""
 
 
-class Lost(ExchangeError):
-    """The server was not reached, or hung up before its answer was complete."""
+class ConnectionLost(ExchangeError):
+    """The server could not be reached, or the connection broke before the answer was complete."""
 
 
-class Unbelievable(ExchangeError):
-    """The answer is not HTTP, or too large."""
+class InvalidAnswer(ExchangeError):
+    """The answer is not HTTP, or it is too large."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,16 @@ class Answer:
         return self.body.decode(errors="replace")
 
 
-class Line:
-    """HTTP with one address, any number of exchanges at a time.
+class HttpClient:
+    """A client of one address. Threads can share it; each exchange has a connection to itself.
 
-    It stands on http.client, not on requests, which costs CPU time at every step, reads HTTP_PROXY
-    even for 127.0.0.1, and adds credentials from .netrc.
+    It is built on http.client. The package `requests` costs CPU time at every step, reads
+    HTTP_PROXY even for 127.0.0.1, and adds credentials from .netrc.
 
     Args:
-        timeout_s: the longest that one exchange may take, from connecting to the last byte.
-        max_bytes: of the body of one answer.
-        proxy_url: as `proxy_of` returns it.
+        timeout_s: time limit of one exchange, from connecting to the last byte of the answer.
+        max_bytes: size limit of an answer's body.
+        proxy_url: the proxy, as `proxy_of` returns it.
         ssl_context: the certificates to trust; None: the system's.
     """
 
@@ -88,11 +89,11 @@ class Line:
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.url, self.timeout_s, self.max_bytes = url, timeout_s, max_bytes
-        self.hung_up = False
-        self._to, self._proxy = urlsplit(url), urlsplit(proxy_url) if proxy_url else None
+        self.is_aborted = False
+        self._target, self._proxy = urlsplit(url), urlsplit(proxy_url) if proxy_url else None
         self._ssl_context = ssl_context
-        # Every connection, or the socket of one, is in one of the two.
-        self._idle: list[tuple[float, HTTPConnection]] = []  # since when; the newest last
+        # Every open connection is in one of these two.
+        self._idle: list[tuple[float, HTTPConnection]] = []  # (idle since, connection), newest last
         self._in_use: set[socket.socket] = set()
 
     def ask(
@@ -103,30 +104,30 @@ class Line:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """The answer to one request, whatever its status; nothing is repeated. ExchangeError
-        otherwise."""
+        """Send one request, without retries; return the answer, whatever its status. Raises
+        ExchangeError if there is no usable answer."""
         total_s = timeout_s or self.timeout_s
         end = time.monotonic() + total_s
         try:
             connection = self._idle_connection() or self._connect(total_s)
             return self._exchange(connection, end, method, path, content, headers or {})
         except TimeoutError as error:
-            raise TimedOut(f"no answer within {total_s:.3g} s") from error
+            raise ExchangeTimeout(f"no answer within {total_s:.3g} s") from error
         except (OSError, IncompleteRead) as error:
-            raise Lost(_one_line(error)) from error
+            raise ConnectionLost(_one_line(error)) from error
         except (HTTPException, ValueError) as error:
-            raise Unbelievable(f"the answer is not HTTP ({_one_line(error)})") from error
+            raise InvalidAnswer(f"the answer is not HTTP ({_one_line(error)})") from error
 
-    def hang_up(self) -> None:
-        """End all exchanges, which are Lost in their threads; nothing can be asked any more."""
-        self.hung_up = True
+    def abort(self) -> None:
+        """End all exchanges: they raise ConnectionLost in their threads, and so will later ones."""
+        self.is_aborted = True
         for sock in list(self._in_use):
-            with contextlib.suppress(OSError):  # closed in the meantime
-                # NOTE: not SSLSocket's own, which takes the session from under a thread that reads.
+            with contextlib.suppress(OSError):  # the socket was closed in the meantime
+                # NOTE: SSLSocket.shutdown would drop the TLS session while another thread reads.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Drop idle connections."""
+        """Close idle connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -134,28 +135,29 @@ class Line:
         self.close()
 
     def _idle_connection(self) -> HTTPConnection | None:
-        with contextlib.suppress(IndexError):  # none is idle; other threads take from the list too
+        with contextlib.suppress(IndexError):  # the list is empty; other threads pop from it too
             since, connection = self._idle.pop()
-            if time.monotonic() - since < IDLE_CONNECTION_S and not _has_news(connection):
+            if time.monotonic() - since < IDLE_CONNECTION_S and not _is_readable(connection):
                 return connection
             connection.close()
-            self.close()  # the others have been idle for longer
+            self.close()  # the other connections have been idle for longer
         return None
 
     def _connect(self, total_s: float) -> HTTPConnection:
-        to, via = self._to, self._proxy or self._to
-        host, port = via.hostname or "", via.port or (443 if via.scheme == "https" else 80)
+        target, peer = self._target, self._proxy or self._target
+        host, port = peer.hostname or "", peer.port or (443 if peer.scheme == "https" else 80)
         timeout_s = min(CONNECT_TIMEOUT_S, total_s)
-        if to.scheme == "http":
+        if target.scheme == "http":
             connection = HTTPConnection(host, port, timeout_s)
         else:
             connection = HTTPSConnection(host, port, timeout=timeout_s, context=self._ssl_context)
             if self._proxy:
-                connection.set_tunnel(to.hostname or "", to.port or 443, self._proxy_headers())
+                headers = self._proxy_headers()
+                connection.set_tunnel(target.hostname or "", target.port or 443, headers)
         try:
             connection.connect()
         except TimeoutError as error:
-            raise TimedOut(f"not reached within {timeout_s:.3g} s") from error
+            raise ExchangeTimeout(f"not reached within {timeout_s:.3g} s") from error
         return connection
 
     def _exchange(
@@ -167,29 +169,29 @@ class Line:
         content: bytes | None,
         headers: Mapping[str, str],
     ) -> Answer:
-        target = self._to.path + path
-        if self._proxy and self._to.scheme == "http":
-            target, headers = self.url + path, {**headers, **self._proxy_headers()}
+        request_target = self._target.path + path
+        if self._proxy and self._target.scheme == "http":
+            request_target, headers = self.url + path, {**headers, **self._proxy_headers()}
         sock = connection.sock
         self._in_use.add(sock)
         try:
-            if self.hung_up:
-                raise Lost("hung up")
+            if self.is_aborted:
+                raise ConnectionLost("hung up")
             sock.settimeout(max(end - time.monotonic(), 0.001))
             connection.response_class = partial(_Response, end=end)  # type: ignore[assignment]
-            connection.request(method, target, content, headers)
+            connection.request(method, request_target, content, headers)
             response = connection.getresponse()
             body = response.read(self.max_bytes + 1)
             if len(body) > self.max_bytes:
-                raise Unbelievable(f"the answer is larger than {self.max_bytes} bytes")
+                raise InvalidAnswer(f"the answer is larger than {self.max_bytes} bytes")
             if response.length:
                 raise IncompleteRead(body, response.length)
         except BaseException:
-            connection.close()  # the unread rest would be taken for the next answer
+            connection.close()  # its unread bytes would be read as the next answer
             raise
         finally:
             self._in_use.discard(sock)
-        if connection.sock:  # otherwise the server asked to close it
+        if connection.sock:  # None if the server asked to close the connection
             self._idle.append((time.monotonic(), connection))
         return Answer(response.status, response.headers, body)
 
@@ -201,8 +203,8 @@ class Line:
 
 
 class _Response(HTTPResponse):
-    """An answer whose headers and body must have arrived at `end`. A socket's own time-out starts
-    again with every byte, so that headers which drip in would never end."""
+    """An answer whose headers and body must be complete at `end`. A time-out of the socket is not
+    enough: it restarts with every byte, so headers could arrive slowly for ever."""
 
     def __init__(self, sock: socket.socket, end: float, **options: Any) -> None:
         super().__init__(sock, **options)
@@ -210,7 +212,7 @@ class _Response(HTTPResponse):
 
 
 class _Timed(io.RawIOBase):
-    """The bytes of a socket until `end`, in time.monotonic() seconds."""
+    """Reads a socket until the time `end`, in seconds of time.monotonic()."""
 
     def __init__(self, raw: Any, sock: socket.socket, end: float) -> None:
         self._raw, self._sock, self._end = raw, sock, end
@@ -219,10 +221,10 @@ class _Timed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> Any:
-        left_s = self._end - time.monotonic()
-        if left_s <= 0:
+        remaining_s = self._end - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError
-        self._sock.settimeout(left_s)
+        self._sock.settimeout(remaining_s)
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -230,12 +232,12 @@ class _Timed(io.RawIOBase):
         super().close()
 
 
-def _has_news(connection: HTTPConnection) -> bool:
-    """Whether something has come without being asked for: usually the end of the connection, which
-    a server may close after an error, or sooner than ours."""
-    waiting = select.poll()
-    waiting.register(connection.sock, select.POLLIN)
-    return bool(waiting.poll(0))
+def _is_readable(connection: HTTPConnection) -> bool:
+    """Whether an idle connection has something to read. Usually that is its end: a server closes a
+    connection after an error, or after a shorter idle time than ours."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _one_line(error: BaseException) -> str:
@@ -246,12 +248,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value of an answer, its text made encodable. ValueError: it is not JSON, deeper than
-    MAX_DEPTH, or holds NaN or infinity."""
+    """Parse the JSON of an answer and make its texts encodable. Raises ValueError if it is not
+    JSON, is nested deeper than MAX_DEPTH, or holds NaN or infinity."""
     try:
         return _checked(json.loads(body.decode(errors="replace")), MAX_DEPTH)
     except RecursionError:
-        raise ValueError("brackets in brackets, thousands of them") from None
+        raise ValueError("brackets are nested thousands of levels deep") from None
 
 
 def _checked(value: Any, depth: int) -> Any:
@@ -260,7 +262,7 @@ def _checked(value: Any, depth: int) -> Any:
     if isinstance(value, float) and not math.isfinite(value):  # NaN, 1e999
         raise ValueError(f"{value} is not a finite number")
     if isinstance(value, list | dict) and depth == 0:
-        raise ValueError(f"brackets in brackets, more than {MAX_DEPTH}")
+        raise ValueError(f"brackets are nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return [_checked(item, depth - 1) for item in value]
     if isinstance(value, dict):
@@ -269,7 +271,7 @@ def _checked(value: Any, depth: int) -> Any:
 
 
 def encodable(text: str) -> str:
-    """`text` with half surrogate pairs replaced: JSON can hold them, no tokenizer and no file can.
+    """Replace half surrogate pairs: JSON can hold them, but a tokenizer or a file cannot.
 
     >>> encodable("a \\ud83d b \\ud83d\\ude00")
     'a � b 😀'
@@ -283,8 +285,8 @@ def encodable(text: str) -> str:
 
 
 def checked_url(url: str, flag: str = "") -> str:
-    """`url` without a final slash. ValueError, which names `flag`: it is not an http address, or
-    may hold a secret, which is not repeated.
+    """Check an address and remove its final slash. Raises ValueError if it is not an http address,
+    or if it can hold a secret. The message names the option `flag` and does not repeat a secret.
 
     >>> checked_url("http://127.0.0.1:36005/")
     'http://127.0.0.1:36005'
@@ -292,17 +294,17 @@ def checked_url(url: str, flag: str = "") -> str:
     flag = flag and f"{flag} "
     if re.search(r"[@?#]", url):
         raise ValueError(
-            f"{flag}an address is http://HOST:PORT/PATH alone: a user, password or key in it would "
-            "be written to config.json; --api-key-env names the variable of a chat server's key"
+            f"{flag}expected http://HOST:PORT/PATH without a user, a password or a key: they would "
+            "be written to config.json; for a chat server's key use --api-key-env VARIABLE"
         )
-    with contextlib.suppress(ValueError):  # a port that is not a number
+    with contextlib.suppress(ValueError):  # urlsplit raises it if the port is not a number
         if re.fullmatch(r"https?://[^/\s]+(/\S*)?", url) and urlsplit(url).port != 0:
             return url.rstrip("/")
     raise ValueError(f"{flag}{url!r} is not an address; expected http://HOST:PORT")
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that this user's environment (HTTPS_PROXY, NO_PROXY) names for `url`."""
+    """The proxy for `url` according to the user's environment variables (HTTPS_PROXY, NO_PROXY)."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     if urllib.request.proxy_bypass(parts.netloc):
         return None

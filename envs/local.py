@@ -1,11 +1,11 @@
-"""An environment in this process: `--env-addr local`, for one that needs no process of its own.
+"""Run an environment inside the trainer's process instead of behind a server: `--env-addr local`.
 
-    EnvClient ── Line ── HTTP ── envs.server ── Episodes ── the environment
-    EnvClient ── LocalLine ──────────────────── Episodes ── the environment
+    EnvClient ── HttpClient ── HTTP ── envs.server ── Episodes ── the environment
+    EnvClient ── LocalClient ──────────────────────── Episodes ── the environment
 
-All the rest is the same code, so rewards, errors and limits are a server's. This saves the wire's
-cost and loses its protection: an environment that leaks, crashes or computes for long does so in
-the trainer. Read first: `envclient.py`, `envs/sessions.py`.
+Everything else is the same code, so rewards, errors and limits are the same as a server's. It saves
+the cost of HTTP and gives up its protection: an environment that leaks memory, crashes or computes
+for long does so in the trainer. Read first: `envclient.py`, `envs/sessions.py`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ LOCAL = "local"  # the address of an environment in this process
 
 
 def check_local(env: str) -> None:
-    """Raise ValueError for an environment that runs in another process than the one that asks."""
+    """Raise ValueError if the environment needs resources that only its server manages."""
     if hasattr(get_env(env), "close_shared"):
         raise ValueError(
-            f"--env-addr {LOCAL}: {env} needs what its server starts and ends (a Java process, an "
-            "index); leave --env-addr out"
+            f"--env-addr {LOCAL}: {env} needs a server, which starts and stops its shared "
+            "resources (a Java process, an index); leave --env-addr out"
         )
 
 
-class LocalLine:
-    """An environment in this process, asked as a `Line` asks a server, by one thread at a time.
-    Nothing can be cut short: a step that never ends never ends."""
+class LocalClient:
+    """Has the interface of `HttpClient`, but calls an environment in this process. One thread can
+    use it at a time. There is no time-out: a step that never returns blocks its caller for ever."""
 
     def __init__(self, env: str) -> None:
         env_class = get_env(env)
-        sessions = Sessions(_called_here(env_class), max_sessions=1, idle_timeout_s=math.inf)
+        sessions = Sessions(_without_threads(env_class), max_sessions=1, idle_timeout_s=math.inf)
         self._episodes = Episodes(sessions)
-        # Fast environments take turns with all others, as on a server's event loop. The rest wait
-        # only for whoever closes the session after Ctrl-C.
+        # All sessions of a fast environment share one lock, as they share a server's event loop. A
+        # slow one has a lock per session, which only the thread that closes it on Ctrl-C contends.
         self._lock = _shared_lock(env_class) if env_class.IS_FAST else threading.Lock()
 
     def ask(
@@ -53,7 +53,7 @@ class LocalLine:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """What a server would answer."""
+        """Return the answer that a server would send."""
         path, _, query = path.partition("?")
         fields = query_fields(query) if content is None else json.loads(content)
         with self._lock:
@@ -64,7 +64,7 @@ class LocalLine:
         return Answer(answer.status_code, {}, bytes(answer.body))
 
     def close(self) -> None:
-        """Nothing: /close has freed the environment."""
+        """Does nothing, because /close has freed the environment."""
 
 
 @cache
@@ -73,15 +73,15 @@ def _shared_lock(env_class: Any) -> Any:
 
 
 @cache
-def _called_here(env_class: Any) -> Any:
-    """The environment as one whose calls `Sessions` makes in the thread that asks."""
+def _without_threads(env_class: Any) -> Any:
+    """A subclass that `Sessions` calls in the current thread instead of in its thread pool."""
     return type(env_class.__name__, (env_class,), {"IS_FAST": True})
 
 
 def _result(coroutine: Any) -> Any:
-    """The result of a coroutine that never waits, because nobody else uses this session."""
+    """Run a coroutine that never waits (nobody else uses this session) and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
-    raise AssertionError("an environment in this process had to be waited for")
+    raise AssertionError("a call of an environment in this process waited for something")

@@ -1,26 +1,29 @@
-"""An environment over HTTP: one environment, many sessions.
+"""Serve an environment over HTTP: one environment, many sessions.
 
-Training needs hundreds of episodes side by side, in environments that are slow or crash; a server
-keeps that out of the trainer. A client creates a session (one instance of the environment), plays
-episodes in it and closes it. Paths, fields and types are AgentGym's, so its clients work unchanged:
+Training plays hundreds of episodes in parallel, in environments that can be slow or crash. A server
+keeps both problems out of the trainer. A client creates a session, which is one instance of the
+environment, plays episodes in it and closes it. Paths, fields and types are those of AgentGym, so
+AgentGym's clients work unchanged:
 
     POST /create                            -> {"id"}, TextCraft also observation, done, reward
     POST /reset  {"id", "data_idx", "seed"} -> {"id", "observation", "reward", "done", ...}
     POST /step   {"id", "action"}           -> {"observation", "reward", "done", ...}
-    GET  /observation?id=   /detail?id=     -> the latest observation; with reward and done
+    GET  /observation?id=                   -> the latest observation
+    GET  /detail?id=                        -> the same with reward and done
     POST /close  {"id"}                     -> true, then false
 
-("seed" is optional and ours; "..." stands for terminated, truncated, info, subtask.) Also ours:
-GET /health, /available_actions?id= (a list), /state?id= (a dict), /oracle?id= ({"thought",
-"action"}). An environment's `WIRE` says where its AgentGym server uses other names.
+"..." stands for terminated, truncated, info and subtask. AgentGym lacks the optional "seed" and
+these paths: GET /health, /available_actions?id= (a list), /state?id= (a dict) and /oracle?id=
+({"thought", "action"}). If its server of an environment uses other names, the class's `WIRE` has
+them.
 
-Errors are status codes with {"error": what happened, "hint": what to do}, so that a failure of the
-environment is never scored as one of the policy: 404 unknown session or task, 409 step before reset
-or after the end, 413 body too large, 422 malformed, 429 too many sessions, 500 the environment
-failed, 403 a web page asks.
+An error has a status code and the body {"error": what happened, "hint": what to do}, so a failure
+of the environment is never counted as a failure of the policy: 404 unknown session or task, 409
+step before reset or after the end, 413 body too large, 422 malformed body, 429 too many sessions,
+500 the environment failed, 403 the request comes from a web page.
 
 Run it:  python -m envs.server --env textcraft --port 36005
-Read next: envs/sessions.py (who waits for whom), then envclient.py, the other end of the wire.
+Read next: envs/sessions.py (the order in which requests run), then envclient.py, the client.
 """
 
 import argparse
@@ -57,8 +60,8 @@ from envs.sessions import (
     query_fields,
 )
 
-MAX_FILES = 65_536  # some machines allow a billion, which tools that close all of them feel
-LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # what this machine calls itself
+MAX_FILES = 65_536  # some machines allow a billion, and programs that close them all become slow
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # names of this machine
 
 
 def create_app(
@@ -69,12 +72,12 @@ def create_app(
     first_id: int | None = None,
     hosts: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The app that serves `env` (or `env_class` under that name) to requests for `hosts`, or for
-    any host if there are none."""
+    """The app that serves `env`, or `env_class` under that name. It answers only requests whose
+    Host header is in `hosts`; with an empty set it answers all."""
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
     episodes = Episodes(sessions)
-    started = time.monotonic()
+    start_time = time.monotonic()
 
     async def root(_: Request) -> Answer:
         return Answer(episodes.wire.root())
@@ -86,7 +89,7 @@ def create_app(
                 "version": VERSION,
                 "live_sessions": len(sessions.table),
                 "max_sessions": max_sessions,
-                "uptime_s": round(time.monotonic() - started, 3),
+                "uptime_s": round(time.monotonic() - start_time, 3),
             }
         )
 
@@ -113,7 +116,7 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
-    """Open what all sessions share, sweep out idle sessions, close everything at the end."""
+    """Open the shared resources, close idle sessions regularly, and close everything at the end."""
 
     async def sweep() -> None:
         while True:
@@ -132,14 +135,16 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
         await anyio.to_thread.run_sync(env_class.close_shared)
 
 
-# ----------------------------------------------------------------------- who may ask, and how much
+# ------------------------------------------------------ which requests are accepted, and their size
 
 
 class Guard:
-    """ASGI middleware: refuses web pages in a browser and bounds the body.
+    """ASGI middleware that refuses requests of web pages in a browser and limits the body's size.
 
-    A page's requests carry an Origin, or, after DNS rebinding, the page's name as Host. `hosts`:
-    the Host names to answer to; none: any.
+    A page's request has an Origin header or, after DNS rebinding, the page's host name as Host.
+
+    Args:
+        hosts: the Host names to accept; an empty set accepts all.
     """
 
     def __init__(
@@ -163,27 +168,27 @@ class Guard:
         elif len(body := await self._read(receive)) > self.max_bytes:
             await body_too_large(self.max_bytes)(scope, receive, send)
         else:
-            unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive_body() -> Message:
-                return unread.pop() if unread else await receive()
+                return pending.pop() if pending else await receive()
 
             await self.app(scope, receive_body, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        """The body. Of one that is too large the rest is dropped, so that its client, which is
-        still sending, sees the 413."""
-        body, more = bytearray(), True
-        while more:
+        """Read the body. If it is too large, read its rest and drop it: a client that is still
+        sending would otherwise not see the answer 413."""
+        body, has_more = bytearray(), True
+        while has_more:
             message = await receive()
             if len(body) <= self.max_bytes:
                 body += message.get("body", b"")
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
         return bytes(body)
 
 
 def hosts_of(host: str) -> frozenset[str]:
-    """The Host names that a server bound to this address answers to; none: any."""
+    """The Host names that a server bound to `host` accepts; an empty set means all."""
     return LOCAL_NAMES if host in ("127.0.0.1", "localhost", "::1") else frozenset()
 
 
@@ -191,7 +196,7 @@ def hosts_of(host: str) -> frozenset[str]:
 
 
 class _Server(uvicorn.Server):
-    """Prints a line once it listens."""
+    """A uvicorn server that prints `line` as soon as it listens."""
 
     line = ""
 
@@ -202,21 +207,20 @@ class _Server(uvicorn.Server):
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
+    """A listening socket; port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def serve(app: Any, host: str, listener: socket.socket, program: str, about: str) -> int:
-    """Serve `app` until SIGTERM or Ctrl-C; returns the exit code. `about` ends the line that is
-    printed once clients can connect."""
+    """Serve `app` until SIGTERM or Ctrl-C; return the exit code. As soon as clients can connect, a
+    line with the address is printed, which ends with `about`."""
     if not hosts_of(host):
         print(
-            f"{program}: warning: {host} can be reached from other machines, and there is no "
-            "password; anyone there can use it",
+            f"{program}: warning: {host} can be reached from other machines without a password",
             file=sys.stderr,
         )
-    # Every connection is an open file, and the usual limit of 1,024 is soon reached.
+    # Every connection is an open file, and the usual limit of 1,024 is reached soon.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
@@ -225,13 +229,13 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
         ws="none",
         log_level="warning",
         access_log=False,
-        limit_concurrency=num_files * 3 // 4,  # the environment opens files, too
+        limit_concurrency=num_files * 3 // 4,  # the rest is for files of the environment
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     server.line = f"listening on {url} ({about})"
-    # uvicorn stops on SIGTERM and then raises it again; handled here, the exit code is 0.
+    # uvicorn stops on SIGTERM and then raises it again. With a handler of ours the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[listener])
@@ -241,7 +245,7 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without waiting for threads: an environment that hangs in one would keep us."""
+    """Exit without waiting for threads, because an environment can hang in one of them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -258,16 +262,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     # argparse would print its usage first.
     parser.error = lambda message: parser.exit(2, f"envs.server: {message}\n")  # type: ignore
-    known = f"which environment to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
-    parser.add_argument("--env", required=True, default=argparse.SUPPRESS, help=known)
+    choices = f"environment to serve: {', '.join(sorted(ENVS))}, or package.module:Class"
+    parser.add_argument("--env", required=True, default=argparse.SUPPRESS, help=choices)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=int, default=36005, help="0 takes a free port")
-    parser.add_argument("--max-sessions", type=int, default=1024, help="open at once; then 429")
+    parser.add_argument("--port", type=int, default=36005, help="port; 0 picks a free one")
+    parser.add_argument(
+        "--max-sessions",
+        type=int,
+        default=1024,
+        help="maximum number of open sessions; further ones get status 429",
+    )
     parser.add_argument(
         "--idle-timeout-s",
         type=float,
         default=1800.0,
-        help="seconds without a request after which a session is closed: its client has died",
+        help="close a session after this many seconds without a request; its client has died",
     )
     options = parser.parse_args(arguments)
     for name in ("max_sessions", "idle_timeout_s"):
@@ -280,7 +289,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--env: {error}")
     except ImportError:
-        pass  # it lacks a package: main() reports that
+        pass  # a package is missing; main() reports it
     return options
 
 
@@ -289,13 +298,13 @@ def main(arguments: list[str] | None = None) -> int:
     env, host = options.env, options.host
     try:
         app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
-        if hasattr(get_env(env), "open_shared"):  # here a missing package is one line
+        if hasattr(get_env(env), "open_shared"):  # opened here, a missing package is a clear error
             get_env(env).open_shared()
         listener = listen_on(host, options.port)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
-        free = "; --port 0 takes a free one" if "in use" in str(error) else ""
-        why = f"cannot serve {env} on {host}:{options.port}: {error}{free}"
-        print(f"envs.server: {why}", file=sys.stderr)
+        hint = "; --port 0 picks a free one" if "in use" in str(error) else ""
+        problem = f"cannot serve {env} on {host}:{options.port}: {error}{hint}"
+        print(f"envs.server: {problem}", file=sys.stderr)
         return 1
     return serve(app, host, listener, "envs.server", f"env {env}, version {VERSION}")
 

@@ -1,18 +1,19 @@
-"""Sessions: which request may touch which instance of an environment, and what it is answered.
+"""Sessions and episodes: the part of an environment server that does not depend on HTTP.
 
-A session is one instance of an environment with a number. `Sessions` is their table: how many may
-be open, how long one may be idle. `Episodes` plays in them and answers requests, over HTTP
-(envs/server.py) or in this process (envs/local.py).
+A session is one instance of an environment, with a number. `Sessions` is the table of open
+sessions: it limits how many there are and closes those that are idle for too long. `Episodes` plays
+in them and answers requests, over HTTP (envs/server.py) or in this process (envs/local.py).
 
 Everything here runs on one event loop, so the table needs no lock. A session serves one request at
-a time, behind an asyncio lock, so waiting costs no thread. Calls into a fast environment
-(TextCraft: 2 microseconds) run on the loop, because a hop to a thread costs fifty times the step.
-Other environments run in a pool of threads, so a slow step delays only its own session.
+a time: it has an asyncio lock, so a waiting request does not occupy a thread. Calls into a fast
+environment (TextCraft: 2 microseconds) run on the loop, because switching to a thread costs fifty
+times as much as the step. Other environments run in a pool of threads, so a slow step delays only
+its session.
 
-Numbers start at random in every server process. If they started at 0, a client that comes back
-after a restart would continue somebody else's session, without an error.
+Session numbers start at a random number in every server process. If they started at 0, a client
+that continues after a restart of the server would get another client's session, without an error.
 
-Measured: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
+Measurements: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
 
 MAX_BODY_BYTES = 1_000_000  # of a request
 NUM_THREADS = 128  # for environments that are not fast
-RULES = "tutorials/05_add_your_own_environment.md has what an environment's methods return"
-# What an environment may raise -> the status and hint of the answer.
+RULES = "tutorials/05_add_your_own_environment.md shows what an environment's methods must return"
+# Exceptions of an environment -> the status and hint of the answer.
 REFUSALS: dict[type[Exception], tuple[int, str]] = {
     TaskIndexError: (404, "give the index of a task that exists"),
     NotResetError: (409, "POST /reset starts an episode"),
@@ -50,8 +51,8 @@ log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
-    """JSON in ASCII: a model may write half a surrogate pair, which UTF-8 cannot carry. numpy's
-    numbers are written as Python's; what JSON cannot carry (a set, a NaN) is an ApiError."""
+    """JSON in ASCII, because a model can write half a surrogate pair, which UTF-8 cannot encode.
+    numpy's numbers become Python's. A value that JSON cannot hold (a set, a NaN) is an ApiError."""
 
     def render(self, content: Any) -> bytes:
         try:
@@ -64,20 +65,20 @@ class Answer(JSONResponse):
 def _plain(value: Any) -> Any:
     plain = _unwrapped(value)
     if plain is value:
-        raise TypeError(f"JSON cannot carry {type(value).__name__}")
+        raise TypeError(f"JSON cannot hold a {type(value).__name__}")
     return plain
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error to answer a request with."""
 
     def __init__(self, status: int, error: str, hint: str) -> None:
         super().__init__(error)
         self.status, self.error, self.hint = status, error, hint
 
 
-def failure(what: str, hint: str = RULES) -> ApiError:
-    return ApiError(500, f"the environment failed: {what}", hint)
+def failure(problem: str, hint: str = RULES) -> ApiError:
+    return ApiError(500, f"the environment failed: {problem}", hint)
 
 
 def error_answer(status: int, error: str, hint: str) -> Answer:
@@ -96,17 +97,17 @@ class Session:
 
     session_id: int
     env: Any = None
-    turn: dict | None = None  # what the episode's latest reset or step answered
-    first_look: dict | None = None  # what /create showed, to be read until the first /reset
+    turn: dict | None = None  # result of the episode's latest reset or step
+    preview: dict | None = None  # the task that /create showed; dropped at the first /reset
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
-    """The table of sessions; every method runs on the event loop.
+    """The table of sessions. Every method runs on the event loop.
 
     Args:
-        first_id: the first session's number; None: at random, below 2^52 as JSON's doubles are.
+        first_id: number of the first session; None: random and below 2^52, which a double holds.
     """
 
     def __init__(
@@ -117,23 +118,23 @@ class Sessions:
         self.idle_timeout_s = idle_timeout_s
         self.table: dict[int, Session] = {}
         self._numbers = itertools.count(self.first_id)
-        self._closing: set[asyncio.Task] = set()  # evicted, and not yet closed
+        self._closing: set[asyncio.Task] = set()  # these close evicted sessions
         self._threads: anyio.CapacityLimiter | None = None
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
-        """Call a method of the environment, here or in a thread; its failures become ApiErrors."""
+        """Call a method of the environment, here or in a thread; its errors become ApiErrors."""
         try:
             if self.env_class.IS_FAST:
                 return function(*arguments)
-            if self._threads is None:  # needs a running event loop
+            if self._threads is None:  # created here, because it needs a running event loop
                 self._threads = anyio.CapacityLimiter(NUM_THREADS)
             return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
         except Exception as error:
             for kind, (status, hint) in REFUSALS.items():
                 if isinstance(error, kind):
                     raise ApiError(status, str(error), hint) from error
-            log.exception("%s failed in the environment", getattr(function, "__name__", function))
-            hint = "the traceback is in the server's output; the session may be reset or closed"
+            log.exception("the environment's %s failed", getattr(function, "__name__", function))
+            hint = "the traceback is in the server's output; reset or close the session"
             raise failure(f"{type(error).__name__}: {error}", hint) from error
 
     async def create(self) -> Session:
@@ -142,7 +143,7 @@ class Sessions:
         if len(self.table) >= self.max_sessions:
             raise ApiError(
                 429,
-                f"{self.max_sessions} sessions are open, the most this server allows",
+                f"{self.max_sessions} sessions are open, the maximum of this server",
                 "close sessions, retry later, or start the server with a larger --max-sessions",
             )
         session = Session(next(self._numbers))
@@ -157,8 +158,8 @@ class Sessions:
 
     @asynccontextmanager
     async def use(self, session_id: int) -> AsyncIterator[Session]:
-        """The session, for this request alone, after those that came before it. ApiError 404 if it
-        was never created, or is closed or evicted."""
+        """Wait for earlier requests to the session, then give it to this request only. ApiError 404
+        if the session was never created, or was closed or evicted."""
         session = self.table.get(session_id)
         if session is None:
             raise ApiError(
@@ -174,27 +175,27 @@ class Sessions:
                 session.last_used = time.monotonic()
 
     async def close(self, session_id: int) -> bool:
-        """End the session after the requests that already wait for it; False if there is none."""
+        """Close a session after the requests that already wait for it; False if it is not open."""
         session = self.table.pop(session_id, None)
         if session is not None:
             await self._end(session)
         return session is not None
 
     def evict_idle(self) -> None:
-        """Take idle sessions out of the table at once and close them in the background, because
-        an environment may hang when it is closed."""
+        """Remove idle sessions from the table now, and close them in the background, because an
+        environment can hang while it is closed."""
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
                 closing = asyncio.create_task(self._end(self.table.pop(session.session_id)))
-                self._closing.add(closing)  # the loop itself keeps no reference
+                self._closing.add(closing)  # the loop does not keep a reference to its tasks
                 closing.add_done_callback(self._closing.discard)
 
     async def _end(self, session: Session) -> None:
-        """Close its environment; call() has logged it if that fails."""
+        """Close the session's environment. If that fails, call() has logged it."""
         with contextlib.suppress(ApiError):
-            async with session.lock:  # asyncio's locks serve in the order of asking
-                if session.env is not None:  # it did not start
+            async with session.lock:  # asyncio's locks are first come, first served
+                if session.env is not None:  # None if the environment did not start
                     await self.call(session.env.close)
 
 
@@ -208,7 +209,7 @@ TURN: dict[str, Any] = {
 
 
 def as_turn(outcome: Any) -> dict[str, Any]:
-    """What a user's environment returned from step, by name. ApiError if it is something else.
+    """Turn the tuple that a user's step() returned into a dict. ApiError if its types are wrong.
 
     >>> as_turn(("You see a door.", 0.0, False, {}))
     Traceback (most recent call last):
@@ -220,18 +221,18 @@ terminated, truncated, info
     turn = {name: _unwrapped(value) for name, value in zip(TURN, outcome, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
-            raise failure(f"step gives {name} as {type(value).__name__}")
+            raise failure(f"step returns {name} as {type(value).__name__}")
     if not math.isfinite(turn["reward"]):
-        raise failure(f"step gives a reward of {turn['reward']}, which must be finite")
+        raise failure(f"step returns a reward of {turn['reward']}, which must be finite")
     success = turn["info"].get("success", False)
     if not isinstance(_unwrapped(success), bool):
-        raise failure(f"step gives info['success'] as {type(success).__name__}")
+        raise failure(f"step returns info['success'] as {type(success).__name__}")
     return turn
 
 
 def _unwrapped(value: Any) -> Any:
-    """A number or flag of numpy's or torch's as Python's; anything else as it is."""
-    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # an array of several
+    """Convert a number or flag of numpy or torch to Python; return any other value unchanged."""
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # also a longer array
         return value.item()
     return value
 
@@ -241,12 +242,12 @@ def first_turn(observation: Any) -> dict[str, Any]:
 
 
 class Episodes:
-    """Answers requests by playing in sessions; an episode lasts from /reset to its end."""
+    """Plays episodes in the sessions and answers requests. An episode starts with /reset."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions, self.env_class = sessions, sessions.env_class
         self.wire = sessions.env_class.WIRE
-        self.num_tasks = sessions.env_class.num_tasks()  # loads what all sessions share, now
+        self.num_tasks = sessions.env_class.num_tasks()  # also loads the data of all sessions
         self._answers: dict[tuple[str, str], Callable] = {
             ("POST", "/create"): self._create,
             ("POST", "/reset"): self._reset,
@@ -260,12 +261,12 @@ class Episodes:
         }
         for path, (kind, method) in self.wire.paths.items():
             if kind == "STEP":
-                self._answers["POST", path] = partial(self._step, more=method)
+                self._answers["POST", path] = partial(self._step, extra_method=method)
             else:
                 self._answers[kind, path] = partial(self._ask, method=method)
 
     async def answer(self, method: str, path: str, fields: Any) -> Answer:
-        """The answer to a request; `fields` are those of its body or of its query."""
+        """Answer one request; `fields` is its parsed body or query."""
         try:
             if (method, path) not in self._answers:
                 raise ApiError(404, f"{method} {path}: Not Found", "envs/server.py lists the paths")
@@ -277,14 +278,14 @@ class Episodes:
         session = await self.sessions.create()
         if not self.wire.shows_task_at_create:
             return self.wire.create(session.session_id, None)
-        # As AgentGym: the n-th session shows task n. An episode begins with /reset all the same.
+        # As in AgentGym, the n-th session shows task n. Its client still has to POST /reset.
         number = session.session_id - self.sessions.first_id
         try:
             turn = await self._play(session, first_turn, "reset", number % self.num_tasks, 0)
-        except ApiError:  # its client will never learn of this session
+        except ApiError:  # the client does not get this session's number and cannot close it
             await self.sessions.close(session.session_id)
             raise
-        session.first_look = turn
+        session.preview = turn
         return self.wire.create(session.session_id, turn)
 
     async def _reset(self, fields: Any) -> Any:
@@ -293,12 +294,12 @@ class Episodes:
         seed = _field(fields, "seed", int, 0)
         async with self.sessions.use(session_id) as session:
             turn = await self._play(session, first_turn, "reset", task_index, seed)
-            session.first_look = None
+            session.preview = None
             session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
             return self.wire.reset(session_id, session.turn, task_index)
 
-    async def _step(self, fields: Any, more: str = "") -> Any:
-        """`more`: a method of the environment whose dict is added."""
+    async def _step(self, fields: Any, extra_method: str = "") -> Any:
+        """`extra_method`: a method of the environment; its dict is added to the answer."""
         action = _field(fields, "action", str)
         async with self._episode(fields) as (session, turn):
             if turn["done"]:
@@ -306,7 +307,9 @@ class Episodes:
                 raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
             session.turn = turn | await self._play(session, as_turn, "step", action)
             answer = self.wire.step(session.turn)
-            return answer | await self.sessions.call(getattr(session.env, more)) if more else answer
+            if extra_method:
+                answer = answer | await self.sessions.call(getattr(session.env, extra_method))
+            return answer
 
     async def _close(self, fields: Any) -> Any:
         return self.wire.close(await self.sessions.close(self._session_id(fields)))
@@ -317,8 +320,8 @@ class Episodes:
 
     async def _detail(self, fields: Any) -> Any:
         async with self._episode(fields, before_reset=True) as (_, turn):
-            seen = {name: turn[name] for name in ("observation", "done", "reward")}
-            return seen | {"deleted": False}
+            detail = {name: turn[name] for name in ("observation", "done", "reward")}
+            return detail | {"deleted": False}
 
     async def _ask(self, fields: Any, method: str) -> Any:
         async with self._episode(fields) as (session, _):
@@ -327,7 +330,7 @@ class Episodes:
     async def _oracle(self, fields: Any) -> Any:
         answer = await self._ask(fields, "oracle")
         if not isinstance(answer, tuple | list) or [type(part) for part in answer] != [str, str]:
-            raise failure(f"oracle() gives {answer!r:.80}, not a thought and an action")
+            raise failure(f"oracle() returns {answer!r:.80}; expected a thought and an action")
         return {"thought": answer[0], "action": answer[1]}
 
     def _session_id(self, fields: Any) -> int:
@@ -337,10 +340,11 @@ class Episodes:
     async def _episode(
         self, fields: Any, before_reset: bool = False
     ) -> AsyncIterator[tuple[Session, dict]]:
-        """The session that a request names, and its latest turn; `before_reset`: or /create's."""
+        """The session that a request names, and its latest turn. With `before_reset` that can also
+        be the task that /create showed."""
         session_id = self._session_id(fields)
         async with self.sessions.use(session_id) as session:
-            turn = session.turn or (session.first_look if before_reset else None)
+            turn = session.turn or (session.preview if before_reset else None)
             if turn is None:
                 names = f"{self.wire.session_field} and {self.wire.index_field}"
                 hint = f"POST /reset with {names} starts one"
@@ -350,19 +354,19 @@ class Episodes:
     async def _play(
         self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
     ) -> dict:
-        """What reset or step answers, as a turn."""
+        """Call reset or step; `read` converts its result to a turn."""
         try:
             turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
         except ApiError as error:
-            if error.status == 500:  # its state is unknown: only a reset repairs it
-                session.turn = session.first_look = None
+            if error.status == 500:  # the environment's state is unknown until the next reset
+                session.turn = session.preview = None
             raise
-        reward, done = self.wire.to_points(turn["reward"]), turn["terminated"] or turn["truncated"]
-        return turn | {"reward": reward, "done": done}
+        reward = self.wire.to_points(turn["reward"])
+        return turn | {"reward": reward, "done": turn["terminated"] or turn["truncated"]}
 
 
 def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
-    """fields[name], of exactly this type; ApiError 422 if it is missing or something else."""
+    """fields[name]; ApiError 422 if it is missing or its type is not exactly `kind`."""
     value = fields.get(name, default) if isinstance(fields, dict) else None
     if type(value) is kind:
         return value
@@ -373,7 +377,7 @@ def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
 
 
 def query_fields(query: str) -> dict[str, Any]:
-    """The fields of a GET request; whole numbers as int.
+    """The fields of a GET request; integers become int.
 
     >>> query_fields("id=7&name=x")
     {'id': 7, 'name': 'x'}

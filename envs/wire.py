@@ -1,8 +1,9 @@
-"""What an environment's answers are called on the wire: the field names of AgentGym's servers.
+"""The field names and answers of each environment over HTTP, the same as AgentGym's servers use.
 
-AgentGym's servers each chose names of their own, and clients depend on them. A `Wire` is the one
-place that knows them: our server answers with it and our client reads with it, so each also works
-with AgentGym's other half. An environment overrides what differs:
+Every AgentGym server chose different field names, and clients depend on them. A `Wire` holds the
+names of one environment. Our server writes its answers with it and our client reads them with it.
+So our server works with AgentGym's clients, and our client with AgentGym's servers. An environment
+overrides the members that differ:
 
 >>> class SearchWire(Wire):
 ...     session_field, index_field = "env_idx", "id"
@@ -15,11 +16,11 @@ Read next: envs/server.py.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-TOLERANCE = 1e-6  # of sums of increments: a hundred times 1/100 is not exactly 1
+TOLERANCE = 1e-6  # rounding error of summed rewards: 1/100 added a hundred times is not exactly 1
 
 
 class Outcome(NamedTuple):
-    """What an answer of /step says, in Gymnasium's order but for the observation."""
+    """The result of /step without the observation, in Gymnasium's order."""
 
     reward: float  # an increment of 0..1
     terminated: bool
@@ -28,32 +29,32 @@ class Outcome(NamedTuple):
 
 
 class Wire:
-    """Field names and answers of one environment, by default TextCraft's.
+    """Field names and answers of one environment; the defaults are those of TextCraft.
 
-    `turn` is the dict {"observation", "reward", "done", "terminated", "truncated", "info",
-    "subtask"} of the latest reset or step.
+    `turn` is a dict with the result of the latest reset or step: {"observation", "reward", "done",
+    "terminated", "truncated", "info", "subtask"}.
     """
 
-    title = ""  # what AgentGym's servers call themselves
+    title = ""  # name of AgentGym's server, in its answer to GET /
     session_field = "id"
     index_field = "data_idx"
     index_default: int | None = 0  # None: /reset must name a task
-    create_body: Mapping[str, Any] = {}  # what our client sends to /create
-    shows_task_at_create = False  # /create already answers with an observation
-    has_score = False  # /reset and /step also answer the environment's own score, info["score"]
-    points = 1  # what the wire calls a full return; SciWorld counts to 100
-    solved_from = 1.0  # AgentGym's servers do not say "solved": an end with this return or more
-    # More paths: /name -> (GET or POST, the env's method that answers), or (STEP, a method whose
-    # dict is added to the answer of a step).
+    create_body: Mapping[str, Any] = {}  # the body that our client sends to /create
+    shows_task_at_create = False  # the answer of /create already holds an observation
+    has_score = False  # the answers of /reset and /step also hold info["score"], as "score"
+    points = 1  # a full return over HTTP; SciWorld counts to 100
+    solved_from = 1.0  # AgentGym does not report success: it is an end with at least this return
+    # Additional paths: /name -> (GET or POST, the method of the environment that answers), or
+    # (STEP, a method that returns a dict, which is added to the answer of a step).
     paths: Mapping[str, tuple[str, str]] = {}
-    pays_once = False  # AgentGym's server may play on after the mission is done and paid for
+    pays_once = False  # the first reward ends the episode; AgentGym's server may continue after it
 
     def root(self) -> Any:
         return f"This is environment {self.title}." if self.title else "This is an environment."
 
     def create(self, session_id: int, turn: dict | None) -> Any:
-        shown = {key: turn[key] for key in ("observation", "done", "reward")} if turn else {}
-        return {self.session_field: session_id, **shown}
+        task = {key: turn[key] for key in ("observation", "done", "reward")} if turn else {}
+        return {self.session_field: session_id, **task}
 
     def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
         return {self.session_field: session_id, **self.step(turn)}
@@ -64,33 +65,33 @@ class Wire:
     def observation(self, turn: dict) -> Any:
         return turn["observation"]
 
-    def close(self, closed: bool) -> Any:
-        return closed
+    def close(self, was_open: bool) -> Any:
+        return was_open
 
     def to_points(self, reward: float) -> float:
-        """An increment of 0..1 as the wire shows it; whole numbers as int."""
+        """A reward of 0..1 in the points that HTTP answers use; a whole number becomes an int."""
         points = round(reward * self.points, 9)
         return int(points) if points == int(points) else points
 
     def first_observation(self, answer: Any) -> Any:
-        """What the policy reads first, from the answer of /reset; some answer with a bare text."""
+        """The first observation, from the answer of /reset; some answers are a bare text."""
         return answer.get("observation") if isinstance(answer, dict) else answer
 
-    def outcome(self, answer: Mapping[str, Any], earned: float) -> Outcome:
-        """What the answer of /step says, of our server or AgentGym's.
+    def outcome(self, answer: Mapping[str, Any], past_return: float) -> Outcome:
+        """Read an answer of /step from our server or from AgentGym's.
 
         Args:
-            earned: sum of the episode's rewards before this step.
+            past_return: sum of the episode's rewards before this step.
 
-        Raises ValueError where a field is missing, has another type, or is out of range: these
-        numbers are trained on.
+        Raises ValueError if a field is missing, has the wrong type, or is out of range, because the
+        policy is trained on these numbers. Its message completes "the answer should hold ...".
         """
         reward = _number(answer, "reward") / self.points
         if "terminated" not in answer and self.has_score:
-            # AgentGym's score may fall to -100, or be reset and earned again: count what is above
-            # the sum so far.
-            reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - earned)
-        score = earned + reward
+            # AgentGym's score can fall to -100, or start again from 0. Count only the part that
+            # exceeds the return so far.
+            reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - past_return)
+        score = past_return + reward
         if not -TOLERANCE <= score <= 1 + TOLERANCE:
             raise ValueError(f"rewards that sum to 0..1, with this one they sum to {score:g}")
         truncated = _flag(answer, "truncated") if "truncated" in answer else False
@@ -99,7 +100,7 @@ class Wire:
         else:
             terminated = _flag(answer, "done") and not truncated
             terminated |= self.pays_once and reward > 0
-        # AgentGym's answers hold no info.
+        # AgentGym's answers do not contain "info".
         info = {"success": terminated and score > self.solved_from - 1e-9, "score": score}
         if isinstance(answer.get("info"), Mapping):
             info |= answer["info"]

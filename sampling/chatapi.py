@@ -39,7 +39,16 @@ import httpx
 
 from engines import EngineError
 from envclient import EnvClient, EnvError, EnvPool
-from envs.http import JSON_HEADERS, Answer, ExchangeError, Line, Lost, checked_url, parse, proxy_of
+from envs.http import (
+    JSON_HEADERS,
+    Answer,
+    ConnectionLost,
+    ExchangeError,
+    HttpClient,
+    checked_url,
+    parse,
+    proxy_of,
+)
 from rollout import (
     NUM_TRIES,
     RolloutRequest,
@@ -107,7 +116,7 @@ class ChatApi:
         # Certificates that come with Python packages: a container may lack the system's.
         context = httpx.create_ssl_context() if base.startswith("https") else None
         proxy = proxy_of(base)
-        self._line = Line(base, timeout_s, proxy_url=proxy, ssl_context=context)
+        self._http = HttpClient(base, timeout_s, proxy_url=proxy, ssl_context=context)
 
     def complete(
         self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
@@ -131,9 +140,10 @@ class ChatApi:
             limit = self._limit  # another thread may change it
             content = json.dumps(body | {limit: max_tokens}).encode()
             try:
-                answer = self._line.ask("POST", "/chat/completions", content, self._headers)
+                answer = self._http.ask("POST", "/chat/completions", content, self._headers)
             except ExchangeError as error:
-                if isinstance(error, Lost) and not self._has_answered and not self.stopped.is_set():
+                is_lost = isinstance(error, ConnectionLost)
+                if is_lost and not self._has_answered and not self.stopped.is_set():
                     what = "nobody answers at this address; is the server running? See --api-base"
                     raise ApiRefused(f"{self.url}: {what}") from None
                 problem = str(error)
@@ -153,7 +163,7 @@ class ChatApi:
     def stop(self) -> None:
         """No more questions: what is asked, or waits for a retry, ends now."""
         self.stopped.set()
-        self._line.hang_up()
+        self._http.abort()
 
     def _raise_if_final(self, answer: Answer, problem: str) -> None:
         """Raise unless the same request may pass later."""

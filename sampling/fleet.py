@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import save_file
 
 from engines import EngineError, Generation, Ids, SamplingSettings, Weights
-from envs.http import JSON_HEADERS, ExchangeError, Line, TimedOut, checked_url
+from envs.http import JSON_HEADERS, ExchangeError, ExchangeTimeout, HttpClient, checked_url
 from run.processes import NotReady, child
 from scale import distributed
 
@@ -142,9 +142,9 @@ def _on(device: str | int) -> tuple[list[str], dict[str, str]]:
 
 
 def _is_up(url: str, name: str) -> bool:
-    with contextlib.closing(Line(url, HEALTH_TIMEOUT_S)) as line:
+    with contextlib.closing(HttpClient(url, HEALTH_TIMEOUT_S)) as http:
         try:
-            return name in line.ask("GET", "/v1/models").text
+            return name in http.ask("GET", "/v1/models").text
         except ExchangeError:
             return False
 
@@ -165,12 +165,12 @@ class Server:
 
     def __init__(self, url: str, command: str) -> None:
         self.url, self.command = checked_url(url), command
-        self.line = self.new_line()
+        self.http = self.new_http_client()
         self.num_running = 0
         self.loss: str | None = None  # why it is not used
 
-    def new_line(self) -> Line:
-        return Line(self.url, TIMEOUT_S, MAX_ANSWER_BYTES)
+    def new_http_client(self) -> HttpClient:
+        return HttpClient(self.url, TIMEOUT_S, MAX_ANSWER_BYTES)
 
     def check(self) -> int:
         """The seed it runs with. EngineError if it is not up, or does not run as it must."""
@@ -239,7 +239,7 @@ class Server:
         headers = JSON_HEADERS | {"Connection": "close"}
         what = f"{self.url}: {method} {path}"
         try:
-            answer = self.line.ask(method, path, content, headers, timeout_s)
+            answer = self.http.ask(method, path, content, headers, timeout_s)
         except ExchangeError as error:
             raise ServerFailed(f"{what} failed: {error}") from error
         if answer.status == 200:
@@ -316,23 +316,23 @@ class FleetEngine:
         """Drop every running request; a server stops decoding when its client hangs up."""
         self._running.clear()
         for server in self._servers:
-            line, server.line = server.line, server.new_line()
-            line.hang_up()
+            http, server.http = server.http, server.new_http_client()
+            http.abort()
 
     def _sample(self, request_id: str, body: dict[str, Any]) -> Generation:
         """Send one request, to one server after another if need be."""
         failed: Server | None = None
         for _ in range(NUM_TRIES):
             server = self._choose(request_id, failed)
-            line = server.line
+            http = server.http
             try:
                 return server.sample(request_id, body)
             except ServerFailed as error:
-                if line.hung_up:
+                if http.is_aborted:
                     raise  # aborted
                 last = error
                 # A connection may break; a server that is well at once has kept its weights.
-                if isinstance(error.__cause__, TimedOut) or not server.is_well():
+                if isinstance(error.__cause__, ExchangeTimeout) or not server.is_well():
                     server.lose(error)
                 failed = server
             finally:

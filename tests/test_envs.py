@@ -124,8 +124,8 @@ def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
     [
         ("PROMPT = [", "WIRE, PROMPT = None, [", "WIRE that is not a Wire"),
         ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
-        ("staticmethod(lambda: 4)", "lambda self: 4", "fails at num_tasks() or subtask(0)"),
-        ('lambda task_index: "coin"', "lambda task_index: task_index", "sub-task 0"),
+        ("staticmethod(lambda: 4)", "lambda self: 4", "fails when num_tasks() or subtask(0)"),
+        ('lambda task_index: "coin"', "lambda task_index: task_index", "0 from subtask(0)"),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
     ],
 )
@@ -143,8 +143,8 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("asked", "old", "new", "message"),
     [
-        ("state", "return {}", "return {'x': {1}}", "JSON cannot carry set"),
-        ("oracle", '"It is always heads.", "heads"', '"ba"', "gives 'ba', not a thought and an"),
+        ("state", "return {}", "return {'x': {1}}", "JSON cannot hold a set"),
+        ("oracle", '"It is always heads.", "heads"', '"ba"', "returns 'ba'; expected a thought"),
         ("step", 'info["score"], True, False', "0.0, True", "does not return observation, reward"),
         ("step", 'return "It is heads."', "return 42", "observation as int"),
         (
@@ -226,7 +226,7 @@ def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, cont
 
 
 def test_misuse_of_load_tasks_names_the_choices():
-    with pytest.raises(ValueError, match="it has: family_test, family_train, short_test"):
+    with pytest.raises(ValueError, match="choose from: family_test, family_train, short_test"):
         load_tasks("textcraft", "validation")
     with pytest.raises(ValueError, match="choose from: depth 1, depth 2, depth 3, depth 4"):
         load_tasks("textcraft", "test", subtasks=["depth 5"])

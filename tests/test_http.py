@@ -10,11 +10,11 @@ import pytest
 
 import envs.http
 from envs.http import (
+    ConnectionLost,
     ExchangeError,
-    Line,
-    Lost,
-    TimedOut,
-    Unbelievable,
+    ExchangeTimeout,
+    HttpClient,
+    InvalidAnswer,
     checked_url,
     parse,
     proxy_of,
@@ -61,17 +61,17 @@ def whole(body):
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        (HEAD + b"\r\n" + b" " * 10_000_000, Unbelievable, "larger than 1048576"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", Unbelievable, "not HTTP"),
-        (b"", Lost, "closed connection"),
-        (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", Lost, "IncompleteRead"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1", Lost, "IncompleteRead|Error"),
+        (HEAD + b"\r\n" + b" " * 10_000_000, InvalidAnswer, "larger than 1048576"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", InvalidAnswer, "not HTTP"),
+        (b"", ConnectionLost, "closed connection"),
+        (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", ConnectionLost, "IncompleteRead"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1", ConnectionLost, "Incomplete|Error"),
     ],
     ids=["10 MB", "no HTTP", "hung up", "cut", "cut in a chunk"],
 )
 def test_a_bad_answer_is_one_named_error(answer, kind, message):
     with serving(answer) as url, pytest.raises(ExchangeError, match=message) as caught:
-        Line(url, 20.0).ask("GET", "/")
+        HttpClient(url, 20.0).ask("GET", "/")
     assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
@@ -79,38 +79,39 @@ def test_a_bad_answer_is_one_named_error(answer, kind, message):
 def test_the_time_out_is_of_the_whole_answer(start, drip):
     """A socket's own time-out would begin again with every byte."""
     slow = serving(start, *[drip] * 90, pause_s=0.1)
-    with slow as url, pytest.raises(TimedOut, match="no answer within 0.5 s"):
-        Line(url, 0.5).ask("GET", "/")
+    with slow as url, pytest.raises(ExchangeTimeout, match="no answer within 0.5 s"):
+        HttpClient(url, 0.5).ask("GET", "/")
 
 
 def test_many_threads_share_a_line_and_its_connections(monkeypatch):
     with serving(whole(b"{}"), stays=True) as url, ThreadPoolExecutor(8) as threads:
-        line = Line(url, 20.0)
-        answers = list(threads.map(lambda n: line.ask("GET", f"/{n}").body, range(100)))
-        assert answers == [b"{}"] * 100 and 1 <= len(line._idle) <= 8
-        before = len(line._idle)
-        line.ask("GET", "/")
-        assert len(line._idle) == before, "a connection was used again"
+        client = HttpClient(url, 20.0)
+        answers = list(threads.map(lambda n: client.ask("GET", f"/{n}").body, range(100)))
+        assert answers == [b"{}"] * 100 and 1 <= len(client._idle) <= 8
+        before = len(client._idle)
+        client.ask("GET", "/")
+        assert len(client._idle) == before, "a connection was used again"
         monkeypatch.setattr("envs.http.IDLE_CONNECTION_S", 0.0)
-        line.ask("GET", "/")
-        assert len(line._idle) == 1, "those that were idle for too long are dropped"
-        line.close()
+        client.ask("GET", "/")
+        assert len(client._idle) == 1, "those that were idle for too long are dropped"
+        client.close()
     with serving(whole(b"{}")) as url:  # closes each connection after its answer, unannounced
-        line = Line(url, 20.0)
+        client = HttpClient(url, 20.0)
         for _ in range(3):
-            assert line.ask("GET", "/").body == b"{}"
-            while line._idle and not envs.http._has_news(line._idle[0][1]):
+            assert client.ask("GET", "/").body == b"{}"
+            while client._idle and not envs.http._is_readable(client._idle[0][1]):
                 time.sleep(0.01)
 
 
 def test_a_proxy_is_asked_for_the_whole_address_with_its_password():
     asked = []
     with serving(whole(b"{}"), asked=asked) as proxy:
-        line = Line("http://example.invalid", 5.0, proxy_url=proxy.replace("//", "//me:pa%20ss@"))
-        assert line.ask("GET", "/v1").body == b"{}"
-        line.close()
-        with pytest.raises(Lost):  # what answers there speaks no TLS
-            Line("https://example.invalid", 5.0, proxy_url=proxy).ask("GET", "/v1")
+        proxy_url = proxy.replace("//", "//me:pa%20ss@")
+        client = HttpClient("http://example.invalid", 5.0, proxy_url=proxy_url)
+        assert client.ask("GET", "/v1").body == b"{}"
+        client.close()
+        with pytest.raises(ConnectionLost):  # what answers there speaks no TLS
+            HttpClient("https://example.invalid", 5.0, proxy_url=proxy).ask("GET", "/v1")
     assert asked[0].startswith(b"GET http://example.invalid/v1 HTTP/1.1\r\n")
     assert b"Proxy-Authorization: Basic bWU6cGEgc3M=\r\n" in asked[0]
     assert asked[1].startswith(b"CONNECT example.invalid:443 HTTP/1.")

@@ -128,6 +128,6 @@ def test_who_closes_a_session_waits_for_its_call_under_way():
 
 
 def test_a_world_with_a_process_of_its_own_says_so():
-    with pytest.raises(ValueError, match="sciworld needs what its server starts and ends"):
+    with pytest.raises(ValueError, match="sciworld needs a server"):
         check_local("sciworld")
     check_local("babyai")

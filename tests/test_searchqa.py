@@ -22,7 +22,7 @@ from envs import (
     TaskIndexError,
     load_tasks,
 )
-from envs.http import Answer, Line
+from envs.http import Answer, HttpClient
 from envs.searchqa import SearchQA
 from envs.searchqa import env as searchqa_env
 from envs.searchqa.env import MAX_TURNS, RIGHT, WRONG, shared_retriever
@@ -422,7 +422,7 @@ def test_our_client_plays_whole_episodes_at_agentgyms_server(monkeypatch):
             return Answer(404, {}, b'{"detail": "Not Found"}')
         return Answer(200, {}, json.dumps(answers[path].pop(0)).encode())
 
-    monkeypatch.setattr(Line, "ask", ask)
+    monkeypatch.setattr(HttpClient, "ask", ask)
     with connect("searchqa", "http://127.0.0.1:9") as client:
         assert client.served_env() is None  # it has no /health
         assert client.reset(0) == "Question: who won the war?"

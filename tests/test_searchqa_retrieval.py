@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 if os.environ.get("CI") != "true" and not importlib.util.find_spec("bm25s"):
     pytest.skip("NOT TESTED: make setup ENV=searchqa", allow_module_level=True)
 
-from envs.http import Answer, Line, Lost, TimedOut
+from envs.http import Answer, ConnectionLost, ExchangeTimeout, HttpClient
 from envs.searchqa import retrieval
 from envs.searchqa.corpus import CorpusError
 from envs.searchqa.retrieval import (
@@ -169,7 +169,7 @@ def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeyp
 def service(monkeypatch):
     """In the place of HTTP exchanges; `side_effect` holds the answers."""
     service = Mock()
-    monkeypatch.setattr(Line, "ask", service)
+    monkeypatch.setattr(HttpClient, "ask", service)
     monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
     return service
 
@@ -204,7 +204,7 @@ def test_remote_asks_and_reads_search_r1s_format(service):
         (reply(200, {"result": [[SCORED] * 2] * 2}), "not Search-R1's"),
         (reply(200, {"result": [[SCORED]]}), "asked for 2 passages, got 1"),
         (Answer(422, {}, b"x\ny"), "HTTP 422: x y"),
-        (TimedOut("no answer within 25 s"), "no answer within 25 s"),
+        (ExchangeTimeout("no answer within 25 s"), "no answer within 25 s"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_at_once_in_one_line(service, answer, said):
@@ -216,9 +216,9 @@ def test_an_answer_that_is_none_is_refused_at_once_in_one_line(service, answer, 
 
 
 def test_a_lost_connection_and_a_5xx_are_repeated_so_many_times(service):
-    service.side_effect = [Lost("refused"), reply(503, "loading"), GOOD]
+    service.side_effect = [ConnectionLost("refused"), reply(503, "loading"), GOOD]
     assert len(Remote(URL).search("Nairobi", 2)) == 2
-    service.side_effect = [Lost("refused")] * 4
+    service.side_effect = [ConnectionLost("refused")] * 4
     with pytest.raises(RetrievalError, match="refused"):
         Remote(URL).search("Nairobi", 2)
 
@@ -239,7 +239,7 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
             for query, answer in zip(queries, answers):
                 expected = [(each.passage.text, each.score) for each in local.search(query, 3)]
                 assert [(each.passage.text, each.score) for each in answer] == expected
-            remote._line.close()
+            remote._http.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         finally:

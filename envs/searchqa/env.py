@@ -278,8 +278,8 @@ class SearchQA:
             else:
                 observation, reward = self._answer(content)
         self._num_turns += 1
-        truncated = self._num_turns >= MAX_TURNS and not self._stage.ended
-        terminated = self._stage.ended
+        truncated = self._num_turns >= MAX_TURNS and not self._stage.is_over
+        terminated = self._stage.is_over
         if truncated:
             self._stage.end()
         info = {
@@ -312,13 +312,13 @@ class SearchQA:
         if self._success or not self._options.goes_on:
             self._stage.end()
         observation = RIGHT if self._success else WRONG
-        return observation if self._stage.ended else f"{observation} Try again.", reward
+        return observation if self._stage.is_over else f"{observation} Try again.", reward
 
     def available_actions(self) -> list[str]:
         """Searches for the question, for what the oracle looks for now, and for the titles of the
         latest passages; an answer where the oracle has one. Any other words are accepted too."""
         self._stage.require_episode()
-        if self._stage.ended:
+        if self._stage.is_over:
             return []
         titles = [p.title for search in self._searches[-1:] for p in search.passages]
         words = [self._question_text.rstrip("?"), *titles]

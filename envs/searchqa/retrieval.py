@@ -45,7 +45,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from envs.http import JSON_HEADERS, ExchangeError, Line, Lost, checked_url, parse
+from envs.http import JSON_HEADERS, ConnectionLost, ExchangeError, HttpClient, checked_url, parse
 from envs.searchqa.corpus import Corpus, open_corpus
 from envs.searchqa.text import Passage, contents, passage_of
 from envs.server import Guard, hosts_of, leave, listen_on, serve
@@ -183,7 +183,7 @@ class Remote:
     def __init__(self, url: str, timeout_s: float = 25.0, max_bytes: int = 16 << 20) -> None:
         self.url = checked_url(url, "SEARCHQA_RETRIEVAL_URL").removesuffix("/retrieve")
         self._timeout_s = timeout_s
-        self._line = Line(self.url, timeout_s, max_bytes)
+        self._http = HttpClient(self.url, timeout_s, max_bytes)
 
     def search(self, query: str, top_k: int) -> list[Scored]:
         body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True})
@@ -204,14 +204,14 @@ class Remote:
         for pause_s in (*self.PAUSES_S, self._timeout_s):
             try:
                 remaining_s = end - time.monotonic()
-                answer = self._line.ask("POST", "/retrieve", body, JSON_HEADERS, remaining_s)
+                answer = self._http.ask("POST", "/retrieve", body, JSON_HEADERS, remaining_s)
                 if answer.status == 200:
                     return answer.body
                 problem = f"HTTP {answer.status}: {answer.text[:200]}"
                 may_pass = answer.status >= 500
             except ExchangeError as error:
                 problem = str(error)
-                may_pass = isinstance(error, Lost)
+                may_pass = isinstance(error, ConnectionLost)
             if not may_pass or time.monotonic() + pause_s >= end:
                 break
             time.sleep(pause_s)

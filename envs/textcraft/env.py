@@ -142,7 +142,7 @@ class TextCraft:
         self._stage.require_running()
         self._num_turns += 1
         observation = self._act(action)
-        solved = self._stage.ended
+        solved = self._stage.is_over
         info = {"success": solved, "score": float(solved)}
         return observation, float(solved), solved, False, info
 
@@ -223,7 +223,7 @@ class TextCraft:
     def state_for_people(self) -> dict:
         """Goal, depth, inventory, commands and the actions left to do, for display."""
         self._stage.require_episode()
-        plan = _Plan({}) if self._stage.ended else self._plan()
+        plan = _Plan({}) if self._stage.is_over else self._plan()
         return {
             "goal": spoken(self._goal),
             "subtask": f"depth {self._book.depth(self._goal)}",
@@ -232,7 +232,7 @@ class TextCraft:
             "plan": [f"get {count} {spoken(item)}" for item, count in plan.gets.items()]
             + [recipe.command_with(inputs) for recipe, inputs, _ in plan.crafts],
             "num_turns": self._num_turns,
-            "success": self._stage.ended,
+            "success": self._stage.is_over,
         }
 
     def close(self) -> None:
