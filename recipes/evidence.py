@@ -1,15 +1,15 @@
-"""How sure is a difference between runs?
+"""How certain is a difference between runs?
 
-An evaluation says in how many turns each sample of each held-out goal was solved, so "solved within
-n turns" is known for every n. The state of a run at a budget (of turns played, of seconds) is
-interpolated between the two evaluations around it, goal by goal.
+An evaluation records the number of turns in which each sample solved its held-out goal. This gives
+the share "solved within n turns" for every n. To compare runs at equal cost, their success at a
+budget of turns or seconds is interpolated between two evaluations, goal by goal.
 
-Two 95 % intervals stand beside a figure:
+A difference has two 95 % intervals:
 
-    goals    goals are resampled, a goal's value being its mean over samples and seeds: what other
-             goals of this kind would give
-    seeds    mean ± t(n-1) s/√n over the n seeds' own figures: what other seeds would give; wide
-             for n = 3, where t(2) is 4.3
+    goals    bootstrap over goals, where a goal's value is its mean over samples and seeds: the
+             uncertainty about other goals of the same kind
+    seeds    mean ± t(n-1) s/√n over the values of the n seeds: the uncertainty about other
+             seeds; wide for n = 3, where t(2) is 4.3
 
 Differences are paired, by goal and by seed. Read next: miniature.py, tables.py.
 """
@@ -27,8 +27,8 @@ from recipes.common import Result
 from reporting.scoring import bootstrap, brackets, paired_bootstrap, percent
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
-Reading = Callable[[Result], Shares]  # of a run: where it began, where it ended, ...
-# The 97.5 % points of Student's t for n seeds; for more than ten, the last is a little wide.
+Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, a budget
+# The 97.5 % points of Student's t for n seeds. The last one serves for more than ten, a bit wide.
 T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
@@ -36,7 +36,7 @@ T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10
 
 
 def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
-    """The share of each goal's samples that were solved in at most so many turns.
+    """The share of each goal's samples that were solved in at most `within` turns.
 
     >>> shares({"solved_in": {"a": [3, 0, 7, 16]}}, within=7)
     {'a': 0.5}
@@ -58,18 +58,18 @@ def end(result: Result, within: float = math.inf) -> Shares:
     return shares(result["held_out"][-1], within)
 
 
-def only(reading: Reading, keeps: Callable[[str], bool]) -> Reading:
-    """A reading restricted to some goals."""
-    return lambda result: {i: v for i, v in reading(result).items() if keeps(i)}
+def only(reading: Reading, accept: Callable[[str], bool]) -> Reading:
+    """A reading restricted to the goals whose task_id `accept` accepts."""
+    return lambda result: {i: v for i, v in reading(result).items() if accept(i)}
 
 
 def spent_at(result: Result, step: int, unit: str) -> float:
-    """Turns, tokens or seconds until the end of a step."""
+    """Turns, tokens or seconds that the run had spent at the end of a step."""
     return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)
 
 
 def at(budget: float, unit: str, within: float = math.inf) -> Reading:
-    """Where a run stood when it had spent so much, goal by goal.
+    """The shares of a run when it had spent `budget`, goal by goal.
 
     Raises:
         ValueError: the run never spent that much.
@@ -80,16 +80,16 @@ def at(budget: float, unit: str, within: float = math.inf) -> Reading:
         points = [(spent_at(result, e["step"], unit), shares(e, within)) for e in evaluations]
         for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
             if x0 <= budget <= x1:
-                part = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0
-                both = before.keys() & after.keys()
-                return {i: (1 - part) * before[i] + part * after[i] for i in both}
+                weight = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0
+                common = before.keys() & after.keys()
+                return {i: (1 - weight) * before[i] + weight * after[i] for i in common}
         raise ValueError(f"{result['arm']}-{result['seed']} has not played {budget:.0f} {unit}")
 
     return reading
 
 
 def common_budget(results: Sequence[Result], unit: str) -> float:
-    """What every run has spent at its end."""
+    """The largest budget that every run has reached at its end."""
     return min(float(result["curve"][-1][unit]) for result in results)
 
 
@@ -97,7 +97,7 @@ def common_budget(results: Sequence[Result], unit: str) -> float:
 
 
 def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Goals that every seed has a value for -> the mean over seeds.
+    """The mean over seeds of each goal for which every seed has a value.
 
     >>> mean_over_seeds([{"a": 0.0, "b": 1.0}, {"a": 1.0}])
     {'a': 0.5}
@@ -112,7 +112,7 @@ def pooled(results: Sequence[Result], reading: Reading) -> Shares:
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of the seeds' figures with Student's interval, which one seed does not have.
+    """Mean of the seeds' values with Student's interval; one seed has no interval.
 
     >>> {name: round(v, 2) for name, v in over_seeds([0.4, 0.5, 0.6]).items()}
     {'value': 0.5, 'low': 0.25, 'high': 0.75}
@@ -125,8 +125,8 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference between two arms of so many seeds each whose interval over seeds just excludes
-    0: t(n-1) · s · √(2/n), with s from these values."""
+    """The difference between two arms whose interval over seeds just excludes 0, with n seeds per
+    arm: t(n-1) · s · √(2/n). s is the standard deviation of `values`."""
     return T[min(seeds, 10)] * statistics.stdev(values) * math.sqrt(2 / seeds)
 
 
@@ -134,14 +134,14 @@ def smallest_effect(values: Sequence[float], seeds: int) -> float:
 
 
 def change(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """Goals, before, after, difference: four cells of a table."""
+    """Four cells of a table: number of goals, before, after, difference."""
     gain = paired_bootstrap(before, after)
     ends = [percent(bootstrap(list(items.values()))) for items in (before, after)]
     return [str(gain["items"]), *ends, percent(gain, signed=True)]
 
 
 def cell(results: Sequence[Result], reading: Reading) -> str:
-    """`53.1 [48.2, 58.0]`: mean over goals and seeds, interval over goals."""
+    """`53.1 [48.2, 58.0]`: mean over goals and seeds, with its interval over goals."""
     return percent(bootstrap(list(pooled(results, reading).values())))
 
 
@@ -150,22 +150,24 @@ def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
 
 
 def compare(
-    ours: Sequence[Result], others: Sequence[Result], reading: Reading, before: Reading
+    runs: Sequence[Result], baseline: Sequence[Result], reading: Reading, base_reading: Reading
 ) -> str:
-    """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: `reading` of ours minus `before` of others,
-    paired by goal and by seed. Seeds that one side lacks are left out, and the text says so."""
-    sides = [{result["seed"]: result for result in side} for side in (ours, others)]
+    """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: the difference between two arms, or between
+    two readings of one arm, paired by goal and by seed. Seeds that only one arm has are left out,
+    and the text names those that remain."""
+    sides = [{result["seed"]: result for result in arm} for arm in (runs, baseline)]
     common = sorted(sides[0].keys() & sides[1].keys())
     if not common:
         return "- (no seed in common)"
     a = [reading(sides[0][seed]) for seed in common]
-    b = [before(sides[1][seed]) for seed in common]
+    b = [base_reading(sides[1][seed]) for seed in common]
+
     goals = paired_bootstrap(mean_over_seeds(b), mean_over_seeds(a))
     gains = [
-        statistics.fmean(after.values()) - statistics.fmean(earlier.values())
-        for after, earlier in zip(a, b, strict=True)
+        statistics.fmean(shares_a.values()) - statistics.fmean(shares_b.values())
+        for shares_a, shares_b in zip(a, b, strict=True)
     ]
     text = f"goals {brackets(goals, signed=True)}; seeds {brackets(over_seeds(gains), signed=True)}"
     if len(common) < max(map(len, sides)):
-        text += f"; of seed {' '.join(map(str, common))} alone"
+        text += f"; only seed{'s' * (len(common) > 1)} {' '.join(map(str, common))}"
     return f"{100 * goals['value']:+.1f} ({text})"

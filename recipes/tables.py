@@ -1,11 +1,11 @@
-"""Every table of numbers in README.md and RESULTS.md, made from committed results; their pictures.
+"""Makes the tables of numbers in README.md and RESULTS.md, and their pictures, from results.
 
 A page shows table NAME between `<!-- table NAME -->` and `<!-- end NAME -->`.
 
     python recipes/tables.py                  rewrite the tables in the pages, and the pictures
-    python recipes/tables.py --show horizons  print a table, with the results in runs/ as well
+    python recipes/tables.py --show horizons  print a table, including the results in runs/
 
-A test says when a page is stale. Read first: evidence.py, which says what an interval is over.
+A test fails when a page is out of date. Read first: evidence.py, which explains the intervals.
 """
 
 import argparse
@@ -58,15 +58,15 @@ TASKS = {
     "searchqa": "SearchQA: one hop, about other countries",
 }
 CHANGE = "tasks | before, % | after, % | difference, points"
-also_uncommitted = False  # --show
+include_uncommitted = False  # set by --show
 
 
 def results_of(folder: str, name: str) -> list[Result]:
-    """`<name>-<seed>.json` of a folder of results, by seed."""
+    """The results in `<name>-<seed>.json` of a results folder, in the order of their seeds."""
     folders = [COMMITTED / folder]
-    if also_uncommitted:
+    if include_uncommitted:
         folders.append(ROOT / worlds.RUNS / folder.replace("worlds", "results"))
-    paths = sorted(path for where in folders for path in where.glob(f"{name}-[0-9].json"))
+    paths = sorted(path for parent in folders for path in parent.glob(f"{name}-[0-9].json"))
     return list(require_alike([read_json(path) for path in paths]))
 
 
@@ -78,22 +78,22 @@ def seeds_in(results: Sequence[Result]) -> str:
 
 
 def by_kind(kind_of: Mapping[str, str], before: Shares, after: Shares) -> list[list[str]]:
-    """(kind, its four cells) for each kind of more than one task, then for all."""
+    """Rows (kind, its four cells), one per kind with more than one task, then one for all."""
     rows = []
     for name in [*dict.fromkeys(kind_of.values()), "all"]:
-        of_both = [
+        evaluations = [
             {i: x for i, x in items.items() if name in ("all", kind_of[i])}
             for items in (before, after)
         ]
-        if len(of_both[0]) > 1:
-            rows.append([name, *change(*of_both)])
+        if len(evaluations[0]) > 1:
+            rows.append([name, *change(*evaluations)])
     return rows
 
 
 def by_subtask(results: Sequence[Result]) -> list[list[str]]:
-    """Of runs in one environment."""
-    env, kept = results[0]["env"], results[0]["config"]["eval_tasks"]
-    tasks = load_tasks(env, file=ROOT / kept if (ROOT / kept).exists() else kept)
+    """`by_kind` for runs in one environment, whose kinds are its sub-tasks."""
+    env, name = results[0]["env"], results[0]["config"]["eval_tasks"]
+    tasks = load_tasks(env, file=ROOT / name if (ROOT / name).exists() else name)
     kind_of = {t.task_id: t.subtask for t in sorted(tasks, key=lambda task: task.subtask)}
     return by_kind(kind_of, pooled(results, start), pooled(results, end))
 
@@ -106,7 +106,7 @@ def default_runs() -> list[str]:
     return markdown(f"environment | sub-task | seeds | {CHANGE}", rows)
 
 
-def default_runs_in_short() -> list[str]:
+def default_runs_summary() -> list[str]:
     rows = []
     for env, text in TASKS.items():
         results = results_of("worlds", env)
@@ -125,7 +125,7 @@ def default_runs_of_methods() -> list[str]:
 
 
 def published_split(env: str) -> list[str]:
-    """The whole test list, before the run and after it, by sub-task."""
+    """The published test tasks before and after training, by sub-task."""
     results = [result for result in results_of("worlds", env) if result.get("test")]
     before, after = (
         mean_over_seeds([result["test"][when]["items"] for result in results])
@@ -137,8 +137,7 @@ def published_split(env: str) -> list[str]:
 
 
 def controls_of_default() -> list[str]:
-    """The earlier default run and its controls (their recipe is in the commit that RESULTS.md
-    names)."""
+    """An earlier default run and its controls. RESULTS.md names the commit with their recipe."""
     rows = []
     for arm in ("rl", "sft", "shuffled"):
         results = results_of("learns", arm)
@@ -159,63 +158,65 @@ def plot_worlds(path: Path) -> None:
 # --------------------------------------------------------------------------------- the laboratory
 
 Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
-SOON, LATE = 4, 16  # turns: what short horizons train for, and all that an evaluation plays
-BUDGETS = (SOON, 8, LATE)
+FEW_TURNS, ALL_TURNS = 4, 16  # the short training horizon; the horizon of every evaluation
+TURN_LIMITS = (FEW_TURNS, 8, ALL_TURNS)
 LEARNERS = ("rl", "imitation", "filtered")
-PART = 30  # steps at the beginning and at the end of a run
+NUM_EDGE_STEPS = 30  # first and last steps of a run that `mechanism` reads
 
 
 @cache
-def laboratory_results(with_uncommitted: bool) -> miniature.Results:
-    folders = [miniature.FOLDER] + [ROOT / miniature.RUNS / "results"] * with_uncommitted
+def laboratory_results(uncommitted: bool) -> miniature.Results:
+    folders = [miniature.FOLDER] + [ROOT / miniature.RUNS / "results"] * uncommitted
     return miniature.read_results(*folders)
 
 
 def runs_of(name: str) -> Runs:
     """The arms of a figure that have results."""
-    runs = miniature.runs_behind(name, laboratory_results(also_uncommitted))
+    runs = miniature.runs_behind(name, laboratory_results(include_uncommitted))
     return {arm: results for arm, results in runs.items() if results}
 
 
-def of_tier(reading: Reading, tier: str) -> Reading:
+def in_tier(reading: Reading, tier: str) -> Reading:
     return only(reading, lambda task_id: tier_of(task_id) == tier)
 
 
-def compared(
-    runs: Runs, pairs: Sequence[tuple[str, str]], unit: str = "", kinds_within: int = SOON
+def comparison(
+    runs: Runs, pairs: Sequence[tuple[str, str]], unit: str = "", tier_limit: int = FEW_TURNS
 ) -> list[str]:
-    """Two tables: where the arms stand, and how far they are from their start and each other.
+    """Two tables: the success of each arm, and its differences from its start and other arms.
 
     Args:
-        pairs: (arm, the arm that it is compared with, or "its start").
-        unit: read each run where it had spent what all of them spend, of this unit; "": at its end.
-        kinds_within: turns within which the columns by kind of goal are counted.
+        pairs: (arm, the arm to subtract, or "its start").
+        unit: compare the runs at the largest budget of this unit (turns, seconds) that all of
+            them have spent; "": compare them at their ends.
+        tier_limit: turns in which a goal counts as solved in the columns by tier.
     """
     budget = common_budget([r for results in runs.values() for r in results], unit) if unit else 0
 
-    def reached(within: int) -> Reading:
-        return at(budget, unit, within) if unit else partial(end, within=within)
+    def reading_within(limit: int) -> Reading:
+        return at(budget, unit, limit) if unit else partial(end, within=limit)
 
-    every = [result for results in runs.values() for result in results if result["curve"]]
-    rows = [state_row("start", every, lambda within: partial(start, within=within), kinds_within)]
-    rows += [state_row(arm, results, reached, kinds_within) for arm, results in runs.items()]
-    titles = "arm | seeds | minutes | " + " | ".join(f"in {n} turns" for n in BUDGETS)
-    titles += f" | over seeds, in {SOON} | over seeds, in {LATE}"
-    titles += "".join(f" | {tier}, in {kinds_within}" for tier in PLAYED)
+    trained = [result for results in runs.values() for result in results if result["curve"]]
+    rows = [state_row("start", trained, lambda limit: partial(start, within=limit), tier_limit)]
+    rows += [state_row(arm, results, reading_within, tier_limit) for arm, results in runs.items()]
+    titles = "arm | seeds | minutes | " + " | ".join(f"in {n} turns" for n in TURN_LIMITS)
+    titles += f" | over seeds, in {FEW_TURNS} | over seeds, in {ALL_TURNS}"
+    titles += "".join(f" | {tier}, in {tier_limit}" for tier in PLAYED)
     lines = (
         [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""] if unit else []
     )
     lines += [*markdown(titles, rows), ""]
     gains = []
-    for arm, other in pairs:
+    for arm, baseline in pairs:
         texts = [
-            compare(runs[arm], runs[other], reached(n), reached(n))
-            if other in runs
-            else compare(runs[arm], runs[arm], reached(n), partial(start, within=n))
-            for n in (SOON, LATE)
+            compare(runs[arm], runs[baseline], reading_within(n), reading_within(n))
+            if baseline in runs
+            else compare(runs[arm], runs[arm], reading_within(n), partial(start, within=n))
+            for n in (FEW_TURNS, ALL_TURNS)
         ]
-        gains.append((f"{arm} − {other}", *texts))
-    return lines + markdown(f"difference, points | in {SOON} turns | in {LATE} turns", gains)
+        gains.append((f"{arm} − {baseline}", *texts))
+    titles = f"difference, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
+    return lines + markdown(titles, gains)
 
 
 def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
@@ -223,35 +224,36 @@ def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def state_row(
-    arm: str, results: Sequence[Result], reached: Callable[[int], Reading], kinds_within: int
+    arm: str, results: Sequence[Result], reading_within: Callable[[int], Reading], tier_limit: int
 ) -> list[str]:
     seconds = [result["curve"][-1]["seconds"] for result in results if result["curve"]]
-    is_start = arm == "start"
+    is_start, seed_limits = arm == "start", (FEW_TURNS, ALL_TURNS)
     row = [arm, "" if is_start else seeds_in(results)]
     row += ["" if is_start or not seconds else f"{statistics.fmean(seconds) / 60:.0f}"]
-    row += [cell(results, reached(within)) for within in BUDGETS]
-    row += ["" if is_start else seeds_cell(results, reached(within)) for within in (SOON, LATE)]
-    return row + [cell(results, of_tier(reached(kinds_within), tier)) for tier in PLAYED]
+    row += [cell(results, reading_within(n)) for n in TURN_LIMITS]
+    row += ["" if is_start else seeds_cell(results, reading_within(n)) for n in seed_limits]
+    return row + [cell(results, in_tier(reading_within(tier_limit), tier)) for tier in PLAYED]
 
 
 def horizons() -> list[str]:
     runs = runs_of("horizons")
     pairs = [("stepwise", "short"), ("stepwise", "long")]
-    lines = compared(runs, pairs, "turns", LATE)
+    lines = comparison(runs, pairs, "turns", ALL_TURNS)
     titles = "arm | turns a step | in failed episodes, % | groups with signal, %"
-    titles += f" | in the first {PART} steps | in the last {PART} | tokens per success"
+    titles += f" | in the first {NUM_EDGE_STEPS} steps | in the last {NUM_EDGE_STEPS}"
+    titles += " | tokens per success"
     rows = [(arm, *mechanism(results)) for arm, results in runs.items()]
     return [*lines, "", *markdown(titles, rows)]
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
-    """What the turns went into, and the share of groups whose returns differed."""
+    """Turns a step, share in failed episodes, groups whose returns differ, tokens per success."""
 
-    def with_signal(part: slice) -> str:
-        rows = [row for result in results for row in result["curve"][part]]
+    def signal_share(steps: slice) -> str:
+        rows = [row for result in results for row in result["curve"][steps]]
         groups = sum(row["train/groups"] for row in rows)
-        silent = sum(row["train/groups_zero_variance"] for row in rows)
-        return f"{100 * (groups - silent) / groups:.0f}"
+        zero_variance = sum(row["train/groups_zero_variance"] for row in rows)
+        return f"{100 * (groups - zero_variance) / groups:.0f}"
 
     last = [result["curve"][-1] for result in results]
     turns, failed, tokens, successes = (
@@ -260,19 +262,19 @@ def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     return (
         f"{turns / sum(len(result['curve']) for result in results):.0f}",
         f"{100 * failed / turns:.0f}",
-        *(with_signal(part) for part in (slice(None), slice(PART), slice(-PART, None))),
+        *(signal_share(slice(*s)) for s in ((None,), (NUM_EDGE_STEPS,), (-NUM_EDGE_STEPS, None))),
         f"{tokens / successes:.0f}",
     )
 
 
 def noise() -> list[str]:
-    """How far apart runs of one arm end that differ only in their seed."""
+    """The spread over runs of one arm that differ only in their seed."""
     runs, rows = runs_of("noise")["short"], []
-    for within in (SOON, LATE):
-        ends = [statistics.fmean(end(r, within).values()) for r in runs]
-        starts = [statistics.fmean(start(r, within).values()) for r in runs]
+    for limit in (FEW_TURNS, ALL_TURNS):
+        ends = [statistics.fmean(end(r, limit).values()) for r in runs]
+        starts = [statistics.fmean(start(r, limit).values()) for r in runs]
         gains = [after - before for before, after in zip(starts, ends, strict=True)]
-        for name, values in ((f"end, in {within} turns", ends), ("gain over the start", gains)):
+        for name, values in ((f"end, in {limit} turns", ends), ("gain over the start", gains)):
             seeds = " ".join(f"{100 * v:.1f}" for v in values)
             spread = (
                 statistics.fmean(values),
@@ -280,43 +282,43 @@ def noise() -> list[str]:
                 smallest_effect(values, 3),
             )
             rows.append((name, seeds, *(f"{100 * v:.1f}" for v in spread)))
-    titles = "short, % | by seed | mean | standard deviation | smallest effect of three seeds"
+    titles = "short, % | by seed | mean | standard deviation | smallest visible difference"
     return markdown(titles, rows)
 
 
 def teacher() -> list[str]:
     runs = runs_of("teacher")
-    lines = compared(runs, [*from_start(LEARNERS), ("rl", "imitation"), ("rl", "filtered")])
+    lines = comparison(runs, [*from_start(LEARNERS), ("rl", "imitation"), ("rl", "filtered")])
     rows = []
     for tier in ("all", *PLAYED):
         cells = []
-        for within in (SOON, LATE):
-            reading: Reading = partial(end, within=within)
-            reading = reading if tier == "all" else of_tier(reading, tier)
+        for limit in (FEW_TURNS, ALL_TURNS):
+            reading: Reading = partial(end, within=limit)
+            reading = reading if tier == "all" else in_tier(reading, tier)
             gap = paired_bootstrap(reading(runs["teacher"][0]), pooled(runs["rl"], reading))
             cells.append(percent(gap, signed=True))
         rows.append((tier, *cells))
-    titles = f"rl − the teacher, points (over goals) | in {SOON} turns | in {LATE} turns"
+    titles = f"rl − teacher, points (over goals) | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
     return [*lines, "", *markdown(titles, rows)]
 
 
 def compute() -> list[str]:
-    """What more turns and more samples buy: the start, and the ends of two arms."""
-    runs, within = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
+    """Success with more turns and with more samples: the start, and the ends of two arms."""
+    runs, limits = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
     cases = {"start": (0, [r for results in runs.values() for r in results])}
     cases |= {arm: (-1, list(results)) for arm, results in runs.items()}
     rows = []
-    for name, (place, results) in cases.items():
-        evaluations = [result["held_out"][place] for result in results]
-        solved = [mean_over_seeds([shares(e, n) for e in evaluations]) for n in within]
-        solved.append(mean_over_seeds([one_of_two(e) for e in evaluations]))
-        rows.append((name, *(percent(bootstrap(list(each.values()))) for each in solved)))
-    turns = " | ".join("1 turn" if n == 1 else f"{n} turns" for n in within)
-    return markdown(f"% solved within | {turns} | one of two samples, {LATE} turns", rows)
+    for name, (index, results) in cases.items():
+        evaluations = [result["held_out"][index] for result in results]
+        columns = [mean_over_seeds([shares(e, n) for e in evaluations]) for n in limits]
+        columns.append(mean_over_seeds([pass_at_2(e) for e in evaluations]))
+        rows.append((name, *(percent(bootstrap(list(goals.values()))) for goals in columns)))
+    turns = " | ".join("1 turn" if n == 1 else f"{n} turns" for n in limits)
+    return markdown(f"% solved within | {turns} | one of two samples, {ALL_TURNS} turns", rows)
 
 
-def one_of_two(evaluation: Mapping[str, Any]) -> Shares:
-    """The chance that one of two samples solves each goal."""
+def pass_at_2(evaluation: Mapping[str, Any]) -> Shares:
+    """For each goal the probability that at least one of two samples solves it."""
     return {
         task_id: pass_at_k(len(samples), sum(turns > 0 for turns in samples), 2)
         for task_id, samples in evaluation["solved_in"].items()
@@ -332,50 +334,50 @@ def estimators() -> list[str]:
     ]
     rates = " | ".join(f"{rate:g}" for rate in RATES)
     lines = [f"Success on training goals in the last third of a pilot, %, seed {PILOT_SEED}:", ""]
-    lines += [*markdown(f"estimator | {rates}", pilots), "", "With the best of them:", ""]
-    pairs = [*from_start(ESTIMATORS), *(("grpo", other) for other in ESTIMATORS[1:])]
-    return lines + compared({a: runs[a] for a in ESTIMATORS}, pairs)
+    lines += [*markdown(f"estimator | {rates}", pilots), "", "With the best rate of each:", ""]
+    pairs = [*from_start(ESTIMATORS), *(("grpo", baseline) for baseline in ESTIMATORS[1:])]
+    return lines + comparison({a: runs[a] for a in ESTIMATORS}, pairs)
 
 
 def methods() -> list[str]:
     pairs = [(method, "grpo") for method in miniature.METHODS] + [("own", "dpo")]
     pairs = [*from_start(miniature.METHODS), *pairs]
-    return compared(runs_of("methods"), pairs, "turns", LATE)
+    return comparison(runs_of("methods"), pairs, "turns", ALL_TURNS)
 
 
 def controls() -> list[str]:
     arms = miniature.FIGURES["controls"]
     pairs = [*from_start(arms), ("short", "shuffled"), ("short", "still")]
-    return compared(runs_of("controls"), pairs)
+    return comparison(runs_of("controls"), pairs)
 
 
 def widening() -> list[str]:
     pairs = [("early", "stepwise"), ("late", "stepwise")]
-    return compared(runs_of("widening"), pairs, "turns", LATE)
+    return comparison(runs_of("widening"), pairs, "turns", ALL_TURNS)
 
 
 def plot_laboratory(name: str, path: Path) -> None:
-    """Held-out success over what was spent, seeds pooled by goal; the teacher's as a line."""
+    """Plot held-out success over turns or seconds of training, with the teacher as a line."""
     runs = {arm: results for arm, results in runs_of(name).items() if "-" not in arm}  # no pilots
-    drawn = {arm: results for arm, results in runs.items() if results[0]["curve"]}
+    curves = {arm: results for arm, results in runs.items() if results[0]["curve"]}
     unit, label = ("turns", "turns played in training")
     if name == "teacher":
         unit, label = ("seconds", "seconds of training")
-    panels: list[tuple[str, str, int]] = [("all held-out", "", SOON), ("all held-out", "", LATE)]
-    panels += [("middle", "middle", LATE)] if name == "horizons" else []
-    aside = 0.01 * max(r["curve"][-1][unit] for results in drawn.values() for r in results)
+    panels = [("all held-out", "", FEW_TURNS), ("all held-out", "", ALL_TURNS)]
+    panels += [("middle", "middle", ALL_TURNS)] if name == "horizons" else []
+    offset = 0.01 * max(r["curve"][-1][unit] for results in curves.values() for r in results)
     with figure(path, 4.0 * len(panels), 4.2) as picture:
         axes = picture.subplots(ncols=len(panels))
-        for axis, (title, tier, within) in zip(axes, panels, strict=True):
+        for axis, (title, tier, limit) in zip(axes, panels, strict=True):
             colors = (*PALETTE, GREY, "#a0522d")
-            for place, ((arm, results), color) in enumerate(zip(drawn.items(), colors)):
-                points = curve_of(results, unit, tier, within)
-                moved = [(x + place * aside, estimate) for x, estimate in points]  # side by side
-                band(axis, moved, color, arm, 100, fill=False)
-            for taught in runs.get("teacher", ()):
-                value = 100 * statistics.fmean(end(taught, within).values())
+            for i, ((arm, results), color) in enumerate(zip(curves.items(), colors)):
+                points = curve_of(results, unit, tier, limit)
+                shifted = [(x + i * offset, estimate) for x, estimate in points]  # no overlap
+                band(axis, shifted, color, arm, 100, fill=False)
+            for result in runs.get("teacher", ()):
+                value = 100 * statistics.fmean(end(result, limit).values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
-            axis.set_title(f"{title} goals, in {within} turns")
+            axis.set_title(f"{title} goals, in {limit} turns")
             axis.set(ylabel="solved, %", xlabel=label)
             axis.locator_params(axis="x", nbins=5)
         lines = axes[0].get_legend_handles_labels()
@@ -385,15 +387,15 @@ def plot_laboratory(name: str, path: Path) -> None:
 def curve_of(
     results: Sequence[Result], unit: str = "", tier: str = "", within: float = math.inf
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(mean spent, estimate over goals) at each evaluation that all seeds have; without a unit
-    (step, estimate)."""
+    """(mean spending in `unit`, or the step without one; estimate over goals) at each evaluation
+    that all seeds have."""
     by_seed = [{e["step"]: shares(e, within) for e in r["held_out"]} for r in results]
     points = []
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
         goals = mean_over_seeds([seed[step] for seed in by_seed])
         goals = {i: v for i, v in goals.items() if not tier or tier == tier_of(i)}
-        spent = statistics.fmean(spent_at(r, step, unit) for r in results) if unit else step
-        points.append((spent, bootstrap(list(goals.values()))))
+        x = statistics.fmean(spent_at(r, step, unit) for r in results) if unit else step
+        points.append((x, bootstrap(list(goals.values()))))
     return points
 
 
@@ -401,45 +403,46 @@ def curve_of(
 
 
 def speed() -> list[str]:
-    """What the benchmarks measured, each with its command."""
+    """The results of the benchmarks, each with its command."""
 
     def read(name: str) -> Any:
         return read_json(BENCHMARKS / f"{name}.json")
 
     rows = []
     for name, slots, words in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
-        none, waiting, tail = (read(name)["summary"][each] for each in ("none", "100 ms", "tail"))
-        what = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s over"
+        no_delay, delay, tail = (read(name)["summary"][key] for key in ("none", "100 ms", "tail"))
+        setting = f"rollout loop, 64 trajectories, {slots} engine slots"
         command = f"`python benchmarks/rollout.py{words}`"
-        ratios = f"{none['ratio_to_engine']:.2f}; {waiting['ratio_to_engine']:.2f}"
-        rows.append((f"{what} the bare engine, steps of 0 and 100 ms", ratios, "-; 0.85", command))
-        text = f"{what} a lockstep loop, 5 % of steps take 2 s"
+        ratios = f"{no_delay['ratio_to_engine']:.2f}; {delay['ratio_to_engine']:.2f}"
+        text = f"{setting}: tokens/s relative to the bare engine, steps of 0 and 100 ms"
+        rows.append((text, ratios, "-; 0.85", command))
+        text = f"{setting}: tokens/s relative to a lockstep loop, 5 % of steps take 2 s"
         rows.append((text, f"{tail['ratio_to_lockstep']:.1f}", "1.5", command))
     for model, words in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
-        what = f"update, {model}: tokens/s over a bare forward and backward"
+        text = f"update, {model}: tokens/s relative to a bare forward and backward pass"
         command = f"`python benchmarks/update.py --model {model}{words}`"
-        rows.append((what, read(f"update_{model}")["summary"]["ratio"], "0.9", command))
-    for name, what, words in (
+        rows.append((text, read(f"update_{model}")["summary"]["ratio"], "0.9", command))
+    for name, work, words in (
         ("trl_step", "the default step", " --repeats 3"),
         ("trl_step-equal", "equal work", " --tasks 2 --repeats 5 --train-on-all"),
     ):
         times = read(name)["summary"]["trl_over_ours"]
         ratios = "; ".join(f"{times[f'{part}_s']:.1f}" for part in ("rollout", "update", "step"))
-        text = f"TRL 1.16's GRPOTrainer with transformers, {what}: its time over ours, rollout; "
-        text += "update; step"
+        text = f"TRL 1.16's GRPOTrainer with transformers, {work}: its time divided by ours, "
+        text += "rollout; update; step"
         rows.append((text, ratios, "-", f"`python benchmarks/trl_step.py{words}`"))
     for env in ("babyai", "sciworld", "searchqa"):
-        found = read(f"environments-{env}")
-        text = f"{env}'s server, {found['sessions']} sessions: steps/s over a simpler one's"
+        result = read(f"environments-{env}")
+        text = f"{env}'s server, {result['sessions']} sessions: steps/s relative to a plain server"
         command = f"`python benchmarks/environments.py --env {env}`"
-        rows.append((text, f"{found['ratio']:g}", "-", command))
-    return markdown("what | measured | goal | command", rows)
+        rows.append((text, f"{result['ratio']:g}", "-", command))
+    return markdown("measurement | value | target | command", rows)
 
 
 # ------------------------------------------------------------------------------------------ pages
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "short": default_runs_in_short,
+    "short": default_runs_summary,
     "worlds": default_runs,
     "textcraft-test": partial(published_split, "textcraft"),
     "searchqa-test": partial(published_split, "searchqa"),
@@ -462,22 +465,25 @@ PICTURES = ("horizons", "controls", "teacher", "estimators", "methods")
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables regenerated."""
     for name, table in TABLES.items():
-        first, last = f"<!-- table {name} -->\n", f"<!-- end {name} -->"
-        if first in text:
-            before, _, rest = text.partition(first)
-            text = before + first + "\n".join(table()) + "\n" + last + rest.partition(last)[2]
+        opening, closing = f"<!-- table {name} -->\n", f"<!-- end {name} -->"
+        if opening in text:
+            before, _, tail = text.partition(opening)
+            table_text = "\n".join(table()) + "\n"
+            text = before + opening + table_text + closing + tail.partition(closing)[2]
+
     return text
 
 
 def main() -> None:
-    global also_uncommitted
+    global include_uncommitted
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--show", choices=TABLES, nargs="+", help="print these, write nothing")
     options = parser.parse_args()
     if options.show:
-        also_uncommitted = True
+        include_uncommitted = True
+
         print("\n\n".join("\n".join(TABLES[name]()) for name in options.show))
         return
     for page in PAGES:
