@@ -1,14 +1,15 @@
-"""The options of a training run: their meaning, defaults and checks, and the command line.
+"""The options of a training run: their meanings, defaults and checks, and the command line.
 
-One field of a dataclass is one option; the comment beside it, or the text below it, is its help.
-`RunConfig` holds what every method needs, `Config` adds what train.py needs; sft.py, dpo.py and
-agentevol.py declare their own. A command line is read once (`read_command_line`) and checked once
-(`checked`). Options that it does not name come from a preset:
+Each option is a field of a dataclass; the comment beside the field, or the text below it, is its
+help. `RunConfig` holds the options that all methods need, and `Config` adds those of train.py.
+sft.py, dpo.py and agentevol.py declare theirs themselves. A command line is parsed once
+(`read_command_line`) and checked once (`checked`). A preset supplies the options that it leaves
+out:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
-             a GPU, and for the small models anywhere
+             a GPU, and always the default for the small models
     paper    AgentGym-RL's settings for Qwen2.5-3B: the default with a GPU
-    none     the defaults below, and all of the environment's training tasks
+    none     the defaults in this file, and all training tasks of the environment
 
 Read next: `train.py`.
 """
@@ -66,125 +67,132 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """How an update is cut into optimizer steps and micro-batches."""
+    """Options of an update that every method has: batches, memory, gradients."""
 
-    temperature: float = 1.0  # of the sampler, in training and evaluation [paper: 1.0]
-    max_grad_norm: float = 1.0  # gradients are clipped to this global norm [paper: 1.0]
+    temperature: float = 1.0  # sampling temperature in training and evaluation [paper: 1.0]
+    max_grad_norm: float = 1.0  # clip gradients to this global norm [paper: 1.0]
     mini_batch_size: int = 64  # trajectories per optimizer step [paper: 8 tasks, i.e. 64]
     max_tokens_per_micro_batch: int = 2048
-    """tokens of one forward and backward pass, padding included; lower it when memory runs out"""
-    share_prefix: bool = True  # compute what a task's samples have in common once, if faster
+    """tokens per forward and backward pass, padding included; lower it if memory runs out"""
+    share_prefix: bool = True  # compute the prefix that a task's samples share once, if faster
 
 
 @dataclass(frozen=True)
 class Objective(UpdateOptions):
-    """What an RL update maximises."""
+    """Options of an RL update: the loss and its penalties."""
 
-    clip_ratio: float = 0.2  # epsilon of the clipped objective [paper: 0.2]
-    value_clip: float = 0.5  # how far the critic may move (units of return) [paper: 0.5]
-    kl_loss_coef: float = 0.0  # weight of the KL to the start policy in the loss [paper: 1e-3]
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of the KL in the loss [paper: k3]
-    entropy_coef: float = 0.0  # weight of the entropy bonus [paper: 1e-3]
-    sampler_is_cap: float = 2.0  # of importance weights, sampler to trainer; 0: off [paper: none]
+    clip_ratio: float = 0.2  # clip range epsilon of the policy ratio [paper: 0.2]
+    value_clip: float = 0.5  # clip range of the critic's values (units of return) [paper: 0.5]
+    kl_loss_coef: float = 0.0  # weight in the loss of the KL to the initial policy [paper: 1e-3]
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL in the loss [paper: k3]
+    entropy_coef: float = 0.0  # weight of the entropy bonus in the loss [paper: 1e-3]
+    sampler_is_cap: float = 2.0  # cap of sampler-trainer importance weights; 0: off [paper: none]
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """what counts equally in the policy loss, a token or a trajectory [paper: seq-mean]"""
+    """token-mean: every token has the same weight in the policy loss;
+    seq-mean: every trajectory has the same weight [paper: seq-mean]"""
     ppo_epochs: int = 1  # passes over each step's trajectories [paper: 1]
 
     def num_optimizer_steps(self, num_rows: int) -> int:
-        """Optimizer steps that a batch of `num_rows` trajectories gets."""
+        """Number of optimizer steps on a batch of `num_rows` trajectories."""
         return self.ppo_epochs * math.ceil(num_rows / self.mini_batch_size)
 
 
 @dataclass(frozen=True)
 class RunConfig(UpdateOptions):
-    """What every method needs: an environment, a model, a sampler, budgets, evaluation, files."""
+    """Options that every method needs: environment, model, sampler, limits, evaluation, files."""
 
-    method: ClassVar[str] = ""  # names the run, and what it may be resumed as
+    method: ClassVar[str] = ""  # recorded in config.json; a run resumes only with its method
     program: ClassVar[str] = ""
-    ignored_by_sentinels: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # metrics that the sentinels ignore
-    zero_allowed: ClassVar[frozenset[str]] = frozenset()  # exceptions from POSITIVE
-    outside_presets: ClassVar[frozenset[str]] = frozenset()  # options that no preset sets
-    paper_values: ClassVar[dict[str, Any]] = {}  # the method's own values under --preset paper
+    ignored_by_sentinels: ClassVar[frozenset[str]] = frozenset()  # names of metrics
+    zero_allowed: ClassVar[frozenset[str]] = frozenset()  # may be 0 although POSITIVE lists them
+    outside_presets: ClassVar[frozenset[str]] = frozenset()  # options that presets do not set
+    paper_values: ClassVar[dict[str, Any]] = {}  # what --preset paper sets for this method only
 
-    # Where the other defaults come from
+    # Defaults
     preset: Literal["laptop", "paper", "none"] = "laptop"
-    """laptop: for two CPU cores, the default without a GPU and for smollm2-135m and tiny anywhere;
-    paper: AgentGym-RL's settings, the default with a GPU; none: the defaults in config.py"""
+    """laptop: two CPU cores; the default without a GPU or with a small model;
+    paper: AgentGym-RL's settings; the default with a GPU; none: the defaults in config.py"""
     config: str | None = None  # config.json of another run, whose options become the defaults
     # The environment and its tasks
     env: EnvNames = "textcraft"
-    """environments to act in: textcraft, babyai, sciworld, searchqa, or package.module:Class"""
-    env_weights: tuple[int, ...] = ()  # tasks of each --env in turn, e.g. 2 1 (none: 1 each)
-    tasks: str | None = None  # for training: a JSON id list, or a list of the environment by name
-    split: Literal["train", "test"] | None = None  # the environment's id list [paper: train]
-    subtasks: tuple[str, ...] = ()  # train on these alone, e.g. --subtasks "depth 1" (none: all)
+    """one or more of textcraft, babyai, sciworld, searchqa, or your own package.module:Class"""
+    env_weights: tuple[int, ...] = ()  # tasks drawn from each --env in turn, e.g. 2 1 (none: 1 1)
+    tasks: str | None = None
+    """training tasks: a JSON file with a list of ids,
+    or the name of one of the environment's own lists (none: see --split)"""
+    split: Literal["train", "test"] | None = None
+    """train on this split [paper: train] (none: train, or short tasks for the small models)"""
+    subtasks: tuple[str, ...] = ()  # train only on these sub-tasks, e.g. "depth 1" (none: all)
     env_addr: tuple[str, ...] = ()
-    """addresses of environment servers, http://host:port, with several --env NAME=http://host:port;
-    none: a server is started here; local: the environment runs in this process"""
+    """environment servers, http://host:port (if several, NAME=http://...);
+    none: the run starts a server; local: the environment runs in this process"""
     prompt: str | None = None
-    """file with another prompt than the environment's: JSON [{"role", "content"}, ...], or a text
-    that replaces its instruction"""
+    """file with a prompt that replaces the environment's:
+    JSON messages [{"role", "content"}, ...], or a text that replaces only its instruction"""
     # The model
-    model: str = "smollm2-135m"  # or tiny, a checkpoint folder, a hub id [paper: Qwen2.5-3B]
-    engine: Literal["vllm", "transformers"] = "vllm"  # the sampler in this process
-    engine_url: tuple[str, ...] = ()  # addresses of vLLM servers that sample, http://host:port
-    engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that the run starts, e.g. 2 3
+    model: str = "smollm2-135m"
+    """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
+    engine: Literal["vllm", "transformers"] = "vllm"  # library that samples in this process
+    engine_url: tuple[str, ...] = ()  # vLLM servers that sample instead, http://host:port
+    engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that sample instead, e.g. 2 3
     warm_start: str = "auto"
-    """auto: supervised fine-tuning on oracle demonstrations for smollm2-135m and tiny, cached;
-    never; or a folder"""
-    # How it learns
-    steps: int = 60  # training steps in total, also on resume (steps) [paper: 300]
-    rounds: tuple[int, ...] = (6,)  # most turns; several: a growing horizon [paper: 10 20 30]
-    lora_rank: int = 0  # train adapters, at ten times the learning rate; 0: all weights [paper: 0]
+    """auto: fine-tune smollm2-135m and tiny on demonstrations, once;
+    never: start from --model as it is; or a checkpoint folder to start from"""
+    # Training
+    steps: int = 60  # total training steps, with those before a resume [paper: 300]
+    rounds: tuple[int, ...] = (6,)
+    """maximum turns per episode; several values: a growing horizon [paper: 10 20 30]"""
+    lora_rank: int = 0
+    """rank of LoRA adapters (they need a 10x --learning-rate); 0: train all weights [paper: 0]"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """number format that the networks compute in; auto: the faster one on this machine, measured"""
+    """number format that the networks compute in; auto: measure which is faster here"""
     gradient_checkpointing: bool = False
-    """keep only layer inputs for the backward pass: less memory, a third more time [paper: on]"""
-    max_tokens_per_turn: int = 80  # sampled tokens per turn (tokens) [paper: 512]
-    max_trajectory_tokens: int = 1536  # with the prompt (tokens) [paper: 10752]
-    learning_rate: float = 4e-5  # of the policy, AdamW [paper: 1e-6]
+    """recompute activations in the backward pass: less memory, a third more time [paper: on]"""
+    max_tokens_per_turn: int = 80  # maximum sampled tokens per turn [paper: 512]
+    max_trajectory_tokens: int = 1536  # maximum tokens per trajectory, with prompt [paper: 10752]
+    learning_rate: float = 4e-5  # learning rate of the policy, AdamW [paper: 1e-6]
     learning_rate_decay_steps: int = 60
-    """linear decay to 1/N of the rate in N steps, then constant; 0: no decay (steps) [paper: 0]"""
+    """linear decay to 1/N of --learning-rate in N steps, then constant; 0: no decay [paper: 0]"""
     # Limits
-    max_sync_error: float = 0.1  # stop if sampler and trainer differ by more (mean, nats)
-    max_env_failures: float = 0.2  # stop if an environment loses more of a step (0..1)
-    on_collapse: Literal["stop", "warn", "off"] = "stop"  # what the sentinels do
+    max_sync_error: float = 0.1  # stop if sampler and trainer log-probs differ by more (mean, nats)
+    max_env_failures: float = 0.2
+    """stop if an environment loses more than this share of a step's trajectories (0..1)"""
+    on_collapse: Literal["stop", "warn", "off"] = "stop"  # reaction to signs of training collapse
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks every N steps, before the first and after the last; 0: never"""
-    eval_tasks: str | None = None  # id list (none: the test split, or the environment's short one)
-    eval_subtasks: tuple[str, ...] | None = None  # evaluate these alone (none: --subtasks)
-    eval_samples: int = 4  # trajectories per held-out task (trajectories) [paper: 1]
-    eval_start_samples: int = 1  # the same in the evaluation before the first step (trajectories)
+    """evaluate held-out tasks before the first step, every N steps, and at the end; 0: never"""
+    eval_tasks: str | None = None
+    """held-out tasks, as for --tasks (none: the test split, or short tasks for the small models)"""
+    eval_subtasks: tuple[str, ...] | None = None  # evaluate only these sub-tasks (none: --subtasks)
+    eval_samples: int = 4  # episodes per held-out task [paper: 1]
+    eval_start_samples: int = 1  # episodes per held-out task before the first step
     eval_rounds: int | None = None
-    """most turns in evaluation (none: the longest of --rounds) [paper: 30]"""
-    stop_at: float | None = None  # stop at this held-out success (0..1; none: after --steps)
-    save_every: int = 20  # write a checkpoint every N steps, and after the last [paper: 25]
-    keep_last: int = 2  # checkpoints to keep besides the best
+    """maximum turns in evaluation (none: the largest of --rounds) [paper: 30]"""
+    stop_at: float | None = None  # stop when held-out success reaches this (0..1; none: never)
+    save_every: int = 20  # write a checkpoint every N steps and at the end [paper: 25]
+    keep_last: int = 2  # how many of the latest checkpoints to keep, besides the best
     run_dir: str | None = None  # folder of the run (none: runs/<env>-<method>-<date-time>)
-    resume: bool = False  # continue the run in --run-dir from its newest checkpoint
+    resume: bool = False  # continue the run in --run-dir from its latest checkpoint
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """also send each step's metrics there; the packages are optional (reporting/trackers.py)"""
-    seed: int = 0  # of task order, environments and sampling
+    """also send each step's metrics to these trackers; install their packages first"""
+    seed: int = 0  # seed of task order, environments and sampling
     deterministic: bool = False
-    """bitwise repeatable (tested on CPUs): transformers engine, float32, sequences sampled alone"""
-    record_state: bool = False  # keep the environment's state (inventory, map) for the viewer
+    """bitwise repeatable (tested on CPUs): transformers, float32, one sequence at a time"""
+    record_state: bool = False  # record the environment's state (inventory, map) for the viewer
 
     @property
     def name(self) -> str:
-        """Names the run in its folder and first line."""
+        """Short name, used for the run's folder and its first log line."""
         return self.method
 
     @property
     def plays(self) -> bool:
-        """Whether the policy plays, to learn or to be measured."""
+        """Whether the policy plays episodes, for training or evaluation."""
         return bool(self.eval_every)
 
     @property
     def needs_environment(self) -> bool:
-        """Whether the policy plays, or an oracle for the warm start."""
+        """Whether the policy plays, or the oracle demonstrates for the warm start."""
         return self.plays or (self.warm_start == "auto" and self.model in SMALL_MODELS)
 
     @property
@@ -197,50 +205,50 @@ class RunConfig(UpdateOptions):
 
     @property
     def trajectories_per_step(self) -> int:
-        """The most that a step learns from."""
+        """Maximum number of trajectories in one update."""
         return self.mini_batch_size
 
     @property
     def fixed_on_resume(self) -> frozenset[str]:
-        """Options of CHANGEABLE_ON_RESUME that this run must not change on resume."""
+        """Options in CHANGEABLE_ON_RESUME that this method must keep nevertheless."""
         return frozenset()
 
     @property
     def steps_per_schedule(self) -> int:
-        """Steps until the learning rate starts again."""
+        """Length of the learning-rate schedule; AgentEvol restarts it in each iteration."""
         return self.steps
 
     def samples_at(self, step: int) -> int:
-        """Trajectories per held-out task in the evaluation after `step`."""
+        """Episodes per held-out task in the evaluation after `step`."""
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
 
     def check(self) -> None:
-        """Raise ValueError for values that cannot work, alone or together."""
+        """Raise ValueError for values that cannot work, or not in combination."""
         check_ranges(self)
         check_environments(self)
         if self.stop_at is not None and not (self.stop_at and self.eval_every):
-            raise Misuse("--stop-at waits for held-out success: it and --eval-every are above 0")
+            raise Misuse("--stop-at needs held-out success: it and --eval-every must be above 0")
         turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
         if turn >= trajectory:
             raise Misuse(f"--max-tokens-per-turn {turn} >= --max-trajectory-tokens {trajectory}")
         if self.engine_url and self.engine_devices:
-            raise Misuse("--engine-url and --engine-devices exclude each other")
+            raise Misuse("--engine-url and --engine-devices cannot be combined; give one of them")
         if (self.engine_url or self.engine_devices) and self.engine != "vllm":
             raise Misuse("--engine-url and --engine-devices need --engine vllm; no --deterministic")
         for name in self.log_to:
             if importlib.util.find_spec(name) is None:
-                raise Misuse(f"--log-to {name} needs the package: pip install {name}")
+                raise Misuse(f"--log-to {name} needs a package: pip install {name}")
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
-        """(option, why it changes nothing in this run): a note where the option was given."""
+        """(option, reason) for each option without effect in this run; a given one gets a note."""
         return iter(())
 
     def notes(self) -> Iterator[str]:
-        """Lines about a run that may not be what the user meant."""
+        """Warnings about a run that is possible but perhaps not what the user meant."""
         return iter(())
 
 
-# The algorithms that use an option; a test compares these with advantages.ESTIMATORS.
+# Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus"),
@@ -260,22 +268,23 @@ class Config(RunConfig, Objective):
 
     # The algorithm
     algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """advantage estimator and what goes with it [paper: grpo]"""
+    """advantage estimator; ppo also trains a critic [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
-    """how the horizon changes during training [paper: both]"""
+    """fixed: one horizon;
+    scaling_inter_stepwise: the next of --rounds every --steps-scaling-inter steps [paper: both]"""
     steps_scaling_inter: int = 100  # steps at each horizon of scaling_inter_stepwise [paper: 100]
-    tasks_per_step: int = 8  # tasks drawn per step (tasks) [paper: 32]
-    group_size: int = 8  # trajectories per task (trajectories) [paper: 8]
-    critic_learning_rate: float = 1e-4  # of PPO's critic, AdamW [paper: 1e-5]
+    tasks_per_step: int = 8  # tasks drawn per step [paper: 32]
+    group_size: int = 8  # trajectories per task [paper: 8]
+    critic_learning_rate: float = 1e-4  # learning rate of PPO's critic, AdamW [paper: 1e-5]
     gamma: float = 1.0  # discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]
-    lam: float = 1.0  # GAE lambda (ppo) [paper: 1.0]
-    kl_coef: float = 0.0  # weight of the KL to the start policy in the reward [paper: 0.0]
-    kl_target: float | None = None  # adapt kl_coef to keep the KL here (nats per token; none: no)
+    lam: float = 1.0  # lambda of generalized advantage estimation (ppo) [paper: 1.0]
+    kl_coef: float = 0.0  # weight in the reward of the KL to the initial policy [paper: 0.0]
+    kl_target: float | None = None  # adapt --kl-coef to hold this KL (nats per token; none: do not)
     skip_zero_variance: bool = True
-    """leave groups with equal returns out of the update (grpo, rloo): their advantages are 0,
-    unless --kl-coef or --normalize-per-env moves them"""
-    normalize_per_env: bool = False  # whiten advantages within each environment
-    shuffle_rewards: bool = False  # control: swap a step's rewards, so that nothing can be learned
+    """leave groups with equal returns out of the update (grpo, rloo): their
+    advantages are 0, unless --kl-coef or --normalize-per-env changes them"""
+    normalize_per_env: bool = False  # whiten advantages in each environment separately
+    shuffle_rewards: bool = False  # control: shuffle each step's rewards; nothing can be learned
 
     @property
     def name(self) -> str:
@@ -283,10 +292,9 @@ class Config(RunConfig, Objective):
 
     @property
     def ignored_by_sentinels(self) -> frozenset[str]:  # type: ignore[override]
-        # Equal returns in a group are a warning only where rewards are compared within it.
-        return frozenset(
-            () if self.algorithm in GROUP_ALGORITHMS else ("train/groups_zero_variance",)
-        )
+        # Groups of equal returns matter only to algorithms that compare within a group.
+        is_grouped = self.algorithm in GROUP_ALGORITHMS
+        return frozenset(() if is_grouped else ("train/groups_zero_variance",))
 
     @property
     def plays(self) -> bool:
@@ -318,18 +326,18 @@ class Config(RunConfig, Objective):
     def unused_options(self) -> Iterator[tuple[str, str]]:
         for name, users in USED_BY.items():
             if self.algorithm not in users:
-                yield name, f"it works with --algorithm {' or '.join(users)}"
+                yield name, f"only --algorithm {' or '.join(users)} uses it"
         if self.rounds_scheduler == "fixed":
             yield "steps_scaling_inter", "--rounds-scheduler is fixed"
         if not self.kl_loss_coef:
             yield "kl_estimator", "--kl-loss-coef is 0"
         if self.mini_batch_size > (n := self.trajectories_per_step):
-            yield "mini_batch_size", f"a step has {n} trajectories, one optimizer step takes all"
+            yield "mini_batch_size", f"a step has only {n} trajectories"
 
     def notes(self) -> Iterator[str]:
         last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
         if self.rounds_scheduler != "fixed" and self.steps <= last_change:
-            yield f"the last of --rounds begins after step {last_change}, --steps is {self.steps}"
+            yield f"the last of --rounds begins after step {last_change}; --steps is {self.steps}"
 
 
 # ------------------------------------------------------------------------------------------ presets
@@ -354,15 +362,11 @@ PAPER: dict[str, Any] = {
     "learning_rate_decay_steps": 0,
     "kl_loss_coef": 1e-3,
     "entropy_coef": 1e-3,
-    "loss_agg": "seq-mean",  # its scripts: a mean per micro-batch, one trajectory in each
+    "loss_agg": "seq-mean",  # its scripts average over micro-batches of one trajectory each
     "save_every": 25,
     "eval_every": 25,
 }
-LIST_OPTIONS = (
-    "tasks",
-    "eval_tasks",
-    "subtasks",
-)  # of an environment's laptop settings; see `complete`
+LIST_OPTIONS = ("tasks", "eval_tasks", "subtasks")  # set by `complete`, not `with_preset`
 
 
 def has_gpu() -> bool:
@@ -372,7 +376,7 @@ def has_gpu() -> bool:
 
 
 def preset_of(model: str | None = None) -> str:
-    """The preset of this machine; the small models bring theirs anywhere."""
+    """The default preset: by the machine, except that small models always use laptop."""
     return "laptop" if model in SMALL_MODELS or not has_gpu() else "paper"
 
 
@@ -381,40 +385,41 @@ def with_preset(
     env: str = Config.env,
     kind: type[Options] = Config,  # type: ignore[assignment]
 ) -> Options:
-    """The defaults of a preset for `env`, for the options that `kind` has and does not keep.
+    """Options of class `kind` with the values that a preset has for `env`.
 
-    With several environments a number is the largest that one of them sets; each keeps its own
-    horizon. Raises ValueError for an unknown preset or environment.
+    With several environments, a number is the largest of theirs, and --rounds stays empty because
+    each has its own. Raises ValueError for an unknown preset or environment.
     """
     names = kind.__dataclass_fields__.keys() - kind.outside_presets - set(LIST_OPTIONS)
     settings = []
     for name in names_of(env):
-        own = settings_of(name)
-        presets = {"laptop": own.laptop, "paper": PAPER | dict(own.paper), "none": {}}
+        env_settings = settings_of(name)
+        paper = PAPER | dict(env_settings.paper)
+        presets = {"laptop": env_settings.laptop, "paper": paper, "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
-        large = kind.paper_values if preset == "paper" else {}
-        settings.append({n: v for n, v in presets[preset].items() if n in names} | large)
+        method_values = kind.paper_values if preset == "paper" else {}
+        settings.append({n: v for n, v in presets[preset].items() if n in names} | method_values)
     numbers: dict[str, Any] = {}
     for name in {name for setting in settings for name in setting}:
         values = [setting.get(name, getattr(kind, name)) for setting in settings]
         numbers[name] = max((v for v in values if v is not None), default=None)
     if len(settings) > 1:
-        numbers["rounds"] = ()  # each environment's own
+        numbers["rounds"] = ()  # see `config_per_env`
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
 
 
 def with_one_horizon(options: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
-    """The longest of several --rounds, for methods that do not widen the horizon."""
+    """Reduce several --rounds to the largest, for methods without a horizon schedule."""
     if options.get("rounds") and "rounds_scheduler" not in kind.__dataclass_fields__:
         return options | {"rounds": (max(options["rounds"]),)}
     return options
 
 
 def options(env: str = Config.env, **changes: Any) -> Config:
-    """The command line's defaults on this machine, changed: options for `train.train`.
+    """Options for `train.train`: the command line's defaults on this machine, with `changes`.
 
-    >>> options("babyai", model="tiny", steps=4).rounds  # turns, of the laptop preset for babyai
+    >>> options("babyai", model="tiny", steps=4).rounds  # the laptop preset's turns for babyai
     (5,)
     """
     preset = changes.get("preset") or preset_of(changes.get("model"))
@@ -422,11 +427,11 @@ def options(env: str = Config.env, **changes: Any) -> Config:
 
 
 def complete(config: Options) -> Options:
-    """Fill in what follows from other options: id lists, and what --deterministic implies."""
+    """Fill in options that follow from others: the id lists, and the engine of --deterministic."""
     if config.deterministic:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
-        return config  # each environment has its own lists: `config_per_env`
+        return config  # `config_per_env` completes the options of each environment
     if config.tasks is not None:
         return replace(config, split=None)
     if config.split is not None:
@@ -434,20 +439,20 @@ def complete(config: Options) -> Options:
     lists = {n: v for n, v in settings_of(config.env).laptop.items() if n in LIST_OPTIONS}
     if config.model not in SMALL_MODELS or config.preset == "none" or not lists:
         return replace(config, split="train")
-    chosen = {name: getattr(config, name) for name in LIST_OPTIONS if getattr(config, name)}
-    return replace(config, **(lists | chosen))
+    user_lists = {name: getattr(config, name) for name in LIST_OPTIONS if getattr(config, name)}
+    return replace(config, **(lists | user_lists))
 
 
 # ----------------------------------------------------------------------------- several environments
 
-# `--env textcraft babyai --env-weights 2 1`: one policy plays each of them. Task lists, horizon,
-# prompt and server addresses are each environment's own. `best` is the checkpoint with the highest
-# mean over environments.
+# With `--env textcraft babyai --env-weights 2 1` one policy learns in both environments. Each has
+# its own task lists, horizon, prompt and servers. `best` is the checkpoint with the highest mean
+# of the environments' held-out success.
 SINGLE_ENV_OPTIONS = ("tasks", "eval_tasks", "subtasks", "eval_subtasks", "prompt")
 
 
 def config_per_env(config: Options) -> list[Options]:
-    """The options as each environment of the run sees them, complete.
+    """The complete options of the run for each of its environments.
 
     >>> [(c.env, c.rounds, c.tasks) for c in config_per_env(options("textcraft+babyai"))]
     [('textcraft', (7,), 'short_train'), ('babyai', (5,), 'simple_train')]
@@ -461,27 +466,28 @@ def config_per_env(config: Options) -> list[Options]:
         rounds = config.rounds or with_preset(config.preset, name, type(config)).rounds
         prefix = f"{env_name(name)}="
         addresses = tuple(a.removeprefix(prefix) for a in config.env_addr if a.startswith(prefix))
-        alone = replace(config, env=name, env_weights=(), rounds=rounds, env_addr=addresses)
-        configs.append(complete(alone))
+        one_env = replace(config, env=name, env_weights=(), rounds=rounds, env_addr=addresses)
+        configs.append(complete(one_env))
     return configs
 
 
 def tasks_of(config: RunConfig) -> list[Task]:
-    """Training tasks, one environment after the other; ValueError where two share a task id."""
+    """Training tasks, one environment after the other. Raises ValueError if two environments have
+    the same task id."""
     tasks: list[Task] = []
     for c in config_per_env(config):
         tasks += envs.load_tasks(c.env, c.split, c.tasks, c.subtasks)
     env_of: dict[str, str] = {}
     for task in tasks:
-        other = env_of.setdefault(task.task_id, task.env)
-        if other != task.env:
-            both = f"{other} and {task.env} both have a task {task.task_id}"
-            raise ValueError(f"{both}; give one of them its own ID_PREFIXES")
+        first_env = env_of.setdefault(task.task_id, task.env)
+        if first_env != task.env:
+            problem = f"{first_env} and {task.env} both have a task {task.task_id}"
+            raise ValueError(f"{problem}; change ID_PREFIXES of one of them")
     return tasks
 
 
 def held_out_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of --eval-tasks, or of the test split, restricted to the chosen sub-tasks."""
+    """The tasks of --eval-tasks or of the test split, restricted to the evaluated sub-tasks."""
     tasks: list[Task] = []
     for c in config_per_env(config) if config.eval_every else ():
         split = None if c.eval_tasks else "test"
@@ -490,12 +496,12 @@ def held_out_tasks(config: RunConfig) -> list[Task]:
 
 
 def horizons_of(config: RunConfig) -> dict[str, int]:
-    """Environment -> most turns of a training episode, at its longest."""
+    """Environment -> maximum turns of a training episode, at the end of the schedule."""
     return {env_name(c.env): max(c.rounds) for c in config_per_env(config)}
 
 
 def evaluation_horizons(config: RunConfig) -> dict[str, int]:
-    """Environment -> most turns of an evaluation episode."""
+    """Environment -> maximum turns of an evaluation episode."""
     return {env_name(c.env): c.evaluation_rounds for c in config_per_env(config)}
 
 
@@ -516,8 +522,10 @@ FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at")
 
 
 def checked(config: Options) -> Options:
-    """The options, complete, possible on this machine, and as the run keeps them. Misuse is one
-    line naming the option, its value and what to do; nothing was written."""
+    """The options completed, checked, and with absolute paths, as config.json will hold them.
+
+    Raises Misuse with one line that names the option, its value and what to do. Nothing is written.
+    """
     with value_errors_as_misuse():
         config = complete(with_prompt(config))
         config.check()
@@ -530,7 +538,7 @@ def checked(config: Options) -> Options:
         check_model(config.model)
         if (start := config.warm_start) not in ("auto", "never"):
             if not Path(start).is_dir():
-                raise Misuse(f"--warm-start {start} is neither auto, never, nor a folder")
+                raise Misuse(f"--warm-start {start} is not auto, never, or a folder")
             check_model(start, "--warm-start")
         check_length(config.model, config.max_trajectory_tokens + 1)
         config = with_absolute_paths(config)
@@ -540,34 +548,35 @@ def checked(config: Options) -> Options:
 
 
 def check_ranges(config: RunConfig) -> None:
-    """Raise Misuse for a number that has no meaning."""
+    """Raise Misuse for a number outside its range."""
     for name in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
-        value = getattr(config, name, None)  # None: not an option of this method, or not given
+        value = getattr(config, name, None)  # None: not set, or not an option here
         if value is None or (value == 0 and name in config.zero_allowed):
             continue
         if name in POSITIVE and not 0 < value < math.inf:
-            raise Misuse(f"{flag(name)} {value} must be above 0, and finite")
+            raise Misuse(f"{flag(name)} {value} must be above 0 and finite")
         if not 0 <= value < math.inf:
             raise Misuse(f"{flag(name)} {value} must not be negative or infinite")
         if name in FRACTIONS and value > 1:
-            raise Misuse(f"{flag(name)} {value} must lie between 0 and 1")
+            raise Misuse(f"{flag(name)} {value} must be between 0 and 1")
 
 
 def check_environments(config: RunConfig) -> None:
-    """Raise ValueError for environments, weights and addresses that do not go together."""
+    """Raise ValueError for environments, weights or addresses that contradict each other."""
     names, weights = names_of(config.env), config.env_weights
-    called = [env_name(name) for name in names]
-    if len(set(called)) < len(called):
+    short_names = [env_name(name) for name in names]
+    if len(set(short_names)) < len(short_names):
         raise Misuse(f"--env {' '.join(names)} names an environment twice")
     if weights and (len(weights) != len(names) or min(weights) < 1):
-        raise Misuse(f"--env-weights {weights}: give each --env a whole number of at least 1")
+        raise Misuse(f"--env-weights {weights}: give one integer of at least 1 for each --env")
     if len(names) > 1:
         for name in SINGLE_ENV_OPTIONS:
             if getattr(config, name):
-                raise Misuse(f"{flag(name)} belongs to one environment; --env names {len(names)}")
+                raise Misuse(f"{flag(name)} needs a single environment; --env names {len(names)}")
         for address in config.env_addr:
-            if address.partition("=")[0] not in called:
-                raise Misuse(f"--env-addr {address}: say whose it is, {called[0]}=http://host:port")
+            if address.partition("=")[0] not in short_names:
+                example = f"{short_names[0]}=http://host:port"
+                raise Misuse(f"--env-addr {address}: name its environment, as in {example}")
     for c in config_per_env(config):
         check_addresses("env_addr", c.env_addr, c.env)
     check_addresses("engine_url", config.engine_url)
@@ -576,7 +585,7 @@ def check_environments(config: RunConfig) -> None:
 
 
 def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
-    """Raise ValueError unless each is an address; `local` may stand for `env`'s."""
+    """Raise ValueError unless each is an address, or the word `local` for an environment."""
     for address in addresses:
         if name == "env_addr" and address == LOCAL:
             if len(addresses) > 1:
@@ -587,30 +596,30 @@ def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
 
 
 def check_package(env: str) -> None:
-    """Raise ValueError where the package that runs the environment is not installed."""
+    """Raise ValueError if the package that runs the environment is not installed."""
     package = settings_of(env).package
     if package and not importlib.util.find_spec(package.partition(".")[0]):
-        how = f"run `make setup ENV={env}`" if env in envs.ENVS else f"install {package}"
-        raise ValueError(f"--env {env} needs the package {package}: {how}, or give --env-addr")
+        advice = f"run `make setup ENV={env}`" if env in envs.ENVS else f"install {package}"
+        raise ValueError(f"--env {env} needs the package {package}: {advice}, or give --env-addr")
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Raise Misuse for a directory that holds a run, or that cannot be made."""
+    """Raise Misuse for a directory that holds a run, or that cannot be created."""
     path = Path(config.run_dir or "runs")
     if config.run_dir and not config.resume and (path / "config.json").exists():
         raise Misuse(f"--run-dir {path} holds a run; add --resume to continue, or choose another")
     parent = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise Misuse(f"--run-dir {path} cannot be made: {parent} is not a folder to write in")
+        raise Misuse(f"--run-dir {path} cannot be created: {parent} is not a writable folder")
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """Lines about a run, checked, that may not be what the user meant."""
+    """Warnings about a run that is possible but perhaps not what the user meant."""
     if (config.tasks or config.split) and not learns_only_from_files(config.method, vars(config)):
         held_out = {task.task_id for task in held_out_tasks(config)}
-        if both := held_out & {task.task_id for task in tasks_of(config)}:
-            num = f"{len(both)} of the {len(held_out)}"
-            yield f"{num} held-out tasks are also trained on: success there says little of others"
+        if overlap := held_out & {task.task_id for task in tasks_of(config)}:
+            num = f"{len(overlap)} of the {len(held_out)}"
+            yield f"{num} held-out tasks are also trained on: success on them shows no transfer"
     yield from config.notes()
 
 
@@ -620,20 +629,20 @@ def notes(config: RunConfig) -> Iterator[str]:
 def parse_command_line(
     kind: type[T], argv: Sequence[str] | None, prog: str, default: T | None = None, about: str = ""
 ) -> T:
-    """A dataclass from the command line: every field is a flag. Flags that are not given have the
-    value that `default` has, or the class.
+    """Parse a command line into a dataclass, with a flag for every field. Other fields have the
+    value of `default`, or else the default of the class.
 
-    Raises Misuse where the arguments cannot be read, SystemExit with code 0 after --help.
+    Raises Misuse if the arguments cannot be read, and SystemExit with code 0 after --help.
     """
     box = io.StringIO()
-    rest: dict[str, Any] = {} if default is None else {"default": default}
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(kind, prog=prog, args=argv, description=about or None, **rest)
+            return tyro.cli(kind, prog=prog, args=argv, description=about or None, **defaults)
     except SystemExit as stop:
         if not stop.code:
             raise
-    # One line: without the box that tyro draws, and the first of the names that it suggests.
+    # tyro draws a box and lists similar names: keep the message and the first of the names.
     _, *lines = (line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines())
     problem = " ".join(takewhile(bool, lines))
     if "Perhaps you meant:" in lines:
@@ -642,7 +651,7 @@ def parse_command_line(
 
 
 def flag_values(argv: Sequence[str]) -> dict[str, list[str]]:
-    """The fields that a command line names, each with its values.
+    """Field -> values, for each option on a command line.
 
     >>> flag_values(["--rounds", "3", "6", "--seed=1", "--no-resume"])
     {'rounds': ['3', '6'], 'seed': ['1'], 'resume': []}
@@ -662,22 +671,23 @@ def flag_values(argv: Sequence[str]) -> dict[str, list[str]]:
 def read_command_line(
     argv: Sequence[str] | None, kind: type[Options], summary: str = ""
 ) -> tuple[Options, list[str]]:
-    """The options that a command line asks for, not checked yet, and notes about those given that
-    have no effect. Raises as `parse_command_line`, and Misuse for a file of options that cannot
-    be read."""
+    """The options of a command line, not yet checked, and a note for each one without effect.
+
+    Raises as `parse_command_line`, and Misuse for an option file that cannot be read.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
-    given = {name: " ".join(values) for name, values in flag_values(words).items()}
-    if "--resume" in words:  # what is not given again is what the run was started with
-        default = saved_config(given.get("run_dir"), kind)
+    user_values = {name: " ".join(values) for name, values in flag_values(words).items()}
+    if "--resume" in words:  # the defaults are the options that the run was started with
+        default = saved_config(user_values.get("run_dir"), kind)
     else:
         with value_errors_as_misuse():
-            default = _defaults_for(given, kind)
+            default = _defaults_for(user_values, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
-    for name, value in given.items():
+    for name, value in user_values.items():
         if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
-            raise Misuse(f"{flag(name)} takes at least one value; leave it out for its default")
-    idle = {name: why for name, why in _unused_options(config) if name in given}
-    return config, [f"{flag(name)} has no effect here: {why}" for name, why in idle.items()]
+            raise Misuse(f"{flag(name)} needs at least one value; leave it out for its default")
+    unused = {name: reason for name, reason in _unused_options(config) if name in user_values}
+    return config, [f"{flag(name)} has no effect here: {why}" for name, why in unused.items()]
 
 
 def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -691,37 +701,37 @@ def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from config.unused_options()
 
 
-def _defaults_for(given: Mapping[str, str], kind: type[Options]) -> Options:
-    """The values of the options that are not given: those of --config, then of a preset."""
+def _defaults_for(user_values: Mapping[str, str], kind: type[Options]) -> Options:
+    """Defaults for the options not on the command line: from --config first, then a preset."""
     saved = dict[str, Any]()
-    if file := given.get("config"):
-        if "preset" in given:
+    if file := user_values.get("config"):
+        if "preset" in user_values:
             raise Misuse("--config and --preset both set the defaults; give one")
         _, saved = options_in(Path(file), f"--config {file}", kind)
         saved = {n: v for n, v in saved.items() if n not in PER_RUN_OPTIONS} | {"config": file}
-    asked = saved | {name: value for name, value in given.items() if value}
-    env, model = asked.get("env", Config.env).replace(" ", "+"), asked.get("model")
-    return replace(with_preset(asked.get("preset") or preset_of(model), env, kind), **saved)
+    values = saved | {name: value for name, value in user_values.items() if value}
+    env, model = values.get("env", Config.env).replace(" ", "+"), values.get("model")
+    return replace(with_preset(values.get("preset") or preset_of(model), env, kind), **saved)
 
 
 # --------------------------------------------------------------------------------- options in files
 
-# What a resumed run may change: how far it goes, where, and in what portions.
+# A resumed run may change how long it runs, where it runs, and how it uses memory.
 CHANGEABLE_ON_RESUME = {
     *("steps", "learning_rate_decay_steps", "stop_at", "on_collapse", "save_every", "keep_last"),
     *("env_addr", "engine_url", "engine_devices", "run_dir", "resume", "log_to", "record_state"),
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
 }
-PER_RUN_OPTIONS = {"config", "run_dir", "resume"}  # not taken over by another run
-FILE_OPTIONS = ("data", "pairs", "expert", "experience")  # options of the other methods
+PER_RUN_OPTIONS = {"config", "run_dir", "resume"}  # --config does not copy them
+FILE_OPTIONS = ("data", "pairs", "expert", "experience")  # of sft.py, dpo.py and agentevol.py
 
 
 def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict[str, Any]]:
-    """The method and the options in a run's config.json, or in a JSON object of options. Of another
-    method's run those that both have and `kind` does not keep.
+    """The method and the options in a run's config.json, or in a JSON object of options. From a run
+    of another method, only options that all methods share and that presets set.
 
-    Raises Misuse, which begins with `where`: no options, or a name or value that this version does
-    not have.
+    Raises Misuse, with a text that begins with `where`, if the file holds no options, or if this
+    version does not have one of the names or values.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -730,7 +740,7 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
             shared = RunConfig.__dataclass_fields__.keys() - kind.outside_presets
             options = with_one_horizon({n: v for n, v in options.items() if n in shared}, kind)
         unknown = options.keys() - kind.__dataclass_fields__.keys()
-    except (OSError, ValueError, AttributeError) as error:  # the last: it is not an object
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
         raise Misuse(f"{where}: {path.name} cannot be read as a run's options ({error})") from error
     if unknown:
         raise Misuse(f"{where}: this version has no option {', '.join(sorted(unknown))}")
@@ -743,10 +753,10 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
-    """The options that the run in `run_dir` was started with; with `kind` RunConfig those that all
-    methods share, of any run. Raises Misuse where it holds no run, or another method's."""
+    """The options that the run in `run_dir` was started with. `kind` RunConfig reads a run of any
+    method. Raises Misuse if the folder holds no run, or a run of another method."""
     if not run_dir:
-        raise Misuse("--resume needs --run-dir, the run to continue")
+        raise Misuse("--resume needs --run-dir, the folder of the run to continue")
     method, saved = options_in(Path(run_dir) / "config.json", f"--run-dir {run_dir}", kind)
     if kind.method not in ("", method):
         raise Misuse(f"--run-dir {run_dir} holds a run of {method}, not of {kind.program}")
@@ -754,8 +764,8 @@ def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
 
 
 def with_absolute_paths(config: Options) -> Options:
-    """The options with paths that hold in any folder, since a run may be resumed from another one.
-    Idempotent. Raises ValueError where there is no such id list."""
+    """The options with absolute paths, because a run can be resumed from another folder.
+    Idempotent. Raises ValueError if an id list does not exist."""
     changes: dict[str, Any] = {}
     for name in ("tasks", "eval_tasks"):
         if (file := getattr(config, name)) is not None:
@@ -763,7 +773,7 @@ def with_absolute_paths(config: Options) -> Options:
     for name in ("model", "warm_start"):
         folder = getattr(config, name)
         if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
-            # Where a link leads now: checkpoints/best of a run that goes on will be another.
+            # Resolve links: checkpoints/best of a run that continues can point elsewhere later.
             changes[name] = os.path.realpath(folder)
     for name in FILE_OPTIONS:
         if files := getattr(config, name, ()):
@@ -772,29 +782,28 @@ def with_absolute_paths(config: Options) -> Options:
 
 
 def learns_only_from_files(method: str, options: Mapping[str, Any]) -> bool:
-    """Whether a run learns only from files; AgentEvol plays too, whatever it starts from."""
+    """Whether a run trains only on files. AgentEvol never does: it also explores."""
     return method != "agentevol" and any(options.get(name) for name in FILE_OPTIONS)
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Raise Misuse for options that a resumed run must not change, and for too few --steps."""
+    """Raise Misuse for changes that a resumed run does not allow, and for too few --steps."""
     saved = complete(saved_config(config.run_dir, type(config)))
+    free = CHANGEABLE_ON_RESUME - config.fixed_on_resume
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
-    if other := " ".join(
-        flag(n) for n in changed if n not in CHANGEABLE_ON_RESUME or n in config.fixed_on_resume
-    ):
-        raise Misuse(f"--resume keeps the run's own options; leave out {other}, or start a new run")
+    if flags := " ".join(flag(name) for name in changed if name not in free):
+        raise Misuse(f"--resume keeps the run's own options; leave out {flags}, or start a new run")
     checkpoints = Path(config.run_dir or "").glob("checkpoints/step_*")
     steps = [int(path.name[5:]) for path in checkpoints if path.name[5:].isdecimal()]
-    done = max(steps, default=0)
-    if 0 < config.steps < done:  # 0: as many as --epochs take
-        raise Misuse(f"--steps {config.steps}: this run has done {done}; give {done} or more")
+    last_step = max(steps, default=0)
+    if 0 < config.steps < last_step:  # 0: --epochs sets the number
+        raise Misuse(f"--steps {config.steps}: this run has done {last_step}; give that or more")
 
 
 def with_prompt(config: T) -> T:
-    """The options with the messages of --prompt, as JSON, in place of the file's name: config.json
-    then has the text that was trained with. Idempotent. Raises ValueError for a file that cannot
-    be read, or that cannot stand before a first observation."""
+    """Replace the file name in --prompt by the messages in the file, as JSON, so that config.json
+    records the prompt itself. Idempotent. Raises ValueError for a file that cannot be read, or
+    whose messages cannot precede a first observation."""
     file = config.prompt
     if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
         return config
@@ -806,13 +815,13 @@ def with_prompt(config: T) -> T:
     if not text:
         raise Misuse(f"--prompt {file} is empty")
     if messages is None:
-        first, *others = envs.get_env(config.env).PROMPT
-        messages = [first | {"content": text}, *others]
+        first_message, *examples = envs.get_env(config.env).PROMPT
+        messages = [first_message | {"content": text}, *examples]
     elif problem := envs.problem_of_messages(messages):
         raise Misuse(f"--prompt {file}: {problem}")
     return replace(config, prompt=json.dumps(messages, ensure_ascii=False))
 
 
 def prompt_of(config: Any) -> list[dict[str, str]] | None:
-    """The messages of --prompt; None: the environment's own."""
+    """The messages of --prompt, or None to use the environment's prompt."""
     return json.loads(config.prompt) if config.prompt else None

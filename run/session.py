@@ -476,9 +476,8 @@ def command_line(
 def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     """The last lines of a run: how it began and ended, and which file or command shows what."""
     env, *others = names_of(config.env)
-    which = (
-        f" --env {env}" if others or not config.needs_environment else ""
-    )  # one is measured at a time
+    # evaluate.py measures one environment at a time.
+    which = f" --env {env}" if others or not config.needs_environment else ""
     rows, python = read_log(run.path / "metrics.jsonl"), rundir.python()
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     has_played = any(run.path.glob("trajectories/*.jsonl"))

@@ -182,7 +182,7 @@ MISUSE = {
     "--env-addr local http://127.0.0.1:1": "give it alone",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
-    "--subtasks": "--subtasks takes at least one value",
+    "--subtasks": "--subtasks needs at least one value",
     # contradictions
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
     "--group-size 1": "--group-size 1",
@@ -201,9 +201,9 @@ MISUSE = {
     "--eval-tasks nosuch.json": "nosuch.json",
     "--env-addr localhost": "--env-addr",
     "--env sciworld --env-addr local": "--env-addr local: sciworld",
-    "--env textcraft babyai --tasks train": "--tasks belongs to one environment",
+    "--env textcraft babyai --tasks train": "--tasks needs a single environment",
     "--env textcraft babyai --env-weights 1": "--env-weights",
-    "--env textcraft babyai --env-addr http://a:1": "say whose it is, textcraft=http://host",
+    "--env textcraft babyai --env-addr http://a:1": "as in textcraft=http://host",
     # models
     "--model model": "holds no weights",
     "--warm-start nosuch": "--warm-start nosuch",
