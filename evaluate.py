@@ -1,13 +1,14 @@
 """
-Evaluation: play held-out tasks, print how often they are solved and how sure that is.
+Evaluation: play held-out tasks and print the success rate with its confidence interval.
 
     tasks x samples ──> rollout.collect       a local model: token ids, engines.py
                     └─> chatapi.collect_api   a model behind a chat server: messages
     trajectories ─────> scoring.summarize ──> table, eval.json, trajectories.jsonl, curves.png
 
-The loop that plays is the one of training. `--env all` plays every environment's test split with
-one model into a folder each, and writes a table beside the paper's numbers (benchmark.md). If an
-environment fails, the others go on, and the same command with `--resume` plays what is missing.
+Evaluation uses the same rollout loop as training. `--env all` plays the test split of every
+environment with one model, writes each one's results to its own folder, and compares them with the
+paper's numbers in a table (benchmark.md). If an environment fails, the remaining ones are still
+played; run the same command with `--resume` to play the missing ones.
 
 How to run:
 
@@ -18,10 +19,10 @@ How to run:
     .venv/bin/python evaluate.py --env all --model runs/NAME/checkpoints/best --out results/NAME
     .venv/bin/python evaluate.py --compare before/eval.json after/eval.json
 
-Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C. Episodes
-that had ended are written in every case but 2.
+Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C. Finished
+episodes are always written, except with exit code 2.
 
-Read next: reporting/scoring.py for the numbers, rollout.py for the loop that plays.
+Read next: reporting/scoring.py for the numbers, rollout.py for the rollout loop.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ from trajectory import Trajectory
 
 PROG = "evaluate.py"
 ALL = "all"  # --env all
-FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: an environment's package
+FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: a package is not installed
 
 
 # ----------------------------------------------------------------------------------------- options
@@ -88,65 +89,66 @@ class EvalConfig:
     """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
 
     env: str = "textcraft"
-    """environment (name), or `all`: every one in turn, in a table beside the paper's numbers"""
+    """environment (name), or `all`: play every environment and compare with the paper's numbers"""
     tasks: str | None = None
-    """id list to play instead of --split (JSON file)"""
+    """JSON file with the ids of the tasks to play, instead of --split (path)"""
     split: Literal["train", "test"] | None = None
-    """id list that comes with the environment (default: test)"""
+    """one of the environment's own task lists (default: test)"""
     subtasks: tuple[str, ...] = ()
     """play only these sub-tasks, e.g. --subtasks "depth 1" "depth 2" (names; default: all)"""
     limit: int | None = None
-    """play only the first tasks of each sub-task, for a quick look (count; default: all)"""
+    """play only this many tasks of each sub-task, for a quick look (count; default: all)"""
     run: str | None = None
-    """a run of train.py: measure its best checkpoint with its own evaluation settings, on its
-    held-out tasks (if it has none, on its training tasks); other options override (folder)"""
+    """folder of a run: evaluate its best checkpoint with the run's settings, on its held-out tasks
+    or, if it has none, on its training tasks; options on the command line override (folder)"""
     model: str | None = None
     """smollm2-135m, tiny, a checkpoint folder or a hub id (default: smollm2-135m on a
     CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """what samples from --model"""
+    """the sampler for --model"""
     api_base: str | None = None
     """base URL of an OpenAI-compatible chat server, instead of --model (URL)"""
     api_model: str | None = None
-    """model name to ask that server for"""
+    """model name to send to that server"""
     api_key_env: str | None = None
     """environment variable that holds the server's key (name; default: no key is sent)"""
     samples: int = 1
     """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
     max_rounds: tuple[int, ...] = ()
-    """turns an episode may take; several give the curve over turns at the cost of the longest
-    (turns; default: the environment's, the paper's where it has one: 20 babyai, 30 the others)"""
+    """maximum number of turns; several values give success as a function of turns, from episodes of
+    the largest (turns; default: the environment's; paper: 20 in babyai, 30 in the others)"""
     temperature: float = 1.0
     """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
     seed: int = 0
-    """of environments, sampling and bootstrap"""
+    """seed of environments, sampling and bootstrap"""
     max_tokens_per_turn: int = 512
-    """longest answer of the policy (tokens; paper: 512, or 200)"""
+    """maximum length of one answer of the policy (tokens; paper: 512, or 200)"""
     max_trajectory_tokens: int = 8192
-    """longest episode, prompt included (tokens; paper: 10752 for textcraft); not for --api-base"""
+    """maximum length of an episode with its prompt (tokens; paper: 10752 for textcraft); ignored
+    with --api-base"""
     env_addr: tuple[str, ...] = ()
-    """addresses of running environment servers (URLs; default: one is started here; local:
-    no server, the environment plays in this process)"""
+    """addresses of running environment servers (URLs; default: start one on this machine; local:
+    use no server, play in this process)"""
     prompt: str | None = None
-    """file with another prompt than the environment's: JSON [{"role", "content"}, ...], or a text
-    that replaces its instruction"""
+    """file with a prompt to use instead of the environment's: JSON [{"role", "content"}, ...], or a
+    text that replaces the environment's instruction"""
     env_workers: int = 32
-    """environment calls, or with --api-base episodes, under way at a time (count)"""
+    """maximum number of simultaneous environment calls, or episodes with --api-base (count)"""
     max_env_failures: float = 0.2
     """share of trajectories lost to servers above which the run fails (0..1)"""
     record_state: bool = False
-    """keep what people look at (inventory, map) in the trajectory file, for replay.py"""
+    """save the state as people see it (inventory, map) with the trajectories, for replay.py"""
     deterministic: bool = False
-    """repeatable: transformers engine, every sequence sampled alone from its own seed; slow"""
+    """repeatable: transformers engine, one sequence at a time, each with its own seed; slow"""
     out: str | None = None
     """new folder for the results (default: runs/eval-<env>-<date-time>/)"""
     resume: bool = False
-    """with --env all: environments that --out holds complete are not played again"""
+    """with --env all: do not play environments again whose results in --out are complete"""
     compare: tuple[str, ...] = ()
-    """two eval.json: print the paired difference and stop"""
+    """two eval.json files: print their paired difference and exit"""
 
     def horizons(self, env: str) -> list[int]:
-        """--max-rounds, ascending; by default the horizon of `env`."""
+        """--max-rounds in ascending order, or by default the horizon of `env`."""
         return sorted(set(self.max_rounds)) or [settings_of(env).horizon]
 
     def model_name(self) -> str:
@@ -154,7 +156,7 @@ class EvalConfig:
         return self.api_model or self.model or default
 
     def check(self) -> None:
-        """Raises Misuse for a value out of range and for options that contradict each other."""
+        """Raises Misuse if a value is out of range or options contradict each other."""
         c, out = self, Path(self.out or "")
         for name in ("samples", "limit", "env_workers", "max_tokens_per_turn", "max_rounds"):
             value = getattr(c, name)
@@ -162,14 +164,14 @@ class EvalConfig:
             if any(number is not None and number < 1 for number in numbers):
                 raise Misuse(f"{flag(name)} {value} must be at least 1")
         is_all, key = c.env == ALL, c.api_key_env
-        has_own_tasks = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
+        has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()
         is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
         problems = {
             f"--compare takes two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
             f"--seed {c.seed} must be 0 or more": c.seed < 0,
             f"--temperature {c.temperature} must not be < 0": not 0 <= c.temperature < math.inf,
-            "--temperature 0 plays each sample alike; use --samples 1": (
+            "--temperature 0 makes all samples of a task equal; use --samples 1": (
                 c.samples > 1 and not c.temperature
             ),
             "--max-tokens-per-turn must be below --max-trajectory-tokens": (
@@ -183,9 +185,9 @@ class EvalConfig:
             "--deterministic is not possible with --api-base": c.api_base and c.deterministic,
             "--env all starts a server for each environment and plays its test split: --env-addr, "
             "--tasks, --subtasks, --split train and --prompt are not possible": (
-                is_all and has_own_tasks
+                is_all and has_task_options
             ),
-            f"--resume goes on with --env all; --out {out} holds no results of it": (
+            f"--resume needs --env all and its earlier results; --out {out} holds no results": (
                 c.resume and not (is_all and has_results)
             ),
             f"--out {out} exists and is not empty; choose a new folder": is_taken and not c.resume,
@@ -200,14 +202,16 @@ class EvalConfig:
 
 
 def parse_options(argv: Sequence[str] | None) -> EvalConfig:
-    """The options, checked, with what they name on this machine. Raises: Misuse; SystemExit from
-    `parse_command_line`."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = flag_values(words)
+    """Parse the options and check them, with the files and models that they name.
+
+    Raises: Misuse; SystemExit from `parse_command_line`.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments = flag_values(argv)
     (env, *_) = [*arguments.get("env", []), None]
     run = arguments.get("run")
     start = settings_of_run(run[0], set(arguments), env) if run else None
-    config = parse_command_line(EvalConfig, words, PROG, start)
+    config = parse_command_line(EvalConfig, argv, PROG, start)
     config.check()
     if config.compare:
         return config
@@ -227,22 +231,23 @@ def tasks_to_play(config: EvalConfig) -> list[Task]:
 
 
 def settings_of_run(folder: str, named_options: set[str], env: str | None = None) -> EvalConfig:
-    """The options under which a run evaluates itself.
+    """The options with which a run evaluates its policy.
 
     Args:
-        named_options: options of the command line; those that they exclude are not taken over.
-        env: if the run plays several environments, the one to evaluate.
-    Raises: Misuse if there is no run, it has no checkpoint, or an environment must be named.
+        named_options: options of the command line; the run's options that contradict them are
+            left out.
+        env: the environment to evaluate, if the run plays several.
+    Raises: Misuse if there is no run, it has no checkpoint, or --env is missing.
     """
     if not (Path(folder) / "config.json").exists():
-        raise Misuse(f"--run {folder} holds no run; give the folder that train.py has made")
+        raise Misuse(f"--run {folder} holds no run; give a folder that train.py has created")
     c = complete(saved_config(folder, RunConfig))
     if len(configs := config_per_env(c)) > 1:
-        chosen = [own for own in configs if own.env == env]
-        if not chosen:
-            names = " or ".join(own.env for own in configs)
+        matches = [env_config for env_config in configs if env_config.env == env]
+        if not matches:
+            names = " or ".join(env_config.env for env_config in configs)
             raise Misuse(f"--run {folder} plays several environments: name one, --env {names}")
-        c, named_options = chosen[0], named_options - {"env"}
+        c, named_options = matches[0], named_options - {"env"}
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
@@ -256,7 +261,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
         **{name: getattr(c, name) for name in shared},
     )
     if "env" in named_options and env not in (None, c.env):
-        # It has a prompt and a horizon of its own.
+        # Use that environment's prompt and horizon.
         return replace(config, env=env, prompt=None, max_rounds=())
     if named_options & {"tasks", "split"}:
         return config
@@ -266,51 +271,51 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
 
 
 def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
-    """How many of the tasks the run of --run trains on; 0 if it learns from files."""
-    trained = set[str]()
-    with contextlib.suppress(ValueError, OSError):  # its id list is gone
+    """How many of the tasks are training tasks of --run; 0 if that run learns from files."""
+    train_ids = set[str]()
+    with contextlib.suppress(ValueError, OSError):  # the run's id list no longer exists
         if config.run:
             saved = json.loads((Path(config.run) / "config.json").read_text(encoding="utf-8"))
             if not learns_only_from_files(saved.get("method", ""), saved["config"]):
                 options = complete(saved_config(config.run, RunConfig))
-                trained = {task.task_id for task in tasks_of(options)}
-    return sum(task.task_id in trained for task in tasks)
+                train_ids = {task.task_id for task in tasks_of(options)}
+    return sum(task.task_id in train_ids for task in tasks)
 
 
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
-    """What a result depends on, as eval.json names it."""
+    """The settings that a result depends on, as fields of eval.json."""
     names = ["temperature", "seed", "samples", "limit"]
     names += ["max_tokens_per_turn", "max_trajectory_tokens"]
-    about: dict[str, Any] = {"env": env, "model": config.model_name()}
-    about |= {name: getattr(config, name) for name in names}
-    about["max_rounds"] = config.horizons(env)
+    fields: dict[str, Any] = {"env": env, "model": config.model_name()}
+    fields |= {name: getattr(config, name) for name in names}
+    fields["max_rounds"] = config.horizons(env)
     weights = Path(config.model_name())
     if weights.is_dir():
-        about["weights"] = str(weights.resolve())  # `best` is a link
+        fields["weights"] = str(weights.resolve())  # `best` is a link
     if config.api_base:
-        about["api_base"] = config.api_base
+        fields["api_base"] = config.api_base
     if config.prompt:
-        about["prompt"] = config.prompt
+        fields["prompt"] = config.prompt
     if not config.env_addr and (variant := variant_of(env)):
-        about["variant"] = variant  # of our own server
-    return about
+        fields["variant"] = variant  # known only if this program starts the server
+    return fields
 
 
 # ----------------------------------------------------------------------------------------- playing
 
 
 def first_of_each_subtask(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """At most `limit` tasks of each sub-task, in their order; None: all."""
-    seen: Counter[str] = Counter()
-    chosen = []
+    """The first `limit` tasks of each sub-task, in their order; None: all."""
+    counts: Counter[str] = Counter()
+    selection = []
     for task in tasks:
-        seen[task.subtask] += 1
-        if limit is None or seen[task.subtask] <= limit:
-            chosen.append(task)
-    return chosen
+        counts[task.subtask] += 1
+        if limit is None or counts[task.subtask] <= limit:
+            selection.append(task)
+    return selection
 
 
-# Pool, requests, settings and what to call with each trajectory that ends.
+# A function of the pool, the requests, the settings and a callback for each trajectory that ends.
 Play = Callable[
     [EnvPool, Sequence[RolloutRequest], RolloutSettings, Callable[[Trajectory], None]],
     Sequence[Trajectory],
@@ -318,8 +323,8 @@ Play = Callable[
 
 
 def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> Play:
-    """Start what plays requests in any environment; `stack` closes it. Then `out` gets the options
-    and, for a local model, its tokenizer."""
+    """Start the sampler; returns a function that plays requests in any environment. `stack` closes
+    the sampler. Writes the options and, for a local model, its tokenizer to `out`."""
     options = {"command": sys.argv, **asdict(config), "model": config.model_name()}
     if config.api_base:
         from sampling.chatapi import ChatApi, collect_api
@@ -344,8 +349,8 @@ def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> 
         tokenizer = load_tokenizer(path)
         chat = ChatTemplate(tokenizer, stop_ids_of(path))
         settings: dict[str, Any] = {"seed": config.seed} if kind == "vllm" else {}
-        settings["dtype"] = precision.choose("auto", config.deterministic).dtype  # as a run's
-        if torch.cuda.is_available() and kind == "vllm":  # nothing else of ours is on the card
+        settings["dtype"] = precision.choose("auto", config.deterministic).dtype  # as in training
+        if torch.cuda.is_available() and kind == "vllm":  # the sampler has the GPU to itself
             settings["gpu_memory_utilization"] = 0.9
         length = config.max_trajectory_tokens
         engine = make_engine(kind, path, length, config.deterministic, **settings)
@@ -356,9 +361,9 @@ def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> 
 
 
 def start_pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> EnvPool:
-    """Clients of --env-addr, or of a server that is started here; `stack` closes them.
+    """Clients of the servers of --env-addr, or of a server started here; `stack` closes them.
 
-    Raises: EnvError if nobody answers, or another environment does.
+    Raises: EnvError if no server answers, or one serves a different environment.
     """
     addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
     pool = EnvPool(env, addresses, prompt=prompt_of(config))
@@ -370,9 +375,9 @@ def start_pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> Env
 def measure(
     config: EvalConfig, play: Play, pool: EnvPool, tasks: Sequence[Task], out: Path
 ) -> tuple[dict[str, Any], int, str | None]:
-    """Play in one environment and write the results; episodes that have ended are kept whatever
-    happens. Returns: the summary, the exit code, and the problem if there was one."""
-    about = conditions(config, pool.env)
+    """Play one environment and write the results. Episodes that have ended are saved even if an
+    error follows. Returns the summary, the exit code, and the error message or None."""
+    fields = conditions(config, pool.env)
     settings = RolloutSettings(
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
@@ -383,12 +388,12 @@ def measure(
         record_state=config.record_state,
     )
     tasks = first_of_each_subtask(tasks, config.limit)
-    horizons = {env_name(pool.env): about["max_rounds"][-1]}
+    horizons = {env_name(pool.env): fields["max_rounds"][-1]}
     requests = all_samples(tasks, config.samples, config.seed, 0, horizons)
-    what = f"{about['model']} on {about['env']}: {len(tasks)} tasks x {config.samples}"
-    print(f"{what}, results in {out}", flush=True)
+    title = f"{fields['model']} on {fields['env']}: {len(tasks)} tasks x {config.samples}"
+    print(f"{title}, results in {out}", flush=True)
     if count := num_trained_on(config, tasks):
-        about["trained_on"] = count
+        fields["trained_on"] = count
         print(f"note: {config.run} trains on {count} of these; held out: --split test", flush=True)
     ended: list[Trajectory] = []
     exit_code, problem = 0, None
@@ -408,14 +413,14 @@ def measure(
         except KeyboardInterrupt:
             exit_code = 130
             problem = f"stopped; {len(ended)} of {len(requests)} episodes had ended"
-        except Exception as error:  # of the sampler, of a full disk: hours of play are kept
-            is_known = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
-            exit_code, problem = 1, f"{'' if is_known else f'{type(error).__name__}: '}{error}"
+        except Exception as error:  # whatever failed, save the hours of play before it
+            is_expected = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
+            exit_code, problem = 1, f"{'' if is_expected else f'{type(error).__name__}: '}{error}"
         os.fsync(log.fileno())
-    # In a fixed order: the bootstrap then draws the same tasks for the same episodes.
+    # Sort, so that the bootstrap draws the same tasks for the same episodes.
     ended.sort(key=lambda trajectory: trajectory.trajectory_id)
-    summary = about | {"complete": problem is None}
-    summary |= summarize(ended, config.samples, about["max_rounds"], seed=config.seed)
+    summary = fields | {"complete": problem is None}
+    summary |= summarize(ended, config.samples, fields["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
     plot_evaluation(summary, out / "curves.png")
     return summary, exit_code, problem
@@ -425,23 +430,23 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Parse the options, evaluate, print the table; returns the exit code."""
     try:
         config = parse_options(argv)
         if config.compare:
             print(compare(*config.compare))
             return 0
-        done = complete_results(config)
+        results = complete_results(config)
         name = ALL if config.env == ALL else env_name(config.env)
         out = Path(config.out or f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         make_folder(out)
-    except (ValueError, OSError) as error:  # OSError: nothing can be written there
+    except (ValueError, OSError) as error:  # OSError: the folder is not writable
         print_error(PROG, error)
         return 2
     try:
         with contextlib.ExitStack() as stack:
             if config.env == ALL:
-                return measure_all(config, done, out, stack)
+                return measure_all(config, results, out, stack)
             pool = start_pool(config, config.env, stack)
             play = start_player(config, out, stack)
             summary, exit_code, problem = measure(config, play, pool, tasks_to_play(config), out)
@@ -455,14 +460,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        with contextlib.suppress(OSError):  # empty if it could not start: --out can be given again
+        with contextlib.suppress(OSError):  # if it is empty, the same --out can be used again
             out.rmdir()
 
 
 def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
-    """What --resume need not play again: environment -> its eval.json.
+    """The results that --resume does not repeat: environment -> its eval.json.
 
-    Raises: Misuse if --out holds results of other options.
+    Raises: Misuse if the results in --out come from different options.
     """
     results = {}
     for env in ENVS if config.resume else ():
@@ -481,24 +486,25 @@ def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
 
 
 def measure_all(
-    config: EvalConfig, done: Mapping[str, Any], out: Path, stack: contextlib.ExitStack
+    config: EvalConfig, results: Mapping[str, Any], out: Path, stack: contextlib.ExitStack
 ) -> int:
-    """One environment after the other, with the table on disk after each. Returns the exit code."""
+    """Evaluate all environments in turn and write the table after each one. Returns the exit
+    code."""
     table = Benchmark(config.model_name(), config.samples, config.temperature, config.seed)
-    table.families = {env: done.get(env, "not played yet") for env in ENVS}
-    missing, last_code = [env for env in ENVS if env not in done], 0
+    table.families = {env: results.get(env, "not played yet") for env in ENVS}
+    missing, final_code = [env for env in ENVS if env not in results], 0
     if missing:
         play = start_player(config, out, stack)
         write_table(table, out)
     for env in missing:
         summary: dict[str, Any] = {}
         try:
-            with contextlib.ExitStack() as own:
+            with contextlib.ExitStack() as env_stack:
                 tasks = load_tasks(env, "test")
-                pool = start_pool(config, env, own)
+                pool = start_pool(config, env, env_stack)
                 (out / env).mkdir(exist_ok=True)
                 summary, exit_code, problem = measure(config, play, pool, tasks, out / env)
-        except (ValueError, *FAILURES) as error:  # the others can still be measured
+        except (ValueError, *FAILURES) as error:  # the remaining environments can still be played
             exit_code, problem = 1, str(error)
         except KeyboardInterrupt:
             exit_code, problem = 130, "stopped while its server started or ended"
@@ -506,11 +512,11 @@ def measure_all(
         write_table(table, out)
         if problem:
             print_error(PROG, f"{env}: {problem}")
-        last_code = max(last_code, exit_code)
+        final_code = max(final_code, exit_code)
         if exit_code == 130:
             break
     print(format_markdown(table))
-    return last_code
+    return final_code
 
 
 def write_table(table: Benchmark, out: Path) -> None:

@@ -1,21 +1,22 @@
-"""Multi-turn rollouts: the event-driven loop that grows many trajectories at once.
+"""Multi-turn rollouts: an event-driven loop that plays many trajectories at once.
 
-If all trajectories advanced in rounds (generate for all, step all environments, again), every round
-would last as long as its slowest environment. Here an environment's answer goes back to the engine
-the moment it arrives, and the engine decodes whatever is there:
+A simple loop would generate one turn for all trajectories, then step all environments, and repeat.
+Every round would then last as long as its slowest environment. Here each environment's answer goes
+to the engine as soon as it arrives, and the engine decodes all the prompts that it has:
 
         ┌── a generation ends ──> env.step in a thread ──> observation ids appended ──┐
         │                                                                             │
       engine (continuous batching) <───────────── submit the longer prompt ───────────┘
 
-Budgets are checked while rolling: a trajectory that reaches `max_trajectory_tokens` stops with
-`length` before the action that was cut is played, so tokens that training never sees earn nothing.
+A trajectory that reaches `max_trajectory_tokens` stops with `length`, and the action that the limit
+cut is not played. So every reward belongs to tokens that training sees.
 
-What the policy caused (an action that cannot be parsed, a wrong one, a text that is too long) earns
-0 and is learned from. What it cannot have caused (a server that dies, a time-out) is retried; then
-the trajectory is marked `env_error`, left out of the loss and of its group, and counted.
+The policy's own mistakes (an action that is wrong, too long or cannot be parsed) earn 0, and the
+policy learns from them. Failures outside its control (a server dies, a time-out) are retried. If
+the retry fails too, the trajectory is marked `env_error`, left out of the loss and of its group's
+baseline, and counted.
 
-At the end of the file: which tasks a step plays, a pure function of the step.
+The last section decides which tasks a step plays. That choice is a pure function of the step.
 
 Read first: `trajectory.py`. Read next: `envclient.py`.
 """
@@ -42,16 +43,15 @@ from envs import Task, tasks_by_env
 from run.errors import TooManyEnvFailures
 from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
-# Resets before an episode is given up; one that fails in the middle of a step starts over once.
-NUM_TRIES = 3
-THREAD_NAME = "rollout"  # what a thread's name begins with
-IDLE_WAIT_S = 0.2  # how long to sleep at a time when the engine has nothing to do
+NUM_RESETS = 3  # attempts to reset an episode; an episode whose step fails starts over once
+THREAD_NAME = "rollout"  # prefix of the threads' names
+IDLE_WAIT_S = 0.2  # longest wait for an answer at a time while the engine has nothing to do
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One trajectory to roll: its group, which sample of its task, the environment's seed, and how
-    many turns it may take."""
+    """One trajectory to play: its task, its group, its number within the group, the environment's
+    seed and the maximum number of turns."""
 
     task: Task
     group_id: int
@@ -60,8 +60,8 @@ class RolloutRequest:
     step: int
     max_rounds: int
 
-    def heading(self, env: str) -> dict[str, Any]:
-        """What a `Trajectory` of this request begins with."""
+    def trajectory_fields(self, env: str) -> dict[str, Any]:
+        """The fields of the `Trajectory` that are known before it is played."""
         return {
             "trajectory_id": f"s{self.step:06d}-t{self.group_id:04d}-k{self.sample:02d}",
             "step": self.step,
@@ -76,26 +76,26 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Budgets and limits of a rollout; each request has its own horizon."""
+    """Settings that all trajectories of a rollout share; the horizon is part of each request."""
 
     max_tokens_per_turn: int
-    max_trajectory_tokens: int  # the prompt included
+    max_trajectory_tokens: int  # includes the prompt
     temperature: float = 1.0
     seed: int = 0
-    env_workers: int = 64  # environment calls in flight at a time
+    env_workers: int = 64  # maximum number of simultaneous environment calls
     max_env_failures: float = 0.2  # share of lost trajectories above which the run stops
     record_state: bool = False
-    weight_version: int = 0  # the sampler's weights are those after this step; noted
+    weight_version: int = 0  # the training step that produced the sampler's weights; recorded
 
 
 @dataclass
 class RolloutLog:
-    """What happened in one `collect`, also when it ended early."""
+    """A record of one `collect`, complete even if `collect` raises."""
 
     on_end: Callable[[RolloutHandler], None] = lambda handler: None  # called in collect's thread
     ended: list[RolloutHandler] = field(default_factory=list)  # in the order in which they ended
     seconds: float = 0.0
-    engine_idle_s: float = 0.0  # the engine had no request while episodes were open
+    engine_idle_s: float = 0.0  # time without any request at the engine while episodes were open
     generated_tokens: int = 0
 
     def end(self, handler: RolloutHandler) -> None:
@@ -104,7 +104,7 @@ class RolloutLog:
 
 
 def sampling_seed(seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
-    """63 bits that depend on what is sampled, never on rank, thread or order of arrival."""
+    """A 63-bit seed for one turn. It does not depend on rank, thread or order of arrival."""
     key = f"{seed}/{step}/{task_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
@@ -117,13 +117,13 @@ def collect(
     settings: RolloutSettings,
     log: RolloutLog | None = None,
 ) -> list[RolloutHandler]:
-    """Roll all requests to their end; one trajectory per request, in the order of the requests.
+    """Play all requests to their end. Returns one trajectory per request, in the same order.
 
     Args:
-        log: filled in; after an exception or Ctrl-C it holds what had ended, after an EngineError
-            also the trajectories that were being sampled, as `engine_error`.
+        log: filled in. After an exception or Ctrl-C it holds the trajectories that had ended; after
+            an EngineError also those that were being sampled, as `engine_error`.
     Raises:
-        EngineError: the sampler failed; running requests were dropped.
+        EngineError: the sampler failed; its running requests were dropped.
         TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
     """
     log = log if log is not None else RolloutLog()
@@ -131,14 +131,15 @@ def collect(
     episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     num_open = len(episodes)
-    waiting = iter(episodes)  # with more open the engine's cache would forget them between turns
-    began = time.perf_counter()
+    # At most max_open at a time: with more, the engine's cache would lose prefixes between turns.
+    backlog = iter(episodes)
+    start = time.perf_counter()
     try:
-        for episode in islice(waiting, engine.max_open):
+        for episode in islice(backlog, engine.max_open):
             calls.reset(episode)
         while num_open:
-            # 1. Environments that have answered: submit the next prompt, or close the episode.
-            for episode in calls.answered(log, wait=not generating):
+            # 1. For each environment that has answered, submit the next prompt or end the episode.
+            for episode in calls.finished_episodes(log, wait=not generating):
                 if episode.crash:
                     raise episode.crash
                 if episode.must_restart:
@@ -148,31 +149,31 @@ def collect(
                 if sampling is None:
                     num_open -= 1
                     log.end(episode.handler)
-                    for following in islice(waiting, 1):
-                        calls.reset(following)
+                    for next_episode in islice(backlog, 1):
+                        calls.reset(next_episode)
                     continue
-                name = episode.handler.trajectory_id
-                generating[name] = episode
-                engine.submit(name, episode.handler.next_prompt(), sampling)
-            # 2. A piece of decoding; every finished turn goes to its environment at once.
+                request_id = episode.handler.trajectory_id
+                generating[request_id] = episode
+                engine.submit(request_id, episode.handler.next_prompt(), sampling)
+            # 2. Decode a little. Every finished turn goes to its environment at once.
             for generation in engine.poll():
                 episode = generating.pop(generation.request_id)
                 log.generated_tokens += len(generation.token_ids)
-                episode.take(generation)
+                episode.add_generation(generation)
                 calls.act(episode)
     except BaseException as error:
-        with contextlib.suppress(Exception):  # it may be the engine that has failed
+        with contextlib.suppress(Exception):  # the engine itself may have failed
             engine.abort()
         if isinstance(error, EngineError):
             for episode in generating.values():
                 episode.fail("engine_error", error)
-        noted = {id(handler) for handler in log.ended}
-        for episode in episodes:  # also those whose last answer is still in the queue
-            if episode.handler.stop_reason and id(episode.handler) not in noted:
+        logged_ids = {id(handler) for handler in log.ended}
+        for episode in episodes:  # includes episodes whose last answer is still in the queue
+            if episode.handler.stop_reason and id(episode.handler) not in logged_ids:
                 log.end(episode.handler)
         raise
     finally:
-        log.seconds += time.perf_counter() - began
+        log.seconds += time.perf_counter() - start
         calls.shutdown()
         if num_open:
             calls.stopping.set()
@@ -184,17 +185,17 @@ def collect(
 
 
 class _EnvCalls:
-    """Calls to environments, in threads; `answered` returns the episodes whose call is done.
+    """Calls environments in threads; `finished_episodes` returns the episodes whose call is done.
 
-    Two thread pools: a reset waits while a server is full (429), and must not block the steps that
-    will free a session.
+    Resets and steps have separate thread pools. A reset waits while a server is full (429), and it
+    must not block the steps that will free a session.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self.stopping = threading.Event()  # the loop ended early: open no more sessions
+        self.stopping = threading.Event()  # set if the loop ends early: open no more sessions
         self._resets = ThreadPoolExecutor(num_threads, THREAD_NAME)
         self._steps = ThreadPoolExecutor(num_threads, THREAD_NAME)
-        self._answers: queue.SimpleQueue[_Episode] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Episode] = queue.SimpleQueue()
 
     def reset(self, episode: _Episode) -> None:
         self._resets.submit(self._work, episode, episode.reset)
@@ -207,24 +208,24 @@ class _EnvCalls:
             call()
         except BaseException as error:  # a bug in a thread must surface in the loop
             episode.crash = error
-        if self.stopping.is_set():  # all sessions were closed, and this call may have opened one
+        if self.stopping.is_set():  # this call may have opened a session after all were closed
             episode.close()
-        self._answers.put(episode)
+        self._finished.put(episode)
 
-    def answered(self, log: RolloutLog, wait: bool) -> list[_Episode]:
-        """All episodes whose call is done; with `wait`, as soon as there is one."""
-        ready: list[_Episode] = []
+    def finished_episodes(self, log: RolloutLog, wait: bool) -> list[_Episode]:
+        """All episodes whose call is done; with `wait`, blocks until there is at least one."""
+        episodes: list[_Episode] = []
         if wait:
-            began = time.perf_counter()
-            while not ready:  # short waits, so that Ctrl-C is noticed
+            start = time.perf_counter()
+            while not episodes:  # short waits, so that Ctrl-C is noticed
                 try:
-                    ready.append(self._answers.get(timeout=IDLE_WAIT_S))
+                    episodes.append(self._finished.get(timeout=IDLE_WAIT_S))
                 except queue.Empty:
                     continue
-            log.engine_idle_s += time.perf_counter() - began
-        while not self._answers.empty():
-            ready.append(self._answers.get())
-        return ready
+            log.engine_idle_s += time.perf_counter() - start
+        while not self._finished.empty():
+            episodes.append(self._finished.get())
+        return episodes
 
     def shutdown(self) -> None:
         for threads in (self._resets, self._steps):
@@ -232,16 +233,16 @@ class _EnvCalls:
 
 
 def state_of(client: EnvClient) -> dict[str, Any] | None:
-    """The state as people see it, or None if the server has none (AgentGym's) or fails to show it:
-    the turn was played all the same."""
+    """The state as people see it, or None if the server does not offer it (AgentGym's) or fails.
+    Such a failure is ignored, because the turn itself was played."""
     with contextlib.suppress(EnvError):
         return client.state()
     return None
 
 
 def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
-    """Note the environment's answer to `turn` and end the trajectory if that ends it; whether it
-    goes on."""
+    """Record the environment's answer to `turn` and end the trajectory if the answer ends it.
+    Returns whether the trajectory continues."""
     turn.observation_text, turn.reward = result.observation, float(result.reward)
     turn.parse_error = result.info.get("parse_error")
     success = bool(result.info.get("success"))
@@ -257,24 +258,29 @@ def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
 def check_failures(
     trajectories: Sequence[Trajectory], limit: float, total: int | None = None
 ) -> None:
-    """Raise TooManyEnvFailures if more than the share `limit` of `total` (None: of these) was lost
-    to the infrastructure. Checked per environment, so that losing a small one is noticed."""
+    """Raise TooManyEnvFailures if more than the share `limit` of the trajectories was lost to the
+    infrastructure. Checked per environment, so that losing a small one is noticed.
+
+    Args:
+        total: number of trajectories that were requested, if `trajectories` holds only some.
+    """
     envs = dict.fromkeys(t.env for t in trajectories)
     for env in envs:
-        of_env = [t for t in trajectories if t.env == env]
-        lost = [t for t in of_env if t.stop_reason in LOST]
-        num_asked = len(of_env) if total is None else total
-        if len(lost) > limit * num_asked:
+        env_trajectories = [t for t in trajectories if t.env == env]
+        failures = [t for t in env_trajectories if t.stop_reason in LOST]
+        num_requested = len(env_trajectories) if total is None else total
+        if len(failures) > limit * num_requested:
             where = f" of {env}" if len(envs) > 1 else ""
             raise TooManyEnvFailures(
-                f"{len(lost)} of {num_asked} trajectories{where} were lost to the environment, "
-                f"more than --max-env-failures {limit:.0%}; last error: {lost[-1].error}"
+                f"{len(failures)} of {num_requested} trajectories{where} were lost to the "
+                f"environment, more than --max-env-failures {limit:.0%}; last error: "
+                f"{failures[-1].error}"
             )
 
 
 class _Episode:
-    """One trajectory in the making and its environment session. `reset` and `act` run in a thread
-    and touch nothing shared; `next_request` and `take` run in the loop."""
+    """A trajectory that is being played, and its environment session. `reset` and `act` run in a
+    thread and touch nothing shared; `next_request` and `add_generation` run in the loop."""
 
     def __init__(
         self,
@@ -295,16 +301,17 @@ class _Episode:
         self.handler = self._new_handler()
 
     def _new_handler(self) -> RolloutHandler:
-        heading = self.request.heading(self.pool.env)
-        return RolloutHandler(**heading, weight_version=self.settings.weight_version)
+        fields = self.request.trajectory_fields(self.pool.env)
+        return RolloutHandler(**fields, weight_version=self.settings.weight_version)
 
     def reset(self) -> None:
-        """Open a session on a healthy server and reset it. Tries up to NUM_TRIES servers, those
-        that failed this episode last; waits for full ones while sessions of ours may end."""
+        """Open a session on a healthy server and reset it, in up to NUM_RESETS attempts. Servers
+        that failed this episode come last. Full servers cost no attempt while sessions of ours are
+        open, whose end would make room."""
         self.handler, self.must_restart = self._new_handler(), False
-        left = NUM_TRIES
-        while left and not self.stopping.is_set():
-            left -= 1
+        attempts_left = NUM_RESETS
+        while attempts_left and not self.stopping.is_set():
+            attempts_left -= 1
             try:
                 self.client = self.pool.client(avoid=self.failed)
                 index, seed = self.request.task.task_index, self.request.seed
@@ -315,44 +322,44 @@ class _Episode:
                 return
             except EnvError as error:
                 self.give_up_session()
-                left += isinstance(error, TooManySessions) and self.pool.is_in_use()
-                if not left:
+                attempts_left += isinstance(error, TooManySessions) and self.pool.is_in_use()
+                if not attempts_left:
                     self.fail("env_error", error)
 
     def act(self) -> None:
         """Play the turn that was just sampled and append the environment's answer."""
         handler, turn = self.handler, self.handler.turns[-1]
-        if handler.stop_reason:  # the token budget ended inside this turn: it is not played
+        if handler.stop_reason:  # the token budget cut this turn, so it is not played
             self.close()
             return
-        assert self.client is not None  # reset succeeded, or there would be no turn
-        began = time.perf_counter()
+        assert self.client is not None  # there is a turn, so reset succeeded
+        start = time.perf_counter()
         try:
             result = self.client.step(turn.action_text)
-            turn.env_s = time.perf_counter() - began
+            turn.env_s = time.perf_counter() - start
             if self.settings.record_state:
                 turn.state = state_of(self.client)
         except EnvError as error:
-            self.give_up_session()  # now, or a full server could deadlock
+            self.give_up_session()  # before waiting for another, or a full server could deadlock
             if self.restarts_left:
                 self.restarts_left -= 1
-                self.must_restart = True  # by the loop, in the pool where waiting is allowed
+                self.must_restart = True  # the loop restarts it in the threads for resets
             else:
                 self.fail("env_error", error)
             return
         if take_result(handler, turn, result):
-            room = self.settings.max_trajectory_tokens - 2  # a token of an answer, its end-of-turn
-            if not handler.add_observation(self.chat, result.observation, room):
+            limit = self.settings.max_trajectory_tokens - 2  # room for one token and an end-of-turn
+            if not handler.add_observation(self.chat, result.observation, limit):
                 handler.stop("length", bool(result.info.get("success")))
         if handler.stop_reason:
             self.close()
 
     def next_request(self) -> SamplingSettings | None:
-        """How to sample the next turn, or None when the trajectory has ended."""
+        """Settings to sample the next turn with, or None if the trajectory has ended."""
         handler, s = self.handler, self.settings
-        # One id is kept back for the end-of-turn that a cut turn gets.
-        room = s.max_trajectory_tokens - len(handler.input_ids) - 1
-        if not handler.stop_reason and room < 1:  # the first observation alone is over the budget
+        # One token is reserved for the end-of-turn that a cut turn gets.
+        num_free = s.max_trajectory_tokens - len(handler.input_ids) - 1
+        if not handler.stop_reason and num_free < 1:  # the opening already exceeds the budget
             handler.stop("length")
             self.close()
         if handler.stop_reason:
@@ -360,14 +367,14 @@ class _Episode:
         self.submitted_at = time.perf_counter()
         r = self.request
         return SamplingSettings(
-            max_tokens=min(s.max_tokens_per_turn, room),
+            max_tokens=min(s.max_tokens_per_turn, num_free),
             temperature=s.temperature,
             seed=sampling_seed(s.seed, r.step, r.task.task_id, r.sample, len(handler.turns)),
             stop_token_ids=self.chat.stop_token_ids,
         )
 
-    def take(self, generation: Generation) -> None:
-        """Append a finished generation; decide whether the budget, not the policy, ended it."""
+    def add_generation(self, generation: Generation) -> None:
+        """Append the sampled turn; end the trajectory if its token budget cut the turn."""
         handler, s = self.handler, self.settings
         turn = handler.add_action(self.chat, generation.token_ids, generation.log_probs)
         turn.generate_s = time.perf_counter() - self.submitted_at
@@ -376,13 +383,13 @@ class _Episode:
             handler.stop("length")
 
     def give_up_session(self) -> None:
-        """The session failed: take the next one from another server, if there is one."""
+        """Close a session that failed and prefer other servers for the next one."""
         if self.client is not None:
             self.failed.add(self.client.base_url)
         self.close()
 
     def close(self) -> None:
-        client, self.client = self.client, None  # in one step: the loop and a thread may both close
+        client, self.client = self.client, None  # atomic: the loop and a thread can both close it
         if client is not None:
             client.close()
 
@@ -395,24 +402,25 @@ class _Episode:
 
 # ------------------------------------------------------------- which tasks a step plays, in order
 #
-#     position(t, n) = (t - 1) · size + n                  n-th task of draw t, counted from 1
+#     position(t, n) = (t - 1) · size + n                  n-th task (from 0) of draw t (from 1)
 #     epoch, place   = divmod(position, count)
 #     index(t, n)    = order_epoch[place]                  order: shuffled by (key, epoch)
 #
-# All tasks are taken once before any is taken again, each epoch in another order. There is no
-# cursor and no generator that a checkpoint could restore wrong. With several environments positions
-# are dealt out to them, and each counts its own: weights 2, 1 give a a b a a b ...
+# Every task is played once per epoch, and each epoch has a new order. There is no cursor or random
+# generator that a checkpoint could restore wrongly. With several environments, positions are
+# assigned to them in a fixed cycle (weights 2, 1 give a a b a a b ...), and each environment counts
+# only its own positions.
 
 
 def draw_indices(
     t: int, counts: Sequence[int], size: int, key: str, weights: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
-    """(environment, index in its list) of each task that the `t`-th draw takes. A draw may go on
-    into the next epoch, so that every step plays as many tasks.
+    """(environment, index in its task list) of each task in the `t`-th draw. All draws have the
+    same size, so a draw can run into the next epoch.
 
     Args:
-        counts: tasks of each environment.
-        weights: how many tasks of each environment follow one another; none: one of each.
+        counts: number of tasks of each environment.
+        weights: number of consecutive tasks of each environment; empty: one of each.
 
     >>> [index for t in (1, 2) for _, index in draw_indices(t, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]
@@ -421,32 +429,34 @@ def draw_indices(
     >>> draw_indices(1, [4, 2], 6, "0", [2, 1])
     [(0, 2), (0, 1), (1, 1), (0, 3), (0, 0), (1, 0)]
     """
-    dealt = _round_of(len(counts), weights)
+    cycle = _env_cycle(len(counts), weights)
     orders: dict[tuple[int, int], list[int]] = {}
-    taken = []
+    indices = []
     for position in range((t - 1) * size, t * size):
-        env = dealt[position % len(dealt)]
-        epoch, place = divmod(_times(env, position, dealt), counts[env])
+        env = cycle[position % len(cycle)]
+        epoch, place = divmod(_num_earlier(env, position, cycle), counts[env])
         if (env, epoch) not in orders:
             orders[env, epoch] = _order_of(epoch, counts[env], key)
-        taken.append((env, orders[env, epoch][place]))
-    return taken
+        indices.append((env, orders[env, epoch][place]))
+    return indices
 
 
-def epochs(t: int, counts: Sequence[int], size: int, weights: Sequence[int] = ()) -> list[float]:
-    """How often each environment's tasks have been taken once the `t`-th draw is done.
+def num_epochs(
+    t: int, counts: Sequence[int], size: int, weights: Sequence[int] = ()
+) -> list[float]:
+    """Passes over each environment's tasks after `t` draws.
 
-    >>> epochs(1, [4, 2], 6, [2, 1])
+    >>> num_epochs(1, [4, 2], 6, [2, 1])
     [1.0, 1.0]
     """
-    dealt = _round_of(len(counts), weights)
-    return [_times(env, t * size, dealt) / count for env, count in enumerate(counts)]
+    cycle = _env_cycle(len(counts), weights)
+    return [_num_earlier(env, t * size, cycle) / count for env, count in enumerate(counts)]
 
 
 def portion(t: int, count: int, size: int, key: str) -> tuple[list[int], float]:
-    """Indices of the conversations or pairs that the `t`-th step learns, at most `size`, and
-    the epochs done after it. The steps of an epoch have equal sizes: a step is a mean over its
-    rows, so a single row in a last step would count as much as `size` elsewhere.
+    """Indices of the conversations or pairs in the `t`-th step (at most `size`), and the number of
+    epochs after it. All steps of an epoch have the same size, give or take one. The loss is a mean
+    over a step's rows, so a single row left for a last step would count as much as `size` others.
 
     >>> [portion(t, 5, 4, "0")[0] for t in (1, 2)], portion(2, 5, 4, "0")[1]
     ([[2, 3], [4, 1, 0]], 1.0)
@@ -457,23 +467,23 @@ def portion(t: int, count: int, size: int, key: str) -> tuple[list[int], float]:
     return _order_of(epoch, count, key)[first:end], epoch + end / count
 
 
-def _round_of(num_envs: int, weights: Sequence[int]) -> list[int]:
-    """The environments as positions are dealt to them, over and over."""
+def _env_cycle(num_envs: int, weights: Sequence[int]) -> list[int]:
+    """The environments in the order in which positions are assigned to them, repeated forever."""
     weights = weights or [1] * num_envs
     return [env for env, weight in enumerate(weights) for _ in range(weight)]
 
 
-def _times(env: int, position: int, dealt: Sequence[int]) -> int:
-    """How many of the positions before this one are the environment's."""
-    rounds, rest = divmod(position, len(dealt))
-    return rounds * dealt.count(env) + dealt[:rest].count(env)
+def _num_earlier(env: int, position: int, cycle: Sequence[int]) -> int:
+    """How many of the positions before this one belong to the environment."""
+    num_cycles, remainder = divmod(position, len(cycle))
+    return num_cycles * cycle.count(env) + cycle[:remainder].count(env)
 
 
 def _order_of(epoch: int, count: int, key: str) -> list[int]:
     return random.Random(f"{key}/{epoch}").sample(range(count), count)
 
 
-def draw(
+def draw_requests(
     t: int,
     tasks: Sequence[Task],
     num_tasks: int,
@@ -483,21 +493,21 @@ def draw(
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
-    """The requests of the `t`-th draw, named by `step`; all samples of a group share the
-    environment's seed. A task that comes twice in a draw goes on counting its samples, because the
-    sampler's random numbers depend on step, task and sample alone.
+    """The requests of the `t`-th draw, labelled with `step`. All samples of a group share one
+    environment seed. If a task is drawn twice, the second group continues the sample numbers: the
+    sampler's random numbers depend only on step, task and sample.
 
     Args:
-        horizons: most turns in each environment.
-        weights: of the environments, in the order in which `tasks` names them.
+        horizons: maximum number of turns in each environment.
+        weights: of the environments, in the order of their first task in `tasks`.
     """
     by_env = list(tasks_by_env(tasks).values())
-    requests, first, num_before = [], (t - 1) * num_tasks, Counter[str]()
+    requests, first, num_samples = [], (t - 1) * num_tasks, Counter[str]()
     pairs = draw_indices(t, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
     for n, (env, index) in enumerate(pairs):
         task, env_seed = by_env[env][index], seed * 1_000_003 + first + n
-        k = num_before[task.task_id]
-        num_before[task.task_id] += group_size
+        k = num_samples[task.task_id]
+        num_samples[task.task_id] += group_size
         requests += [
             RolloutRequest(task, n, sample, env_seed, step, horizons[task.env])
             for sample in range(k, k + group_size)
@@ -508,7 +518,8 @@ def draw(
 def all_samples(
     tasks: Sequence[Task], samples: int, seed: int, step: int, horizons: Mapping[str, int]
 ) -> list[RolloutRequest]:
-    """The requests of an evaluation: every task `samples` times, all with one environment seed."""
+    """The requests of an evaluation: each task `samples` times, all with the same environment
+    seed."""
     return [
         RolloutRequest(task, group, sample, seed, step, horizons[task.env])
         for group, task in enumerate(tasks)
@@ -517,15 +528,15 @@ def all_samples(
 
 
 def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
-    """The requests of one process: all samples of every `ranks`-th task of each environment, so
-    that no process has a slow environment to itself.
+    """The requests of process `rank`: whole groups, every `ranks`-th of each environment. This way
+    the processes share the work of a slow environment.
 
     >>> tasks = [Task(f"t{n}", n, "", env) for n, env in enumerate(["quick", "slow"] * 2)]
-    >>> requests = draw(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})
+    >>> requests = draw_requests(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})
     >>> [sorted(r.task.env for r in share_of(requests, rank, 2)) for rank in (0, 1)]
     [['quick', 'slow'], ['quick', 'slow']]
     """
     env_of = {r.group_id: r.task.env for r in requests}
-    in_turn = sorted(env_of, key=lambda group: (env_of[group], group))
-    groups = set(in_turn[rank::ranks])
+    by_env = sorted(env_of, key=lambda group: (env_of[group], group))
+    groups = set(by_env[rank::ranks])
     return [r for r in requests if r.group_id in groups]

@@ -1,33 +1,33 @@
 """Multi-turn reinforcement learning of an LLM agent, from the first prompt to the last checkpoint,
 in one loop.
 
-    start: a model, warmed up on demonstrations where it needs that; held-out tasks, measured
+    start: load the model, warm it up on demonstrations if it needs that, evaluate it
                            │
-             tasks ──> 1 horizon: how many turns may the agent take at this step?
+             tasks ──> 1 horizon: how many turns may the agent take in this step?
                            │
-    environment servers <──> 2 roll out: sampler and environments take turns, token by token
+    environment servers <──> 2 roll out: the sampler acts, the environments answer, turn by turn
                            │        trajectories: ids, masks, log-probs, rewards
-                           3 log-probs of the same tokens: trainer, reference, critic
+                           3 log-probs of these tokens under trainer and reference; critic's values
                            │
                            4 advantages: was a token followed by more reward than usual?
                            │
-                           5 update: make those tokens more likely, a little
+                           5 update: make the tokens with positive advantage a little more likely
                            │
-                           6 sync: hand the new weights to the sampler, and check that they arrived
+                           6 sync: send the new weights to the sampler and check that they arrived
                            │
                            7 log, evaluate on held-out tasks, save ──> next step
 
-Banner 1 makes it ScalingInter-RL. Banner 4 makes it GRPO, RLOO, REINFORCE++ or PPO, which also
-needs a critic in 3 and 5.
+ScalingInter-RL adds banner 1. GRPO, RLOO, REINFORCE++ and PPO differ in banner 4; PPO also needs a
+critic, in banners 3 and 5.
 
     python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
     accelerate launch --config_file recipes/fsdp2.yaml train.py --env textcraft   # many GPUs
     python train.py --env textcraft --algorithm ppo --rounds 8       # all options: --help
 
-With several processes each runs this loop, line by line, on the same trajectories; what is split
-between them is in scale/distributed.py. Ctrl-C stops a run after saving; `--resume --run-dir DIR`
-goes on. Exit codes: 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
+With several processes, each one runs this loop on the same trajectories; scale/distributed.py
+explains how they share the work. Ctrl-C saves the run and stops it; `--resume --run-dir DIR`
+continues it. Exit codes: 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
 From Python: `from config import options`, `train(options("textcraft", steps=4))`.
 
@@ -58,7 +58,7 @@ from losses import (
 )
 from models import load_critic, load_policy
 from reporting.metrics import by_env, summarize_trajectories
-from rollout import RolloutRequest, draw, epochs
+from rollout import RolloutRequest, draw_requests, num_epochs
 from run import rundir
 from run.clock import Clock
 from run.progress import phase
@@ -76,12 +76,12 @@ SUMMARY = (__doc__ or "").split("\n\n")[0]
 
 
 def train(config: Config) -> Run:
-    """Train as the options say; the run, closed: `run.path` holds everything that it wrote.
+    """Train with these options. Returns the finished run; all its files are in `run.path`.
 
     Raises:
-        Misuse: an option, or what it names, cannot work; nothing was written.
-        KeyboardInterrupt: after Ctrl-C, once everything is saved.
-        RunFailed: training ended early; what was saved stays.
+        Misuse: an option is wrong, or a file or server that it names is; nothing was written.
+        KeyboardInterrupt: the user pressed Ctrl-C; everything is saved.
+        RunFailed: training ended early; earlier checkpoints remain.
     """
     c = config = checked(config)
     with open_session(config, RLWorker) as session:
@@ -153,20 +153,21 @@ def train(config: Config) -> Run:
 def requests_of(
     step: int, tasks: Sequence[Task], config: Config, horizons: Mapping[str, int]
 ) -> list[RolloutRequest]:
-    """The step's trajectories to roll: `rollout.draw`, a pure function of the step."""
+    """The step's rollout requests: `rollout.draw_requests`, a pure function of the step."""
     c = config
     size = c.tasks_per_step, c.group_size
-    return draw(step, tasks, *size, c.seed, step, horizons, c.env_weights)
+    return draw_requests(step, tasks, *size, c.seed, step, horizons, c.env_weights)
 
 
 def select(
     trajectories: Sequence[RolloutHandler], config: Config
 ) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
-    """The trajectories that enter the loss, of how many that were compared, and their share.
+    """The trajectories that enter the loss, the number that were compared, and metrics.
 
-    Dropped: trajectories lost to the infrastructure or without a policy token. For algorithms that
-    compare within a group also groups left with one member and, with --skip-zero-variance, groups
-    with equal returns: their advantages are 0, unless --kl-coef or --normalize-per-env moves them.
+    Dropped: trajectories that were lost to the infrastructure or have no policy token. Algorithms
+    that compare within a group also drop groups with one member. With --skip-zero-variance they
+    drop groups with equal returns too: those have zero advantage, except under --kl-coef or
+    --normalize-per-env.
     """
     usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
@@ -187,14 +188,15 @@ def select(
 
 
 def keep_num_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Config, float]:
-    """Shrink mini_batch_size so that the remaining rows take as many optimizer steps as all would;
-    and the steps that each stands for, where there are too few rows for that.
+    """Shrink mini_batch_size so that the remaining rows take as many optimizer steps as the full
+    batch would. Returns the new options and a weight for each step. The weight exceeds 1 if there
+    are too few rows for that many steps.
 
-    Each step is scaled by the share of rows with signal. With fewer steps as well, the rows that
-    were left out would count twice.
+    The loss is scaled by the share of rows with signal. Taking fewer optimizer steps on top of that
+    would count the dropped rows twice.
 
-    >>> made = [keep_num_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
-    >>> [(objective.mini_batch_size, round(weight, 2)) for objective, weight in made]
+    >>> results = [keep_num_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
+    >>> [(objective.mini_batch_size, round(weight, 2)) for objective, weight in results]
     [(64, 1.0), (16, 1.0), (2, 1.33)]
     """
     steps = math.ceil(num_compared / config.mini_batch_size)
@@ -203,8 +205,8 @@ def keep_num_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Co
 
 
 def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
-    """The control: every trajectory gets another one's return, on its last turn. The multiset of
-    returns stays; what a trajectory did no longer matters."""
+    """A control experiment: permute the returns among the trajectories, so that a trajectory's
+    return no longer depends on its actions. The return is paid on the last turn."""
     valid = [t for t in trajectories if t.is_valid]
     returns = [t.total_return for t in valid]
     random.Random(seed).shuffle(returns)
@@ -220,14 +222,14 @@ def shuffle_rewards(trajectories: Sequence[RolloutHandler], seed: int) -> None:
 class RLWorker(Worker):
     """A worker that scores trajectories and learns from advantages. It adds
 
-        critic         PPO's: the return to expect after each token
-        reference      the policy that the run began with, frozen; with LoRA the policy without its
+        critic         for PPO: predicts the return after each token
+        reference      a frozen copy of the initial policy; with LoRA, the policy without its
                        adapters
-        schedulers     how many turns the agent may take at step t, one per environment
-        kl_controller  the weight of the KL penalty in the reward, fixed or steered
+        schedulers     one per environment: how many turns the agent may take at step t
+        kl_controller  the weight of the KL penalty in the reward, fixed or adaptive
 
     Raises:
-        Misuse: what only the tasks, the model or the first prompt reveal.
+        Misuse: an option does not fit the tasks, the model or the first prompt.
     """
 
     config: Config
@@ -240,7 +242,7 @@ class RLWorker(Worker):
         if config.tasks_per_step % ranks:
             raise Misuse(
                 f"--tasks-per-step {config.tasks_per_step} must be a multiple of the {ranks} "
-                "processes: each rolls out as many tasks as the others"
+                "processes: each one rolls out the same number of tasks"
             )
         super().__init__(config, run, stack, stop)
         self.schedulers = {
@@ -254,7 +256,7 @@ class RLWorker(Worker):
             )
 
     def load_models(self) -> None:
-        """The policy, PPO's critic and the frozen reference, as far as the options need them."""
+        """Load the policy and, if the options need them, PPO's critic and the frozen reference."""
         super().load_models()
         c = self.config
         self.critic: Learner | None = None
@@ -268,17 +270,17 @@ class RLWorker(Worker):
 
     @property
     def needs_start(self) -> bool:
-        """Also where the reference is loaded from there."""
+        """Also true if the reference is loaded from the start model."""
         return super().needs_start or self.has_reference
 
     def rounds_at(self, step: int) -> dict[str, int]:
-        """Environment -> how many turns the agent may take in it at this step."""
+        """Environment name -> maximum number of turns at this step."""
         return {env: scheduler.rounds_at(step) for env, scheduler in self.schedulers.items()}
 
     def epoch_of(self, step: int) -> float:
-        """Passes over the tasks after a step; with several environments, the smallest of theirs."""
+        """Passes over the tasks after a step; with several environments, the minimum over them."""
         c, counts = self.config, [len(tasks) for tasks in tasks_by_env(self.tasks).values()]
-        return min(epochs(step, counts, c.tasks_per_step, c.env_weights))
+        return min(num_epochs(step, counts, c.tasks_per_step, c.env_weights))
 
     def rates(self) -> dict[str, float]:
         return super().rates() | {"critic": self.config.critic_learning_rate}
@@ -291,8 +293,8 @@ class RLWorker(Worker):
         return parts
 
     def score(self, batch: Batch, objective: Objective) -> None:
-        """Banner 3: old log-probs (only if the policy moves more than once, see update.py),
-        reference log-probs, values."""
+        """Banner 3: compute old log-probs, reference log-probs and values. Old log-probs are needed
+        for the KL penalty and if the step takes several optimizer steps (update.py)."""
         c, policy, device = self.config, self.policy.model, self.device
         self.rest()
         with phase("log-probs"):
@@ -300,14 +302,14 @@ class RLWorker(Worker):
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.reference is not None:
                 batch.ref_log_probs = score_policy(self.reference, batch, c, device)
-            elif self.has_reference:  # with LoRA: the base, without a second copy of it
+            elif self.has_reference:  # LoRA: the base model without adapters needs no second copy
                 with adapters_off(policy):
                     batch.ref_log_probs = score_policy(policy, batch, c, device)
             if self.critic is not None:
                 batch.values = score_critic(self.critic.model, batch, c, device)
 
     def penalize_kl(self, batch: Batch) -> dict[str, float]:
-        """With --kl-coef, take the KL to the start policy off the step's rewards."""
+        """With --kl-coef, subtract the KL to the reference policy from the rewards."""
         old, ref = batch.old_log_probs, batch.ref_log_probs
         if old is None or ref is None or not self.config.kl_coef:
             return {}
@@ -321,8 +323,8 @@ class RLWorker(Worker):
     def update(
         self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0
     ) -> dict[str, float]:
-        """Banner 5: optimizer steps on the critic, if there is one, and on the policy. The step is
-        the seed of the order of the mini-batches."""
+        """Banner 5: take optimizer steps on the critic (PPO) and on the policy. The step number
+        seeds the order of the mini-batches."""
         self.set_learning_rates(step)
         metrics: dict[str, float] = {}
         if self.critic is not None:
@@ -335,7 +337,7 @@ class RLWorker(Worker):
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run; the exit code."""
+    """Parse the options and train; returns the exit code."""
     return run_command(argv, SUMMARY, Config, train)
 
 

@@ -150,7 +150,7 @@ def play_lockstep(
             while engine.num_running:
                 for generation in engine.poll():
                     tokens += len(generation.token_ids)
-                    playing[generation.request_id].take(generation)
+                    playing[generation.request_id].add_generation(generation)
             list(threads.map(_Episode.act, playing.values()))
     return {"tokens": tokens, "seconds": time.perf_counter() - began}
 

@@ -48,7 +48,7 @@ from envclient import EnvPool, local_server  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from models import load_tokenizer  # noqa: E402
 from recipes.common import read_lines  # noqa: E402
-from rollout import draw, take_result  # noqa: E402
+from rollout import draw_requests, take_result  # noqa: E402
 from scale.distributed import make_accelerator  # noqa: E402
 from scale.precision import choose  # noqa: E402
 from trajectory import RolloutHandler  # noqa: E402
@@ -105,7 +105,7 @@ def play_lockstep(
     """Lockstep rounds with transformers' generation. The handlers, which hold ids and masks, are
     ours and cost nothing beside the generation."""
     clients = [pool.client() for _ in requests]
-    handlers = [RolloutHandler(**r.heading(config.env)) for r in requests]
+    handlers = [RolloutHandler(**r.trajectory_fields(config.env)) for r in requests]
 
     def reset(i: int) -> None:
         observation = clients[i].reset(requests[i].task.task_index, seed=requests[i].seed)
@@ -207,7 +207,7 @@ def trl_steps(config: Config, start: str) -> list[Figures]:
     tasks = load_tasks(config.env, config.split, config.tasks, config.subtasks)
     size, horizons = (config.tasks_per_step, config.group_size), {config.env: config.rounds[0]}
     plan = {
-        step: draw(step, tasks, *size, config.seed, step, horizons, config.env_weights)
+        step: draw_requests(step, tasks, *size, config.seed, step, horizons, config.env_weights)
         for step in range(1, config.steps + 1)
     }
     tokenizer = load_tokenizer(start)

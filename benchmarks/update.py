@@ -51,7 +51,7 @@ def play(chat: ChatTemplate, task: Task, group_id: int, sample: int) -> RolloutH
     error_rate = rng.random()
     env = TextCraft()
     request = RolloutRequest(task, group_id, sample, 0, 1, MAX_ROUNDS)
-    handler = RolloutHandler(**request.heading("textcraft"))
+    handler = RolloutHandler(**request.trajectory_fields("textcraft"))
     handler.start(chat, env.PROMPT, env.reset(task.task_index, 0))
     while not handler.stop_reason:
         thought, action = env.oracle()

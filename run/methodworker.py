@@ -45,7 +45,7 @@ from envs import names_of
 from formats import read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
-from rollout import draw
+from rollout import draw_requests
 from run.clock import Clock
 from run.files import write_json, write_text
 from run.progress import phase
@@ -202,7 +202,7 @@ class MethodWorker(Worker):
         assert isinstance(c, IteratedConfig)
         turn, horizons = (step - 1) // c.steps_per_iteration + 1, horizons_of(c)
         size = (c.tasks_per_iteration, c.group_size)
-        requests = draw(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
+        requests = draw_requests(turn, self.tasks, *size, c.seed, step, horizons, c.env_weights)
         self.sync_probed(step, self.openings)
         played, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", played)

@@ -292,7 +292,7 @@ class Worker:
         seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
         log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
         log.generated_tokens = sum(generated)
-        place = {r.heading("")["trajectory_id"]: n for n, r in enumerate(requests)}
+        place = {r.trajectory_fields("")["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: place[handler.trajectory_id])
         check_failures(handlers, c.max_env_failures)

@@ -1,8 +1,8 @@
 """
 Play an environment with a model behind an OpenAI-compatible chat server.
 
-Such a server takes messages and returns text: no token ids, no log-probs. Nothing can be trained on
-that, but everything can be measured, so this file has a short episode loop over messages:
+The server receives messages and returns text, without token ids or log-probs. That is enough for
+evaluation, but not for training. So this file has a short episode loop over messages:
 
     messages = PROMPT + [first observation]
     repeat at most max_rounds times:
@@ -10,18 +10,18 @@ that, but everything can be measured, so this file has a short episode loop over
         observation = env.step(text)
         messages   += [assistant: text, user: observation]
 
-Each episode runs in a thread of its own. A trajectory is written as the same line as one of token
-ids, with the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`) null.
+Each episode runs in a separate thread. Trajectories are written in the same format as those of a
+local model, with null in the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`).
 
-    429, 408, 409, 5xx, time-out, connection      asked again with back-off (`Retry-After` counts);
-    lost, an answer that is no chat completion    then the trajectory is lost: `engine_error`
+    429, 408, 409, 5xx, time-out, connection      retried with back-off (`Retry-After` is honoured);
+    lost, an answer without a chat completion     then the trajectory is lost: `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
-    400 or 422 in the middle of an episode        what was said there, a filter: `engine_error`
-    any other 4xx (key, model name, option), 3xx  will fail for every request: the run stops
-    nobody has ever answered at the address       the same
-    an answer without text                        the model said "": an unparsable action, reward 0
-    the environment server fails                  as in rollout.py: a reset is tried 3 times, an
-                                                  episode once more from its reset; then `env_error`
+    400 or 422 in the middle of an episode        a filter refused the text: `engine_error`
+    any other 4xx (key, model name, option), 3xx  would fail for every request: the run stops
+    no server ever answered at the address        the run stops
+    an answer without text                        treated as "": an unparsable action, reward 0
+    the environment server fails                  as in rollout.py: up to 3 resets, one restart of
+                                                  an episode; then `env_error`
 
 Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 """
@@ -50,7 +50,7 @@ from envs.http import (
     proxy_of,
 )
 from rollout import (
-    NUM_TRIES,
+    NUM_RESETS,
     RolloutRequest,
     RolloutSettings,
     check_failures,
@@ -60,14 +60,14 @@ from rollout import (
 )
 from trajectory import Trajectory, Turn
 
-MAY_PASS = (408, 409, 429)  # of the 4xx: asked again
-FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before another try
-NEWER_LIMIT = "max_completion_tokens"  # what OpenAI's reasoning models call max_tokens
+RETRIED_4XX = (408, 409, 429)
+FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before a retry
+NEWER_LIMIT = "max_completion_tokens"  # the name of max_tokens for OpenAI's reasoning models
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
 
 
 class ApiError(EngineError):
-    """The chat server gave no usable answer, also not when asked again."""
+    """The chat server gave no usable answer, even after the retries."""
 
 
 class ApiRefused(ApiError):
@@ -75,7 +75,7 @@ class ApiRefused(ApiError):
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.status = status  # of the answer, if there was one
+        self.status = status  # HTTP status, if there was an answer
 
 
 class ContextFull(ApiError):
@@ -83,19 +83,19 @@ class ContextFull(ApiError):
 
 
 class Stopped(Exception):
-    """The run is stopped while this episode waits."""
+    """The run was stopped while this episode was waiting."""
 
 
 class ChatApi:
     """POST /chat/completions with time-outs and a bounded number of retries.
 
     Args:
-        base_url: what an OpenAI client takes as base_url; a bare http://host:port gets /v1.
+        base_url: the same as an OpenAI client's; /v1 is appended to a bare http://host:port.
         api_key: sent as bearer token; never logged.
-        timeout_s: seconds for one answer, to its last byte.
-        max_retries: further attempts after the first; 8 wait about 40 s in all.
+        timeout_s: time limit for one complete answer, in seconds.
+        max_retries: attempts after the first one; 8 wait about 40 s in total.
 
-    Raises: ValueError if the address is not one, or holds a user, a password or a key.
+    Raises: ValueError if base_url is not an address, or holds a user, a password or a key.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class ChatApi:
         base = checked_url(base_url, "--api-base")
         base += "" if urlsplit(base).path else "/v1"
         self.url, self.model, self.max_retries = f"{base}/chat/completions", model, max_retries
-        self.stopped = threading.Event()  # once set, nothing is asked any more
+        self.stopped = threading.Event()  # after this is set, no request is sent
         self._limit = "max_tokens"
         self._has_answered = False
         self._headers = JSON_HEADERS | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        # Certificates that come with Python packages: a container may lack the system's.
+        # Use the certificates of a Python package, because a container may lack the system's.
         context = httpx.create_ssl_context() if base.startswith("https") else None
         proxy = proxy_of(base)
         self._http = HttpClient(base, timeout_s, proxy_url=proxy, ssl_context=context)
@@ -130,22 +130,22 @@ class ChatApi:
             # Some servers refuse a message without text.
             "messages": [m | {"content": m["content"] or " "} for m in messages],
             "temperature": temperature,
-            "seed": seed % 2**31,  # some servers' field is not wider
+            "seed": seed % 2**31,  # some servers accept only 31 bits
         }
         wait_s = 0.0
         for attempt in range(self.max_retries + 1):
             if self.stopped.wait(wait_s):
                 raise Stopped
             wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.75, 1)
-            limit = self._limit  # another thread may change it
+            limit = self._limit  # read only here: another thread may change it
             content = json.dumps(body | {limit: max_tokens}).encode()
             try:
                 answer = self._http.ask("POST", "/chat/completions", content, self._headers)
             except ExchangeError as error:
                 is_lost = isinstance(error, ConnectionLost)
                 if is_lost and not self._has_answered and not self.stopped.is_set():
-                    what = "nobody answers at this address; is the server running? See --api-base"
-                    raise ApiRefused(f"{self.url}: {what}") from None
+                    reason = "no server answers at this address; is it running? See --api-base"
+                    raise ApiRefused(f"{self.url}: {reason}") from None
                 problem = str(error)
             else:
                 self._has_answered = True
@@ -161,18 +161,18 @@ class ChatApi:
         raise ApiError(f"{self.url} gave no answer in {attempt + 1} attempts; {problem}")
 
     def stop(self) -> None:
-        """No more questions: what is asked, or waits for a retry, ends now."""
+        """Send no more requests; end those that are running or wait for a retry."""
         self.stopped.set()
         self._http.abort()
 
     def _raise_if_final(self, answer: Answer, problem: str) -> None:
-        """Raise unless the same request may pass later."""
+        """Raise an error unless a retry of the same request could succeed."""
         status, text = answer.status, answer.text.lower()
-        if 300 <= status < 400:  # not followed: the key would go wherever the answer says
-            problem += f" (it leads to {answer.headers.get('Location', '')[:300]!r})"
+        if 300 <= status < 400:  # redirects are not followed: they would get the API key
+            problem += f" (a redirect to {answer.headers.get('Location', '')[:300]!r})"
         if status in (400, 413) and any(words in text for words in LENGTH_WORDS):
             raise ContextFull(f"{self.url} answered {problem}")
-        if 300 <= status < 500 and status not in MAY_PASS:
+        if 300 <= status < 500 and status not in RETRIED_4XX:
             raise ApiRefused(f"{self.url} answered {problem}", status)
 
 
@@ -184,13 +184,13 @@ def message_text(answer: Answer) -> str | None:
         content = parse(answer.body)["choices"][0]["message"].get("content")
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    if isinstance(content, list):  # some servers send parts, of which text is one kind
+    if isinstance(content, list):  # some servers send a list of parts; only some are text
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
 def retry_after(answer: Answer) -> float | None:
-    """Seconds to wait, as the server says."""
+    """Seconds to wait according to the server's Retry-After header, if it has a usable one."""
     with contextlib.suppress(ValueError):
         seconds = float(answer.headers.get("Retry-After", ""))
         if 0 < seconds <= MAX_RETRY_AFTER_S:
@@ -213,31 +213,32 @@ def run_api_episode(
     Raises: EnvError if the environment fails, ApiError if the chat server does, Stopped.
     """
     t, task = trajectory, request.task
-    # For the chat server; it differs between the samples of a task.
+    # The seed for the chat server differs between the samples of a task.
     seed = sampling_seed(settings.seed, request.step, task.task_id, request.sample, turn=0)
     observation = client.reset(task.task_index, seed=request.seed)
     t.messages = [*client.prompt]
     t.first_state = state_of(client) if settings.record_state else None
     while True:
         t.messages.append({"role": "user", "content": observation})
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             text = api.complete(
                 t.messages, settings.max_tokens_per_turn, settings.temperature, seed
             )
         except ContextFull as error:
-            if not t.turns:  # the request itself never fits
-                raise ApiRefused(f"{error}; a smaller --max-tokens-per-turn may") from None
+            if not t.turns:  # even the first request does not fit
+                hint = "a smaller --max-tokens-per-turn may fit"
+                raise ApiRefused(f"{error}; {hint}") from None
             return t.stop("length")
         except ApiRefused as error:
-            if t.turns and error.status in (400, 422):  # a filter: concerns this episode alone
+            if t.turns and error.status in (400, 422):  # a filter: only this episode fails
                 raise ApiError(str(error)) from None
             raise
-        generated = time.perf_counter()
+        env_start = time.perf_counter()
         result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
         turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
-        turn.generate_s, turn.env_s = generated - began, time.perf_counter() - generated
+        turn.generate_s, turn.env_s = env_start - start, time.perf_counter() - env_start
         if settings.record_state:
             turn.state = state_of(client)
         t.turns.append(turn)
@@ -253,12 +254,12 @@ def collect_api(
     settings: RolloutSettings,
     progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """`rollout.collect` over messages, `settings.env_workers` episodes at a time.
+    """Like `rollout.collect`, but over messages: `settings.env_workers` episodes at a time.
 
     Args:
-        api: is stopped when this returns or raises.
-        progress: called with each trajectory as it ends, from this thread.
-    Raises: ApiRefused, TooManyEnvFailures; episodes under way are dropped.
+        api: stopped when this function returns or raises.
+        progress: called in this thread with each trajectory that ends.
+    Raises: ApiRefused, TooManyEnvFailures; unfinished episodes are dropped.
     """
     threads = ThreadPoolExecutor(settings.env_workers)
     try:
@@ -278,23 +279,23 @@ def collect_api(
 def _play_with_retries(
     api: ChatApi, pool: EnvPool, request: RolloutRequest, settings: RolloutSettings
 ) -> Trajectory:
-    """Play; what a server loses is tried again, then marked with its stop_reason and error."""
-    tries_left = {"reset": NUM_TRIES, "step": 2, "ask": 1}
-    tried: set[str] = set()
+    """Play an episode, retrying it if a server fails; then mark it with stop_reason and error."""
+    attempts_left = {"reset": NUM_RESETS, "step": 2, "complete": 1}
+    used_urls: set[str] = set()
     while True:
-        trajectory = Trajectory(**request.heading(pool.env))
+        trajectory = Trajectory(**request.trajectory_fields(pool.env))
         try:
-            with contextlib.closing(pool.client(avoid=tried)) as client:
-                tried.add(client.base_url)
+            with contextlib.closing(pool.client(avoid=used_urls)) as client:
+                used_urls.add(client.base_url)
                 run_api_episode(api, client, request, settings, trajectory)
                 return trajectory
         except ApiRefused:
             raise
         except (EnvError, ApiError) as error:
-            failed = "step" if trajectory.messages else "reset"
-            failed = "ask" if isinstance(error, ApiError) else failed
-            tries_left[failed] -= 1
-            if not tries_left[failed]:
+            call = "step" if trajectory.messages else "reset"
+            call = "complete" if isinstance(error, ApiError) else call
+            attempts_left[call] -= 1
+            if not attempts_left[call]:
                 trajectory.error = " ".join(str(error).split())
-                trajectory.stop("engine_error" if failed == "ask" else "env_error")
+                trajectory.stop("engine_error" if call == "complete" else "env_error")
                 return trajectory

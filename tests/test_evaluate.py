@@ -249,7 +249,7 @@ BAD_COMMANDS = {
     "--api-base http://h --api-model m --api-key-env NO_SUCH_KEY": "NO_SUCH_KEY",
     "--api-base h:1 --api-model m": "not an address",
     "--env all --tasks x.json": "--env all",
-    "--env textcraft --resume --out x": "--resume goes on with --env all",
+    "--env textcraft --resume --out x": "--resume needs --env all",
     "--env all --resume --out tests": "--out tests holds no results",
     "--subtasks nix": "nix",
     "--compare one.json": "two files",

@@ -52,7 +52,7 @@ def test_errors_are_those_of_a_server(what, kind):
         with pytest.raises(kind) as error:
             what(client)
         assert client.base_url in error.value.url
-        errors.append((error.value.what, error.value.status))
+        errors.append((error.value.problem, error.value.status))
     assert errors[0] == errors[1]
 
 

@@ -20,7 +20,7 @@ from config import (
     tasks_of,
 )
 from reporting.plots import read_run
-from rollout import draw
+from rollout import draw_requests
 from run.worker import plan
 
 WORLDS = """
@@ -104,7 +104,7 @@ def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds
     assert near.group_size == far.group_size == config.group_size == 4, "the largest"
     assert [t.task_id for t in tasks_of(config)][4:6] == ["near_4", "far_0"]
     assert Counter(t.env for t in held_out_tasks(config)) == {"near": 3, "far": 3}
-    requests = draw(4, tasks_of(config), 6, 2, 0, 4, horizons_of(config), (2, 1))
+    requests = draw_requests(4, tasks_of(config), 6, 2, 0, 4, horizons_of(config), (2, 1))
     assert Counter((r.task.env, r.max_rounds) for r in requests) == {("near", 2): 8, ("far", 3): 4}
     assert horizons_of(replace(config, rounds=(7,))) == {"near": 7, "far": 7}
     assert evaluation_horizons(replace(config, eval_rounds=9)) == {"near": 9, "far": 9}

@@ -42,9 +42,9 @@ from rollout import (
     check_failures,
     collect,
     draw_indices,
+    draw_requests,
     sampling_seed,
 )
-from rollout import draw as draw_requests
 from scale.default_models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
