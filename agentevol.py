@@ -154,7 +154,7 @@ def train(config: EvolConfig) -> Run:
                 if place == 0 or not evolving:
                     with clock("time/rollout_s"):
                         evolving, explored = evolve(session, files, step, demonstrations)
-                w.rest()  # while the weights are still those of a step
+                w.sleep_sampler()  # while the weights are still those of a step
             if place == 0:
                 metrics |= explored
                 if iteration:  # the first begins with the start as it is

@@ -192,7 +192,7 @@ def train(config: DpoConfig) -> Run:
                 batch = batch_of([pairs[i] for i in chosen], w.pad_id)  # B = 2 rows a pair
                 batch.ref_sums = ref_sums[chosen].flatten()  # (B,)
                 with session.saving_on_failure():
-                    w.rest()
+                    w.sleep_sampler()
                 w.set_learning_rates(step)
                 with clock("time/update_s"):
                     metrics |= prefer(
@@ -513,7 +513,7 @@ def reference_sums(worker: MethodWorker, pairs: Sequence[Pair]) -> Tensor:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; no weight has changed.
     """
-    worker.rest()
+    worker.sleep_sampler()
     sums: list[Tensor] = []
     size, total = worker.config.mini_batch_size // 2, 2 * len(pairs)
     in_time = advice("time/log_probs_s", vars(worker.config))  # where memory is short

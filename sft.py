@@ -128,7 +128,7 @@ def train(config: SftConfig) -> Run:
 
             # ----------------------------------------------------------------------------- 2 update
             with session.saving_on_failure():
-                w.rest()
+                w.sleep_sampler()
             w.set_learning_rates(step)
             with clock("time/update_s"):
                 metrics = imitate(w.policy, batch, w.objective_for(len(batch)), seed=step)
@@ -138,7 +138,7 @@ def train(config: SftConfig) -> Run:
             # ---------------------------------------------------------------- 3 measure, log, save
             if held_out and is_due(step, config.eval_every or epoch, config.steps):
                 in_time = advice("time/log_probs_s", vars(config))  # where memory is short
-                with session.saving_on_failure(learned=True), in_time:
+                with session.saving_on_failure(weights_changed=True), in_time:
                     metrics["eval/loss"] = loss_on(w, held_out)
                     note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_evaluated(session, step, batch, clock)
@@ -182,7 +182,7 @@ def choose_held_out(task_ids: Sequence[str], share: float, seed: int) -> set[str
 
 def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
     """The loss on held-out examples (nats per action token). Collective."""
-    worker.rest()
+    worker.sleep_sampler()
     total, tokens, size = 0.0, 0.0, worker.config.mini_batch_size
     for start in range(0, len(examples), size):
         batch = worker.batch_of(examples[start : start + size])

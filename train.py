@@ -125,7 +125,7 @@ def train(config: Config) -> Run:
                     metrics |= w.update(step, batch, objective, share)
 
                 # --------------------------------------------------------------------------- 6 sync
-                with session.saving_on_failure(learned=True), clock("time/sync_s"):
+                with session.saving_on_failure(weights_changed=True), clock("time/sync_s"):
                     difference, clock.values["sync/bytes"] = w.sync(step, usable)
                     metrics["sync/log_prob_diff_mean"] = difference
 
@@ -296,7 +296,7 @@ class RLWorker(Worker):
         """Banner 3: compute old log-probs, reference log-probs and values. Old log-probs are needed
         for the KL penalty and if the step takes several optimizer steps (update.py)."""
         c, policy, device = self.config, self.policy.model, self.device
-        self.rest()
+        self.sleep_sampler()
         with phase("log-probs"):
             if c.kl_coef or objective.num_optimizer_steps(len(batch)) > 1:
                 batch.old_log_probs = score_policy(policy, batch, c, device)

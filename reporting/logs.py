@@ -1,8 +1,8 @@
-"""Logs as files: one JSON object with a `step` on each line, read back and cut back.
+"""Log files: one JSON object with a `step` per line. A resumed run reads them and cuts them back.
 
-A crash can only cut the last line short: a bad last line is left out, any other is an error.
+A crash can only cut the last line short, so a bad last line is skipped; any other is an error.
 
-Read next: reporting/metrics.py, which writes them.
+Read next: reporting/metrics.py, which writes these files.
 """
 
 import json
@@ -12,38 +12,38 @@ from typing import Any
 
 from run.files import write_text
 
-ALARMS = "alarms.jsonl"  # the sentinels' alarms while the run went on
+ALARMS = "alarms.jsonl"  # log of the sentinels' alarms
 
 
 class LogError(ValueError):
-    """A log is not as its run must have written it; the message says what to do."""
+    """A log file is damaged; the message says what to do."""
 
 
 def require_steps(path: Path, last_step: int) -> None:
-    """Raise LogError unless the log holds each of the steps 1 to `last_step`, once.
+    """Raise LogError unless the log has every step from 1 to `last_step` exactly once.
 
-    A log is flushed before the checkpoint of its step gets its name, so no crash can cause this.
+    A crash cannot cause this, since a step is flushed to the log before its checkpoint is renamed.
     """
     steps = [row["step"] for row in read_log(path)] if path.exists() else []
     steps = [step for step in steps if step <= last_step]
     if steps != list(range(1, last_step + 1)):
         missing = sorted(set(range(1, last_step + 1)) - set(steps))
-        problem = f"lacks step {missing[0]}" if missing else "holds a step twice"
+        problem = f"lacks step {missing[0]}" if missing else "has a step twice"
         raise LogError(
             f"{path} {problem}, but the newest checkpoint is of step {last_step}: put a copy of "
-            "the log back, or move later checkpoints out of the run to resume from an earlier one"
+            "the log back, or move the newest checkpoints away to resume from an earlier one"
         )
 
 
-def truncate_log(path: Path, last_step: int, then: str = "") -> None:
-    """Keep the lines of steps <= last_step, byte for byte, and add `then`."""
+def truncate_log(path: Path, last_step: int, new_line: str = "") -> None:
+    """Keep the lines of steps <= last_step, byte for byte, and append `new_line`."""
     if path.exists():
-        kept = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
-        write_text(path, "".join(kept) + then)
+        lines = [line + "\n" for line, row in _parsed_lines(path) if row["step"] <= last_step]
+        write_text(path, "".join(lines) + new_line)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a log. Raises LogError for a bad line that is not a cut-short last one."""
+    """The rows of a log. Raises LogError if a line other than the last is not valid."""
     return [row for _, row in _parsed_lines(Path(path))]
 
 
@@ -58,6 +58,6 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, row
         elif number < len(lines):
             raise LogError(
-                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; mend or "
+                f"{path} line {number} is not a JSON object with a step: {line[:80]!r}; repair or "
                 "remove it"
             )

@@ -1,20 +1,22 @@
-"""What a run logs: one definition for every name, two log files, one JSON object a step.
+"""Metrics: a definition for every logged name, and the two files that a run logs them to.
 
-    metrics.jsonl   what follows from the seed: returns, losses, counts; never a time. Under
-                    `--deterministic` the same bytes each time, also if the run was resumed
-    timings.jsonl   seconds, tokens per second, bytes: different in every run
+Each file has one JSON object per step:
+
+    metrics.jsonl   values that follow from the seed: returns, losses, counts; never a time. With
+                    `--deterministic` every run writes the same bytes, even if it was resumed
+    timings.jsonl   seconds, tokens per second, bytes; different in every run
 
 A value that is not finite is written as null. On resume both files are cut back to the checkpoint's
-step. The numbers of one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
+step. For one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
 
     R_i                  = Σ_n r_{i,n}                     return: the sum of the turns' rewards
     return_mean          = (1/N) Σ_i R_i
-    success_rate         = (1/N) Σ_i 1[the env says: solved]
+    success_rate         = (1/N) Σ_i 1[the environment reports success]
     action_tokens_mean   = (1/N) Σ_i Σ_t loss_mask_{i,t}   only tokens that the policy sampled
-    groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups without a GRPO signal
+    groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups with zero GRPO advantage
 
-N counts valid trajectories. One that the infrastructure lost (`env_error`, `engine_error`) is in no
-mean, and counted in `train/env_failures` and `train/stop/*`.
+N counts valid trajectories. A trajectory lost to the infrastructure (`env_error`, `engine_error`)
+is left out of the means; it is counted in `train/env_failures` and `train/stop/*`.
 
 Read next: run/session.py, which logs these numbers; reporting/plots.py, which draws them.
 """
@@ -37,62 +39,62 @@ from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal
 
 # Deterministic given the seed: metrics.jsonl.
 METRICS: dict[str, str] = {
-    # train/: this step's trajectories, sampled before the update. Invalid ones are in no mean.
-    "train/return_mean": "mean over valid trajectories of the sum of rewards (0..1)",
-    "train/success_rate": "share of valid trajectories that the env declared solved (0..1)",
+    # train/: this step's trajectories, sampled before the update. Means are over valid ones.
+    "train/return_mean": "mean return (sum of rewards) of valid trajectories (0..1)",
+    "train/success_rate": "share of valid trajectories that solved their task (0..1)",
     "train/turns_mean": "mean number of turns of a valid trajectory (turns)",
     "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
-    "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt and all (tokens)",
-    "train/parse_error_rate": "share of turns without an action in the asked-for format (0..1)",
-    "train/repeated_token_rate": "share of sampled tokens in repeated 4-grams of their turn (0..1)",
+    "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt included (tokens)",
+    "train/parse_error_rate": "share of turns whose action could not be parsed (0..1)",
+    "train/repeated_token_rate": "share of sampled tokens in 4-grams repeated in their turn (0..1)",
     "train/groups": "number of tasks with at least one valid trajectory (count)",
-    "train/groups_zero_variance": "number of those with equal returns: no GRPO signal (count)",
-    "train/trajectories_used": "how many entered the loss; of agentevol.py, the set (count)",
-    "train/env_failures": "number of trajectories lost to the env server or the engine (count)",
+    "train/groups_zero_variance": "number of these tasks whose returns are all equal (count)",
+    "train/trajectories_used": "trajectories in the loss; agentevol.py: evolving set (count)",
+    "train/env_failures": "trajectories lost to a failed environment server or sampler (count)",
     **{
-        f"train/stop/{reason}": f"share of all trajectories, lost ones too: {why} (0..1)"
+        f"train/stop/{reason}": f"share of all trajectories, including lost ones: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
-    "horizon/max_rounds": "turns the scheduler allowed, the most of all environments (turns)",
+    "horizon/max_rounds": "turn limit of this step, the largest of all environments (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
-    "policy/loss": "clipped policy loss, by token or --loss-agg, with KL and entropy terms (nats)",
+    "policy/loss": "clipped policy loss (see --loss-agg) with KL and entropy terms (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
     "policy/approx_kl": "KL(policy before this update || policy now), per policy token (nats)",
-    "policy/entropy": "entropy of the next-token distribution at policy tokens, mean (nats)",
+    "policy/entropy": "mean entropy of the next-token distribution at policy tokens (nats)",
     "policy/clip_frac": "share of policy tokens where the PPO clip was active (0..1)",
     "policy/grad_norm": "global gradient norm before clipping, mean over optimizer steps (1)",
     "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
-    "policy/skipped_steps": "mini-batches without a step: not finite (count)",
-    # preference/: dpo.py's, means over the step's pairs, before the update.
-    "preference/sft_loss": "imitation loss of the chosen ones, per token, before --sft-coef (nats)",
+    "policy/skipped_steps": "mini-batches skipped: loss or gradient was not finite (count)",
+    # preference/: only dpo.py; means over the step's pairs, before the update.
+    "preference/sft_loss": "imitation loss of the chosen, per token, without --sft-coef (nats)",
     "preference/margin": "reward of the chosen minus that of the rejected trajectory (nats)",
     "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
     "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
-    "preference/rejected_reward": "the same of the rejected trajectory (nats)",
+    "preference/rejected_reward": "the same for the rejected trajectory (nats)",
     "preference/chosen_log_prob": "log-prob of the chosen trajectory's policy tokens (nats)",
-    "preference/rejected_log_prob": "the same of the rejected trajectory (nats)",
+    "preference/rejected_log_prob": "the same for the rejected trajectory (nats)",
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
-    "critic/skipped_steps": "its mini-batches without a step: not finite (count)",
+    "critic/skipped_steps": "the critic's mini-batches skipped as not finite (count)",
     "critic/explained_variance": "1 - Var[returns - values] / Var[returns] at policy tokens (1)",
     "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
-    "sampler/log_prob_diff_max": "largest such difference in the step (nats)",
-    "sampler/is_weight_mean": "mean truncated weight, trainer over sampler (1 is on-policy)",
+    "sampler/log_prob_diff_max": "largest |sampler - recomputed| log-prob in the step (nats)",
+    "sampler/is_weight_mean": "mean truncated importance weight, trainer/sampler (1: on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
     "data/epoch": "passes over the training tasks (the least played) or conversations (epochs)",
-    "data/policy_tokens": "policy tokens that entered the loss in this step (tokens)",
-    "data/signal_share": "their share of the step's; of trajectories with seq-mean (0..1)",
+    "data/policy_tokens": "policy tokens in this step's loss (tokens)",
+    "data/signal_share": "share of policy tokens (seq-mean: trajectories) kept for the loss (0..1)",
     "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
-    "data/evolving": "trajectories in the evolving set of the iteration that begins (count)",
-    "data/evolving_weight": "mean weight of a trajectory in it; a demonstration counts 1 (1)",
-    # eval/: held-out tasks, a mean over environments; intervals are in eval/step_*.json.
+    "data/evolving": "size of the evolving set of the iteration that begins (trajectories)",
+    "data/evolving_weight": "mean weight of a trajectory in the evolving set (demonstration: 1)",
+    # eval/: held-out tasks, mean over environments; intervals are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
     "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
-    "eval/loss": "sft.py's: imitation loss of held-out conversations, per policy token (nats)",
+    "eval/loss": "sft.py: imitation loss of held-out conversations, per policy token (nats)",
 }
 
 # Different in every run: timings.jsonl.
@@ -105,19 +107,19 @@ TIMINGS: dict[str, str] = {
     "time/eval_s": "wall time of the held-out evaluation (s)",
     "time/save_s": "wall time of writing the checkpoint (s)",
     "time/step_s": "wall time of the whole step (s)",
-    "rollout/generated_tokens_per_s": "tokens sampled, over the rollout's time (tokens/s)",
-    "rollout/engine_idle_share": "share of the rollout in which the engine had no request (0..1)",
-    "update/tokens_per_s": "tokens trained on, padding not counted, over the time (tokens/s)",
-    "update/padding_share": "share of the update's cells that are padding; packed: none (0..1)",
-    "sync/bytes": "bytes of weights handed to the sampler (bytes)",
+    "rollout/generated_tokens_per_s": "sampled tokens per second of the rollout (tokens/s)",
+    "rollout/engine_idle_share": "share of the rollout in which the sampler was idle (0..1)",
+    "update/tokens_per_s": "tokens per second of the update, without padding (tokens/s)",
+    "update/padding_share": "share of padding in the update's batches; 0 if packed (0..1)",
+    "sync/bytes": "size of the weights sent to the sampler (bytes)",
     "memory/peak_bytes": "the largest of the next four (bytes)",
-    "memory/rollout_bytes": "peak memory of rank 0: its accelerator, else its process (bytes)",
+    "memory/rollout_bytes": "peak memory of rank 0 in the rollout: GPU, or process (bytes)",
     "memory/log_probs_bytes": "the same while log-probs were recomputed (bytes)",
     "memory/update_bytes": "the same during the update (bytes)",
     "memory/sync_bytes": "the same during the weight sync (bytes)",
 }
 
-# With several environments also for each of them: name/ENVIRONMENT.
+# With several environments, these are also logged for each one, as name/ENVIRONMENT.
 PER_ENV = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "horizon/max_rounds"),
     *("eval/avg", "eval/pass", "eval/return_mean"),
@@ -127,50 +129,50 @@ METRICS |= {f"{name}/{env}": f"in {env}: {METRICS[name]}" for name in PER_ENV fo
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 FILES = {"metrics.jsonl": METRICS, "timings.jsonl": TIMINGS}
 
-NGRAM = 4  # length of what counts as repeated, in tokens
+NGRAM = 4  # tokens in a sequence that counts as repeated
 
 
 def by_env(
     name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
-    """A number per environment (None: unknown) as metrics: pooled, and with several environments
-    also each one's.
+    """Metrics from a number per environment (None: unknown): the pooled number and, if there are
+    several environments, the number of each one.
 
     >>> by_env("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
     {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
     """
-    each = {f"{name}/{env}": value for env, value in values.items()} if len(values) > 1 else {}
-    known = [value for value in values.values() if value is not None]
-    return {name: pool(known) if known else None} | each
+    per_env = {f"{name}/{env}": value for env, value in values.items()} if len(values) > 1 else {}
+    numbers = [value for value in values.values() if value is not None]
+    return {name: pool(numbers) if numbers else None} | per_env
 
 
 def summarize_trajectories(
     trajectories: Sequence[RolloutHandler], envs: Sequence[str] = ()
 ) -> dict[str, float | int | None]:
-    """The `train/*` metrics of one step; a mean over nothing is None.
+    """The `train/*` metrics of one step; a mean over an empty list is None.
 
     Args:
-        trajectories: the whole step's, of every process; invalid ones included.
-        envs: of the run; if there are several, each has numbers of its own in every step.
+        trajectories: all trajectories of the step, from every process, including invalid ones.
+        envs: the run's environments; if there are several, every step has metrics for each.
     """
     valid = [t for t in trajectories if t.is_valid]
     turns = [turn for t in valid for turn in t.turns]
     actions = [t.input_ids[slice(*turn.action_span)] for t in valid for turn in t.turns]
-    repeated = sum(map(num_repeated_tokens, actions))
-    sampled = sum(map(len, actions))
+    num_repeated = sum(map(num_repeated_tokens, actions))
+    num_sampled = sum(map(len, actions))
     returns_of_group: dict[int, list[float]] = defaultdict(list)
     for t in valid:
         returns_of_group[t.group_id].append(t.total_return)
     stops = Counter(t.stop_reason for t in trajectories)
     metrics = outcomes(valid)
     for env in envs if len(envs) > 1 else ():
-        of_env = outcomes([t for t in valid if env_name(t.env) == env])
-        metrics |= {f"{name}/{env}": value for name, value in of_env.items()}
+        env_metrics = outcomes([t for t in valid if env_name(t.env) == env])
+        metrics |= {f"{name}/{env}": value for name, value in env_metrics.items()}
     return metrics | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
-        "train/repeated_token_rate": repeated / max(sampled, 1),
+        "train/repeated_token_rate": num_repeated / max(num_sampled, 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
@@ -191,22 +193,22 @@ def outcomes(valid: Sequence[RolloutHandler]) -> dict[str, float | int | None]:
 
 
 def num_repeated_tokens(action_ids: Sequence[int]) -> int:
-    """Tokens that lie in a 4-gram (4 tokens in a row) that also starts at an earlier place in the
-    same action; the two may overlap.
+    """Number of tokens in 4-grams (4 tokens in a row) that occurred earlier in the same action.
+    The two occurrences can overlap.
 
     >>> num_repeated_tokens([7, 7, 7, 7, 7, 7, 7, 7])
     7
     >>> num_repeated_tokens([1, 2, 3, 4, 9, 1, 2, 3, 4, 8])
     4
     """
-    before: set[tuple[int, ...]] = set()
-    repeated: set[int] = set()  # places in the action
+    earlier_ngrams: set[tuple[int, ...]] = set()
+    positions: set[int] = set()  # of repeated tokens in the action
     for start in range(len(action_ids) - NGRAM + 1):
         ngram = tuple(action_ids[start : start + NGRAM])
-        if ngram in before:
-            repeated.update(range(start, start + NGRAM))
-        before.add(ngram)
-    return len(repeated)
+        if ngram in earlier_ngrams:
+            positions.update(range(start, start + NGRAM))
+        earlier_ngrams.add(ngram)
+    return len(positions)
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -214,13 +216,13 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 class MetricsLogger:
-    """The two logs of a run, its table on the terminal, and its picture.
+    """Writes the two logs of a run, prints its table and draws its reward.png.
 
     Args:
         resume_step: the checkpoint's step; later lines are dropped. None: a new run.
-        writes: False on the processes that must not write: they only check names.
-        trackers: get a copy of each step's row; closed with the logger.
-        columns: of the table.
+        writes: False on all ranks but 0, which only check the names of metrics.
+        trackers: receive a copy of each step's row, and are closed with the logger.
+        columns: columns of the table.
     Raises: LogError if a line other than the last is not a JSON object with a step.
     """
 
@@ -242,18 +244,18 @@ class MetricsLogger:
         flush(self.run_dir)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """A line of `metrics.jsonl`. Raises ValueError for a name that is not in METRICS."""
+        """Write a line of `metrics.jsonl`. Raises ValueError for a name that METRICS lacks."""
         self._append("metrics.jsonl", step, metrics)
 
     def amend(self, step: int, metrics: dict[str, Any]) -> None:
-        """Add to the last line of `metrics.jsonl`, which must be `step`'s: an evaluation that a
-        crash prevented and a resumed run makes."""
+        """Add metrics to the last line of `metrics.jsonl`, which must be that of `step`. A resumed
+        run needs this when it repeats an evaluation that was interrupted."""
         if not self.writes:
             return
         path = self.run_dir / "metrics.jsonl"
-        last = read_log(path)[-1]
-        assert last.pop("step") == step, f"step {step} is not the last of {path}"
-        truncate_log(path, step - 1, then=_line(path.name, step, last | metrics))
+        last_row = read_log(path)[-1]
+        assert last_row.pop("step") == step, f"step {step} is not the last of {path}"
+        truncate_log(path, step - 1, new_line=_line(path.name, step, last_row | metrics))
         self._show(step, metrics)
 
     def show_step(
@@ -264,7 +266,7 @@ class MetricsLogger:
         last_step: int | None = None,
         left_s: float | None = None,
     ) -> None:
-        """The end of a step: its line of `timings.jsonl`, its row of the table, the picture."""
+        """Write the step's line of `timings.jsonl`, print its row and draw reward.png again."""
         self._append("timings.jsonl", step, timings)
         if not self.writes:
             return
@@ -273,7 +275,7 @@ class MetricsLogger:
         self._rows_printed += 1
         values = metrics | timings
         print(progress.table_row(step, values, last_step, left_s, self._columns), flush=True)
-        progress.spoke()
+        progress.restart_interval()
         self._show(step, values)
 
     def __enter__(self) -> Self:
@@ -292,7 +294,7 @@ class MetricsLogger:
             self._trackers.send(step, _numbers(values))
 
     def _append(self, name: str, step: int, values: dict[str, Any]) -> None:
-        """On the disk before the step's checkpoint, which must not outlive its line."""
+        """Append a line and flush it to disk: after a crash, no checkpoint may lack its line."""
         line = _line(name, step, values)
         if self.writes:
             with open(self.run_dir / name, "a", encoding="utf-8") as file:
@@ -305,12 +307,12 @@ def _line(file: str, step: int, values: dict[str, Any]) -> str:
     for name in values:
         is_of_an_env = file == "metrics.jsonl" and name.rpartition("/")[0] in PER_ENV
         if name not in FILES[file] and not is_of_an_env:
-            raise ValueError(f"{name!r} is not a name for {file}; define it in metrics.py first")
+            raise ValueError(f"{name!r} is not a metric of {file}; define it in metrics.py first")
     return json.dumps({"step": step} | _numbers(values), allow_nan=False) + "\n"
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
-    """JSON numbers from ints, floats or one-element tensors; None for what is not finite."""
+    """JSON numbers from ints, floats or one-element tensors; None for non-finite values."""
 
     def number(value: Any) -> float | int | None:
         if value is None or isinstance(value, int):

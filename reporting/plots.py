@@ -1,11 +1,13 @@
-"""Figures: reward.png, a run at a glance, drawn again after every step; an evaluation's curves.
+"""Figures: reward.png shows a run at a glance, curves.png shows an evaluation.
+
+reward.png is drawn again after every step. For train.py its panels are:
 
     training return, held-out success with its 95 % interval, the stages of the horizon
-    turns per trajectory  |  groups that teach  |  entropy, and KL to the reference
+    turns per trajectory  |  groups whose returns differ  |  entropy, and KL to the reference
 
-The lower row of other methods: `PANELS`. Light lines are single steps; heavy lines are a running
-mean over the past, never the future. The colours are those of Okabe and Ito, which people who
-cannot tell red from green can tell apart. Several runs in the same charts: `replay.py A B`.
+For the lower row of the other methods see `PANELS`. Light lines are single steps; heavy lines are a
+running mean over past steps. The palette is that of Okabe and Ito, which colour-blind readers can
+tell apart. To draw several runs in the same charts, use `replay.py A B`.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ STYLE: dict[str, Any] = {
     "axes.titleweight": "bold",
     "legend.facecolor": "white",
     "legend.edgecolor": "none",
-    "legend.framealpha": 0.85,  # readable also where it covers a curve
+    "legend.framealpha": 0.85,  # readable even where it covers a curve
     "legend.fontsize": 9,
 }
 Estimate = Mapping[str, Any]  # {"value", "low", "high"}
@@ -61,7 +63,7 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
 def curve(
     axis: Any, points: Sequence[tuple[float, float]], color: str, label: str, ls: str = "-"
 ) -> None:
-    """(x, y) as a light line, and their running mean over a tenth of the points (5 to 50)."""
+    """Draw (x, y) as a light line, and their running mean over a tenth of the points (5 to 50)."""
     if not points:
         return
     xs, ys = zip(*points, strict=True)
@@ -72,7 +74,7 @@ def curve(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to window - 1 values before it.
+    """The mean of each value with up to window - 1 values before it.
 
     >>> running_mean([1.0, 2.0, 6.0, 10.0], window=2)
     [1.0, 1.5, 4.0, 8.0]
@@ -89,11 +91,11 @@ def band(
     scale: float = 1.0,
     fill: bool = True,
 ) -> None:
-    """A curve of estimates (x, estimate) with their intervals; points without a value are left out.
+    """Draw estimates (x, estimate) with their intervals; points without a value are left out.
 
     Args:
-        scale: of y; 100 for percent.
-        fill: shade between the intervals; too much for several curves in one place.
+        scale: factor on y; 100 for percent.
+        fill: shade the intervals; turn this off where several curves overlap.
     """
     points = [(x, estimate) for x, estimate in points if estimate["value"] is not None]
     xs = [x for x, _ in points]
@@ -105,15 +107,16 @@ def band(
 
 
 def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
-    """curves.png: success over test-time compute, over turns (left) and over samples (right)."""
+    """Draw curves.png: success over the number of turns (left) and of samples (right)."""
     with figure(path, 10, 4) as picture:
-        left, right = picture.subplots(ncols=2, sharey=True)
+        turns_axis, samples_axis = picture.subplots(ncols=2, sharey=True)
         turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
-        band(left, turns, GREEN, f"avg@{summary['samples']} within max_rounds turns")
-        band(right, [(point["k"], point) for point in summary["pass_curve"]], ORANGE, "pass@k")
-        left.set(xlabel="max_rounds (turns)", ylabel="share solved (0..1)", ylim=(-0.03, 1.03))
-        right.set(xlabel="samples per task (k)")
-        for axis in (left, right):
+        passes = [(point["k"], point) for point in summary["pass_curve"]]
+        band(turns_axis, turns, GREEN, f"avg@{summary['samples']} within max_rounds turns")
+        band(samples_axis, passes, ORANGE, "pass@k")
+        turns_axis.set(xlabel="max_rounds (turns)", ylabel="success (0..1)", ylim=(-0.03, 1.03))
+        samples_axis.set(xlabel="samples per task (k)")
+        for axis in (turns_axis, samples_axis):
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.legend()
         picture.suptitle(
@@ -127,26 +130,26 @@ def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What is drawn of a run."""
+    """The data of a run that the figure needs."""
 
     path: Path
     options: dict[str, Any]
     method: str
-    metrics: list[dict[str, Any]]  # rows
-    evaluations: list[dict[str, Any]]  # in the order of steps, none after the last row
+    metrics: list[dict[str, Any]]  # rows of metrics.jsonl
+    evaluations: list[dict[str, Any]]  # sorted by step, none later than the last row
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, where it has a value."""
+        """(step, value) for every step at which the metric has a value."""
         return [(row["step"], row[name]) for row in self.metrics if row.get(name) is not None]
 
     def envs(self) -> list[str]:
-        """The environments of a run that plays several, by name; otherwise none."""
+        """Names of the environments if the run plays several, otherwise an empty list."""
         prefix = "train/return_mean/"
         names = {name for row in self.metrics for name in row if name.startswith(prefix)}
         return sorted(name.removeprefix(prefix) for name in names)
 
     def held_out_in(self, env: str) -> list[tuple[int, Estimate]]:
-        """(step, avg) of the evaluations in one of several environments."""
+        """(step, avg) of every evaluation, in one of several environments."""
         return [
             (e["step"], row["avg"])
             for e in self.evaluations
@@ -163,7 +166,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     metrics = read_log(path / "metrics.jsonl")
     last_step = metrics[-1]["step"] if metrics else 0
     evaluations = [json.loads(file.read_text("utf-8")) for file in path.glob("eval/step_*.json")]
-    # A run that was cut back on resume may hold evaluations of steps that it will do again.
+    # A resumed run can hold evaluations of later steps, which it will repeat.
     evaluations = [e for e in evaluations if e["step"] <= last_step]
     evaluations.sort(key=lambda e: e["step"])
     options, method = saved.get("config", {}), saved.get("method", "rl")
@@ -185,13 +188,14 @@ def plot(run_dir: str | Path) -> Path:
         axes = picture.subplot_mosaic(mosaic, height_ratios=[2, 1])
         picture.suptitle(_title(run), fontsize=11)
         draw_main = _draw_envs if run.envs() else _draw_main
-        axes["main"].set(ylabel="share (0..1)", ylim=(-0.03, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
+        axes["main"].set(ylabel="return, success", ylim=(-0.03, 1.12))
+        axes["main"].set_yticks([0, 0.25, 0.5, 0.75, 1])
         for axis, draw in zip(axes.values(), (draw_main, *PANELS[run.method]), strict=True):
             draw(axis, run)
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
             if not axis.has_data():
-                axis.text(0.5, 0.5, "nothing logged yet", transform=axis.transAxes, ha="center")
+                axis.text(0.5, 0.5, "no data yet", transform=axis.transAxes, ha="center")
     return target
 
 
@@ -206,16 +210,17 @@ def _title(run: RunFiles) -> str:
 
 
 def _draw_main(axis: Any, run: RunFiles) -> None:
-    """How well it does on the tasks it trains on and on held-out tasks."""
+    """Draw return and success in training, and success on held-out tasks."""
     returns, successes = run.series("train/return_mean"), run.series("train/success_rate")
     curve(axis, returns, BLUE, "training: return")
-    if successes != returns:  # one curve where the only reward is 1 for success
+    if successes != returns:  # the two are equal if the only reward is 1 for success
         curve(axis, successes, SKY, "training: success", ls="--")
     samples = run.evaluations[-1]["samples"] if run.evaluations else 1
     if samples > 1:
-        # pass@k grows with k, and the start is often measured with fewer samples.
-        same = [e for e in run.evaluations if e["samples"] == samples]
-        steps, passes = [e["step"] for e in same], [e["overall"]["pass"]["value"] for e in same]
+        # pass@k grows with k, and the first evaluation often has fewer samples.
+        comparable = [e for e in run.evaluations if e["samples"] == samples]
+        steps = [e["step"] for e in comparable]
+        passes = [e["overall"]["pass"]["value"] for e in comparable]
         label = f"held-out tasks: pass@{samples}"
         axis.plot(steps, passes, color=PURPLE, lw=1.2, ls="--", label=label)
     if avg := [(e["step"], e["overall"]["avg"]) for e in run.evaluations]:
@@ -224,13 +229,13 @@ def _draw_main(axis: Any, run: RunFiles) -> None:
     stages = [(turns, next(group)[0]) for turns, group in groupby(horizon, key=lambda p: p[1])]
     for turns, step in stages if len(stages) > 1 else []:
         axis.axvline(step - 0.5, color=GREY, ls=":", lw=1.2)
-        axis.text(step - 0.5, 1.1, f" at most {turns} turn{'s' * (turns > 1)}", va="top")
+        axis.text(step - 0.5, 1.1, f" up to {turns} turn{'s' * (turns > 1)}", va="top")
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="best")
 
 
 def _draw_envs(axis: Any, run: RunFiles) -> None:
-    """The same of each of several environments; the return in training is dashed."""
+    """Draw each of several environments: training return (dashed) and held-out success."""
     for env, color in zip(run.envs(), PALETTE, strict=False):
         curve(axis, run.series(f"train/return_mean/{env}"), color, f"{env}, training: return", "--")
         band(axis, run.held_out_in(env), color, f"{env}, held-out tasks: avg, 95 % interval")
@@ -242,30 +247,30 @@ def _draw_turns(axis: Any, run: RunFiles) -> None:
     curve(axis, run.series("train/turns_mean"), BLUE, "mean")
     if horizon := run.series("horizon/max_rounds"):
         steps, turns = zip(*horizon, strict=True)
-        axis.step(steps, turns, where="mid", color=GREY, ls="--", lw=1.4, label="at most")
+        axis.step(steps, turns, where="mid", color=GREY, ls="--", lw=1.4, label="limit")
         axis.set_ylim(0, 1.45 * max(turns))  # room for the legend above the line
         axis.legend(loc="upper right", ncols=2)
 
 
 def _draw_signal(axis: Any, run: RunFiles) -> None:
-    """Where all samples of a task have the same return, comparing them teaches nothing."""
-    axis.set_title("Share of groups that teach")
+    """If all samples of a task have the same return, their advantages are 0."""
+    axis.set_title("Groups whose returns differ")
     rows = [row for row in run.metrics if row.get("train/groups")]
     shares = [
         (row["step"], 1 - row["train/groups_zero_variance"] / row["train/groups"]) for row in rows
     ]
-    curve(axis, shares, GREEN, "groups whose returns differ")
+    curve(axis, shares, GREEN, "share of groups")
     axis.set_ylim(-0.05, 1.05)
 
 
 def _draw_entropy_and_kl(axis: Any, run: RunFiles) -> None:
-    """Entropy, and the KL on its own axis on the right."""
-    axis.set_title("Entropy, nats a token")
+    """Draw the entropy, and the KL with a second y axis on the right."""
+    axis.set_title("Entropy (nats per token)")
     curve(axis, run.series("policy/entropy"), BLUE, "entropy")
     axis.set_ylim(bottom=0)
-    if kl := run.series("policy/kl"):  # only runs with a KL term have one
+    if kl := run.series("policy/kl"):  # only logged by runs with a KL term
         axis.set_title("Entropy")
-        axis.set_title("KL to start", loc="right", color=ORANGE)
+        axis.set_title("KL to reference", loc="right", color=ORANGE)
         axis.tick_params(axis="y", colors=BLUE)
         kl_axis = axis.twinx()
         kl_axis.spines["right"].set_visible(True)
@@ -276,7 +281,7 @@ def _draw_entropy_and_kl(axis: Any, run: RunFiles) -> None:
 
 
 def _panel(title: str, **names: str) -> Panel:
-    """A panel of metrics: label -> name."""
+    """A panel that draws metrics; `names` is label -> metric."""
 
     def draw(axis: Any, run: RunFiles) -> None:
         axis.set_title(title)
@@ -288,7 +293,7 @@ def _panel(title: str, **names: str) -> Panel:
     return draw
 
 
-_LOSS = _panel("Loss, nats a token", learned="policy/loss", held_out="eval/loss")
+_LOSS = _panel("Loss (nats per token)", **{"training": "policy/loss", "held-out": "eval/loss"})
 _GRADIENT = _panel("Gradient norm", norm="policy/grad_norm")
 _LOG_PROBS = {"chosen": "preference/chosen_log_prob", "rejected": "preference/rejected_log_prob"}
 PANELS: dict[str, tuple[Panel, Panel, Panel]] = {
@@ -296,8 +301,8 @@ PANELS: dict[str, tuple[Panel, Panel, Panel]] = {
     "sft": (_LOSS, _draw_entropy_and_kl, _GRADIENT),
     "agentevol": (_LOSS, _draw_entropy_and_kl, _panel("Evolving set", size="data/evolving")),
     "dpo": (
-        _panel("Margin, nats", margin="preference/margin"),
-        _panel("Share of pairs in order", share="preference/accuracy"),
-        _panel("Log-probs, nats", **_LOG_PROBS),
+        _panel("Margin (nats)", margin="preference/margin"),
+        _panel("Accuracy (share of pairs)", accuracy="preference/accuracy"),
+        _panel("Log-probs (nats)", **_LOG_PROBS),
     ),
 }

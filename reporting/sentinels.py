@@ -1,18 +1,19 @@
-"""Collapse sentinels: notice that a run falls apart, and stop it before what it learned is lost.
+"""Collapse sentinels: rules that detect a collapsing run and stop it before more is lost.
 
-Reinforcement learning feeds on its own output: a policy that gets worse samples worse data, learns
-from it and gets worse still. Published runs of this kind of trainer collapsed after 100 to 300
-steps: gradient norm 8e8, then NaN; entropy to 0; one token repeated to the limit; actions that no
-longer parse. A sentinel is a rule that reads the log while it is written:
+In reinforcement learning the policy produces its own training data, so a policy that gets worse
+samples worse data, learns from it and gets worse still. Published runs of this kind of trainer
+collapsed after 100 to 300 steps: the gradient norm rose to 8e8 and then to NaN, the entropy fell to
+0, one token was repeated up to the limit, or actions no longer parsed. A sentinel is a rule that is
+checked after every step:
 
-    level    value xₖ of step k against a limit: warn, or the stricter stop
-    streak   cₖ = cₖ₋₁ + 1 if xₖ is at the level or beyond, else 0;   cₖ = cₖ₋₁ if xₖ is missing
-    alarm    warn when its streak reaches `warn_after`: once, until a healthy step ends the streak
+    level    the value xₖ of step k is compared with a limit: warn, or the stricter stop
+    streak   cₖ = cₖ₋₁ + 1 if xₖ is at the limit or beyond, else 0;   cₖ = cₖ₋₁ if xₖ is missing
+    alarm    warn when the warn streak reaches `warn_after`, and not again during that streak
              stop at every step whose stop streak is `stop_after` or longer
 
 So one noisy step never stops a run. Most limits are relative to the run's own past, since a healthy
-entropy is 0.08 nats for one model and 1.5 for another. No rule here sees a policy that gives every
-task the same fluent answer (arXiv 2604.06268); only success tells.
+entropy is 0.08 nats for one model and 1.5 for another. No rule detects a policy that gives the same
+fluent answer to every task (arXiv 2604.06268); only the success rate shows that.
 
     >>> sentinels = Sentinels()
     >>> sentinels.check(40, {"eval/avg": 0.55})
@@ -22,7 +23,7 @@ task the same fluent answer (arXiv 2604.06268); only success tells.
     >>> sentinels.check(80, {"eval/avg": 0.15})[0].severity
     'stop'
 
-Read next: run/session.py, which asks and acts.
+Read next: run/session.py, which checks each step and stops the run.
 """
 
 import copy
@@ -35,105 +36,108 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a sentinel warns and stops, after how many measured steps in a row, and what helps."""
+    """The two limits of a sentinel, how many measurements in a row must reach them, and advice."""
 
     warn: float
     stop: float
     warn_after: int
     stop_after: int
     todo: str
-    falls: bool = False  # small values are the bad ones
-    min_fall: float = 0.0  # below the best; less is not an alarm
+    falls: bool = False  # small values are bad, instead of large ones
+    min_fall: float = 0.0  # a smaller fall below the best never raises an alarm
 
     def limits(self, times: float = 1.0, plus: float = 0.0) -> tuple[float, float]:
-        """Both levels in the unit of what is measured."""
+        """The warn and stop limits in the unit of the measured value."""
         return self.warn * times + plus, self.stop * times + plus
 
     def limits_below(self, best: float) -> tuple[float, float]:
-        """Both levels as shares of the best; out of reach below 0 while the best is less than
-        `min_fall`, since a policy that starts near 0 has not collapsed."""
+        """The limits as shares of the best value so far. While the best is less than `min_fall`
+        they are below 0, so a policy that starts near 0 raises no alarm."""
         highest = best - self.min_fall
         return min(self.warn * best, highest), min(self.stop * best, highest)
 
 
 # "Recorded" refers to runs of 60 steps (recipes/results): three healthy RL seeds, imitation, and a
-# control with shuffled rewards that fell from 55 % to 12 %. Other numbers are a judgement.
+# control with shuffled rewards that fell from 55 % to 12 %. The other numbers are judgement calls.
 RULES = {
-    # Gradient norm, times the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation).
-    # Clipping makes one spike harmless, so only three in a row stop.
+    # Gradient norm over the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation).
+    # Clipping makes one spike harmless, so three in a row are needed to stop.
     "grad_norm": Rule(10, 100, 1, 3, "lower --learning-rate or --max-grad-norm"),
-    # Mini-batches skipped in a step. One is an accident; three steps in a row, the model is broken.
+    # Mini-batches skipped in a step. One step can be bad luck; after three the model is broken.
     "non_finite": Rule(
-        1, 1, 1, 3, "lower --learning-rate; see whether sampler/log_prob_diff_max rose before"
+        1, 1, 1, 3, "lower --learning-rate; check whether sampler/log_prob_diff_max rose first"
     ),
-    # Share of the entropy at the start, the median of the first 10. Recorded: 0.30 (RL); imitation
-    # fell to 0.095 while held-out success rose: sharp is not yet collapsed.
+    # Entropy over the initial entropy (the median of the first 10 steps). Recorded: 0.30 (RL);
+    # imitation fell to 0.095 while held-out success rose, so low entropy alone is not a collapse.
     "entropy_floor": Rule(
         0.1, 0.01, 3, 5, "raise --entropy-coef or lower --learning-rate", falls=True
     ),
-    # Nats above that start; e^x is how many times more tokens it wavers between. Recorded: +0.15.
+    # Entropy minus the initial entropy, in nats; at +x the policy chooses among e^x times as many
+    # tokens. Recorded: +0.15.
     "entropy_explosion": Rule(
         1, 3, 3, 5, "lower --entropy-coef or --learning-rate, or raise --kl-loss-coef"
     ),
-    # Nats per token that one step moved the policy. PPO implementations aim at 0.01 to 0.02; at 1
-    # the clip no longer holds. One wild token can dominate this mean, hence three in a row.
+    # KL of one step's update, in nats per token. PPO implementations aim at 0.01 to 0.02; at 1 the
+    # clip no longer holds. One extreme token can dominate this mean, so three in a row must agree.
     "approx_kl": Rule(0.1, 1, 1, 3, "lower --learning-rate, --ppo-epochs or --clip-ratio"),
-    # Nats per token from the reference, to which at 10 the text is e^10 times less likely.
+    # KL to the reference, in nats per token; at 10 the reference finds a token e^10 times less
+    # likely than the policy does.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
-    # Share of sampled tokens in 4-grams that the same action had before. TextCraft's oracle: 0.01
-    # in words, 0.25 in characters; a loop that fills the action: near 1 in any vocabulary.
+    # Share of sampled tokens in 4-grams that occurred earlier in the same action. TextCraft's
+    # oracle has 0.01 with a word vocabulary, 0.25 with characters; an action that loops, near 1.
     "repeated_tokens": Rule(
         0.3, 0.6, 2, 3, "read the trajectories; lower --learning-rate or raise --kl-loss-coef"
     ),
-    # Actions that parse, as a share of the best median of 5.
+    # Share of actions that parse, over the best median of 5 steps so far.
     "valid_actions": Rule(
         *(0.7, 0.3, 2, 5),
         "read the trajectories; lower --learning-rate, or raise --kl-loss-coef, or "
         "--max-tokens-per-turn if actions are cut short",
         falls=True,
-        min_fall=0.2,  # of 200 turns a step, or of 20: less may be noise
+        min_fall=0.2,  # a smaller fall can be noise in a step of 20 to 200 turns
     ),
-    # Share of the best evaluation. Recorded: at worst 0.88 (healthy); shuffled 0.88, 0.82, 0.32,
-    # 0.22. Two evaluations in a row must agree.
+    # Held-out success over the best so far. Recorded: at worst 0.88 (healthy); 0.88, 0.82, 0.32,
+    # 0.22 (shuffled). Two evaluations in a row must agree.
     "held_out": Rule(
         *(0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success"),
         falls=True,
         min_fall=0.1,  # half the 95 % interval of the recipes' 252 samples
     ),
-    # Success rate of a step in which the samples of every group agree. A policy that solves all
+    # Success rate of a step in which all returns of each group are equal. A policy that solves all
     # tasks is healthy; one that never solved any has nothing to lose and is not stopped. At a true
     # success of 5 %, 64 samples all fail in 4 % of steps: never 5 in a row by chance.
     "no_signal": Rule(
         *(0.05, 0.05, 5, 20),
-        "lower --learning-rate if it could do more before; if not, take easier --subtasks, a "
+        "lower --learning-rate if success was higher before; otherwise use easier --subtasks, a "
         "--warm-start or a larger --group-size",
         falls=True,
     ),
 }
-MIN_GRAD_NORM = 0.1  # lowest median; 10 times it is --max-grad-norm, below which nothing is cut
-RECENT_GRAD_NORMS, NUM_GRAD_NORMS = 20, 5  # window of the median; no judgement on fewer than 5
-FIRST_ENTROPIES = 10  # the start that later steps are compared with
-RECENT_RATES = 5  # a median of 5: one lucky step does not set the standard
+MIN_GRAD_NORM = 0.1  # smallest median used; 10 times it is --max-grad-norm, where clipping begins
+RECENT_GRAD_NORMS, MIN_GRAD_NORMS = 20, 5  # window of the median; no check with fewer than 5
+FIRST_ENTROPIES = 10  # number of steps that define the initial entropy
+RECENT_RATES = 5  # window of a median, so that one lucky step does not become the best
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One sentinel's verdict on one step."""
+    """An alarm that one rule raises at one step."""
 
     name: str  # a key of RULES
-    value: float  # what was measured, in the metric's unit
-    limit: float  # the level it reached, in the same unit
+    value: float  # the measured value, in the metric's unit
+    limit: float  # the limit it reached, in the same unit
     severity: Literal["warn", "stop"]
-    message: str  # one line: what was seen, against what, and what to do
+    message: str  # one line: the value, its limits and what to do
 
 
-Reading = tuple[str, float, tuple[float, float], str]  # rule, value, its two limits, in words
+Reading = tuple[str, float, tuple[float, float], str]  # rule, value, its two limits, description
 
 
 @dataclass
 class Sentinels:
-    """Give `check` the metrics of every training step, in order. The fields are the whole state: a
-    run resumed with it raises exactly the alarms of an uninterrupted one."""
+    """Checks all rules. Call `check` with the metrics of every training step, in order. The fields
+    are the complete state: a run resumed with them raises the same alarms as an uninterrupted one.
+    """
 
     warn_streaks: dict[str, int] = field(default_factory=dict)
     stop_streaks: dict[str, int] = field(default_factory=dict)
@@ -146,7 +150,7 @@ class Sentinels:
     best_held_out: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint; JSON gives it back unchanged."""
+        """The state for a checkpoint; it survives a round trip through JSON."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,41 +158,42 @@ class Sentinels:
         vars(self).update(vars(Sentinels(**copy.deepcopy(dict(state)))))
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
-        """The alarms of one step, or of an evaluation alone. A metric that is missing, None or not
-        finite was not measured, but a loss or gradient norm that is not finite counts as broken."""
+        """The alarms of one step, or of one evaluation. A metric that is missing, None or not
+        finite is ignored, except that a non-finite loss or gradient norm counts as a skipped
+        mini-batch."""
         alarms = [self._judge(step, reading) for reading in self._readings(metrics)]
         return [alarm for alarm in alarms if alarm]
 
     def _readings(self, metrics: Mapping[str, Any]) -> Iterator[Reading]:
-        """Each measurement against the run's past, which it then joins."""
+        """Compare each metric with the run's history, then add it to the history."""
         finite = _finite(metrics)
         if norm := finite.get("policy/grad_norm"):  # 0: every mini-batch was skipped
-            if len(self.grad_norms) >= NUM_GRAD_NORMS:
-                usual = max(median(self.grad_norms), MIN_GRAD_NORM)
-                text = f"gradient norm {norm:.3g}, lately {usual:.3g}"
-                yield "grad_norm", norm, RULES["grad_norm"].limits(times=usual), text
+            if len(self.grad_norms) >= MIN_GRAD_NORMS:
+                recent = max(median(self.grad_norms), MIN_GRAD_NORM)
+                text = f"gradient norm {norm:.3g}, recent median {recent:.3g}"
+                yield "grad_norm", norm, RULES["grad_norm"].limits(times=recent), text
             self.grad_norms = [*self.grad_norms, norm][-RECENT_GRAD_NORMS:]
 
         skipped = _skipped(metrics, finite)
         if skipped is not None:
-            text = f"{skipped:g} mini-batches skipped: their loss or gradient was not finite"
+            text = f"{skipped:g} mini-batches skipped because loss or gradient was not finite"
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
-        if skipped:  # means lack what came after the break: an entropy of 0 is not a collapse
+        if skipped:  # the means are incomplete, so an entropy of 0 would not show a collapse
             finite = {name: v for name, v in finite.items() if not name.startswith("policy/")}
         entropy = finite.get("policy/entropy")
         if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
             self.entropies.append(entropy)
         elif entropy is not None:
             start = median(self.entropies)
-            text = f"entropy {entropy:.3g} nats, at the start {start:.3g}"
+            text = f"entropy {entropy:.3g} nats, initially {start:.3g}"
             low, high = RULES["entropy_floor"], RULES["entropy_explosion"]
             yield "entropy_floor", entropy, low.limits(times=start), text
             yield "entropy_explosion", entropy, high.limits(plus=start), text
 
         for name, metric, text in (
-            ("approx_kl", "policy/approx_kl", "nats/token moved by one update"),
-            ("kl", "policy/kl", "nats/token away from the reference"),
-            ("repeated_tokens", "train/repeated_token_rate", "of sampled tokens are repeats"),
+            ("approx_kl", "policy/approx_kl", "nats/token of KL from one step's update"),
+            ("kl", "policy/kl", "nats/token of KL to the reference"),
+            ("repeated_tokens", "train/repeated_token_rate", "of the sampled tokens are repeats"),
         ):
             if metric in finite:
                 yield name, finite[metric], RULES[name].limits(), f"{finite[metric]:.3g} {text}"
@@ -196,31 +201,31 @@ class Sentinels:
         if "train/parse_error_rate" in finite:
             valid = 1 - finite["train/parse_error_rate"]
             limits = RULES["valid_actions"].limits_below(self.best_valid)
-            text = f"{valid:.1%} of the actions parse, at best it was {self.best_valid:.1%}"
+            text = f"{valid:.1%} of the actions parse, {self.best_valid:.1%} at best"
             yield "valid_actions", valid, limits, text
             self.best_valid = _best(self.best_valid, self.valid_rates, valid)
 
         if "eval/avg" in finite:
             held_out = finite["eval/avg"]
             limits = RULES["held_out"].limits_below(self.best_held_out)
-            text = f"{held_out:.1%} held-out success, at best it was {self.best_held_out:.1%}"
+            text = f"{held_out:.1%} held-out success, {self.best_held_out:.1%} at best"
             yield "held_out", held_out, limits, text
             self.best_held_out = max(self.best_held_out, held_out)
 
-        groups, flat, success = (
+        groups, zero_variance, success = (
             finite.get(f"train/{name}")
             for name in ("groups", "groups_zero_variance", "success_rate")
         )
-        if groups and flat is not None and success is not None:  # otherwise all were lost
-            value = success if flat >= groups else math.inf  # healthy with any signal
+        if groups and zero_variance is not None and success is not None:  # not all were lost
+            value = success if zero_variance >= groups else math.inf  # inf: healthy
             warn_at, stop_at = RULES["no_signal"].limits()
             limits = (warn_at, stop_at if self.best_success > stop_at else -math.inf)
-            text = f"{success:.1%} success and no group with signal, at best it was "
-            yield "no_signal", value, limits, f"{text}{self.best_success:.1%}"
+            text = f"{success:.1%} success, {self.best_success:.1%} at best, and the returns of "
+            yield "no_signal", value, limits, f"{text}each group are equal"
             self.best_success = _best(self.best_success, self.success_rates, success)
 
     def _judge(self, step: int, reading: Reading) -> Alarm | None:
-        """Count the streaks of one rule."""
+        """Update the streaks of one rule; returns its alarm, if any."""
         name, value, (warn_at, stop_at), text = reading
         rule, warns, stops = RULES[name], self.warn_streaks, self.stop_streaks
         for streaks, limit in ((warns, warn_at), (stops, stop_at)):
@@ -228,34 +233,34 @@ class Sentinels:
             streaks[name] = streaks.get(name, 0) + 1 if is_bad else 0
         text = f"step {step}: {name}: {text} "
         if stops[name] >= rule.stop_after:
-            text += f"(stops at {stop_at:.3g}, {stops[name]} in a row); {rule.todo}; "
-            text += "go on in a new run from --model RUN/checkpoints/best"
+            text += f"(stops: {stops[name]} in a row at {stop_at:.3g}); {rule.todo}; "
+            text += "start a new run from --model RUN/checkpoints/best"
             return Alarm(name, value, stop_at, "stop", text)
         if warns[name] == rule.warn_after:
-            stop = f"stops at {stop_at:.3g} if {rule.stop_after} in a row"
+            stop = f"stops after {rule.stop_after} in a row at {stop_at:.3g}"
             text += f"(warns at {warn_at:.3g}, {stop if math.isfinite(stop_at) else 'never stops'})"
             return Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}")
         return None
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that were measured, from numbers or one-element tensors."""
+    """The metrics with finite values, as floats (from numbers or one-element tensors)."""
     numbers = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _skipped(metrics: Mapping[str, Any], finite: Mapping[str, float]) -> float | None:
-    """Number of mini-batches that were not finite; None if there was no update."""
+    """Number of skipped mini-batches; None if there was no update."""
     skipped = sum(finite.get(f"{part}/skipped_steps", 0.0) for part in ("policy", "critic"))
     for name in ("policy/loss", "policy/grad_norm"):
         if metrics.get(name) is not None and name not in finite:
             return max(skipped, 1.0)
-    tried = finite.get("policy/optimizer_steps") or finite.get("policy/grad_norm")
-    return skipped if skipped or tried else None
+    is_update = finite.get("policy/optimizer_steps") or finite.get("policy/grad_norm")
+    return skipped if skipped or is_update else None
 
 
 def _best(best: float, recent: list[float], rate: float) -> float:
-    """The best median of 5 rates, after `rate` has joined the recent ones."""
+    """Add `rate` to the recent rates; returns the best median of 5 so far."""
     recent.append(rate)
     del recent[:-RECENT_RATES]
     return max(best, median(recent)) if len(recent) == RECENT_RATES else best

@@ -1,4 +1,4 @@
-"""What a run prints while it works: a row for each step, and a line every 30 s in between.
+"""Progress on the terminal: a table row after each step, and a line every 30 s in between.
 
     with phase("warm start", total=32, unit="steps") as tick:
         for batch in batches:
@@ -6,7 +6,7 @@
 
     step 12/60, 41 min left: rollout: 20/64 episodes, solved 14, 25 s left
 
-Of nested phases the innermost is shown. Each method has its own columns of metrics.
+When phases are nested, the line shows the innermost one. The table's columns depend on the method.
 
 Read next: `run/clock.py`, which measures the phases of a step.
 """
@@ -24,99 +24,99 @@ from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
-EVERY_S = 30.0  # between two lines
-LOOK_S = 1.0  # between two looks at the clock
-FAIR_SHARE = 0.1  # of a phase must be done before the rest is estimated
-RECENT = 10  # steps whose time is typical of the next ones
+EVERY_S = 30.0  # seconds between two lines
+LOOK_S = 1.0  # seconds between two checks whether a line is due
+FAIR_SHARE = 0.1  # share of a phase that must be done before its remaining time is estimated
+RECENT = 10  # number of steps that predict how long the next ones take
 
 # ------------------------------------------------------------------------------ a line every 30 s
 
 
 class Phase:
-    """How far a phase is. `total` is None where nothing is counted; `unit` is a plural."""
+    """Progress of one phase. `total` is None if nothing is counted; `unit` is a plural noun."""
 
     def __init__(self, label: str, total: float | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done, self.began = 0.0, monotonic()
+        self.num_done, self.start_s = 0.0, monotonic()
         self.figures: dict[str, str] = {}
 
-    def tick(self, done: float = 1.0, **figures: str) -> None:
-        """`done` more of the total is done; `figures` say how it goes, as loss="0.21"."""
-        self.done += done
+    def tick(self, num_done: float = 1.0, **figures: str) -> None:
+        """Count `num_done` more units as done; `figures`, such as loss="0.21", are printed too."""
+        self.num_done += num_done
         self.figures = self.figures | figures  # a new dict: the thread may be reading the old one
 
     def line(self) -> str:
-        """`warm start: 12/32 steps, loss 0.41, 3 min left`; what is left, once enough is done."""
-        seconds = monotonic() - self.began
+        """`warm start: 12/32 steps, loss 0.41, 3 min left`; the time left is omitted at first."""
+        seconds = monotonic() - self.start_s
         state = [f"{duration(seconds)} so far"]
         if self.total is not None:
-            state = [f"{self.done:.0f}/{self.total:.0f} {self.unit}"]
+            state = [f"{self.num_done:.0f}/{self.total:.0f} {self.unit}"]
         state += [f"{name} {value}" for name, value in self.figures.items()]
-        if self.total and self.done >= FAIR_SHARE * self.total:
-            left_s = seconds * max(self.total - self.done, 0) / self.done
+        if self.total and self.num_done >= FAIR_SHARE * self.total:
+            left_s = seconds * max(self.total - self.num_done, 0) / self.num_done
             state.append(f"{duration(left_s)} left")
         return f"{self.label}: {', '.join(state)}"
 
 
 class _Screen:
-    """What the phases of this process share."""
+    """State that all phases of this process share."""
 
     def __init__(self) -> None:
         self.heading = ""
         self.last_s = monotonic()  # when a line was last printed
-        self.phases: list[Phase] = []  # under way, the innermost last
+        self.phases: list[Phase] = []  # the open ones, innermost last
 
 
 _screen = _Screen()
 
 
 def heading(text: str) -> None:
-    """Begin every line with this, as "step 12/60, 41 min left", until the next heading."""
+    """Begin every line with this text, such as "step 12/60, 41 min left", until the next call."""
     _screen.heading = text
 
 
-def spoke() -> None:
-    """Another line was just printed: the next one is due in 30 s."""
+def restart_interval() -> None:
+    """Call this after printing another line: the next progress line is then due in 30 s."""
     _screen.last_s = monotonic()
 
 
-def _look() -> None:
-    """Print the line of the innermost phase if one is due."""
+def _print_if_due() -> None:
+    """Print the line of the innermost phase if 30 s have passed."""
     innermost = _screen.phases[-1:]
     if innermost and monotonic() - _screen.last_s >= EVERY_S:
-        spoke()
+        restart_interval()
         start = f"{_screen.heading}: " if _screen.heading else ""
-        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has gone
+        with contextlib.suppress(OSError, ValueError):  # stdout is a pipe that nobody reads
             print(start + innermost[0].line(), flush=True)
 
 
 @functools.cache
-def _watch() -> None:
-    """Start the thread that looks, once per process. It may get stuck in a pipe that nobody reads,
+def _start_thread() -> None:
+    """Start the thread that prints, once per process. It can block on a pipe that nobody reads,
     so nothing waits for it."""
 
-    def look_for_ever() -> None:
+    def print_forever() -> None:
         while True:
             sleep(LOOK_S)
-            _look()
+            _print_if_due()
 
-    threading.Thread(target=look_for_ever, name="progress", daemon=True).start()
+    threading.Thread(target=print_forever, name="progress", daemon=True).start()
 
 
 @contextlib.contextmanager
 def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Show what the block does while it runs; yields `Phase.tick`. Only rank 0 shows it.
+    """Print the progress of the block while it runs; yields `Phase.tick`. Only rank 0 prints.
 
-    With an empty label the phase around this one is shown.
+    With an empty label, the enclosing phase is printed instead.
     """
     if not label or int(os.environ.get("RANK", 0)) > 0:
-        yield lambda done=1.0, **figures: None
+        yield lambda num_done=1.0, **figures: None
         return
-    if not _screen.heading and not _screen.phases:  # outside of a run the silence begins here
-        spoke()
+    if not _screen.heading and not _screen.phases:  # outside a run, the 30 s begin here
+        restart_interval()
     current = Phase(label, total, unit)
     _screen.phases.append(current)
-    _watch()
+    _start_thread()
     try:
         yield current.tick
     finally:
@@ -125,37 +125,37 @@ def phase(label: str, total: float | None = None, unit: str = "") -> Iterator[Ca
 
 @contextlib.contextmanager
 def playing(label: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A phase of `total` episodes; yields a function to call with each trajectory that ended."""
-    solved = 0
+    """A phase of `total` episodes; yields a function to call with each finished trajectory."""
+    num_solved = 0
     with phase(label, total, "episodes") as tick:
 
         def on_end(trajectory: Any) -> None:
-            nonlocal solved
-            solved += trajectory.success
-            tick(solved=f"{solved}")  # not as a share: the solved ones end first
+            nonlocal num_solved
+            num_solved += trajectory.success
+            tick(solved=f"{num_solved}")  # a share would mislead: solved episodes end first
 
         yield on_end
 
 
-# ------------------------------------------------------------------------ how long it still takes
+# --------------------------------------------------------------------------------------- time left
 
 
 class TimeLeft:
-    """How long a run still takes, from the steps it has made.
+    """Estimate of a run's remaining time, from the steps it has done so far.
 
         left after step t = (T - t) · median(recent steps, without evaluation)
                             + evaluations still due · median(evaluations)
 
-    The median, because single steps are slow by accident; recent steps, because the horizon grows.
-    `steps` is T, `evaluated` the numbers of the steps that an evaluation follows.
+    A median, because a single step can be slow by accident. Recent steps, because the horizon
+    grows. `steps` is T; `eval_steps` are the steps after which the policy is evaluated.
     """
 
-    def __init__(self, steps: int, evaluated: Sequence[int] = ()) -> None:
-        self.steps, self.evaluated = steps, evaluated
+    def __init__(self, steps: int, eval_steps: Sequence[int] = ()) -> None:
+        self.steps, self.eval_steps = steps, eval_steps
         self.step_s, self.eval_s = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
 
     def note(self, timings: Mapping[str, Any]) -> None:
-        """A step's row of timings.jsonl, or the time of an evaluation alone."""
+        """Record a step's row of timings.jsonl, or only the time of an evaluation."""
         evaluation = timings.get("time/eval_s")
         if evaluation is not None:
             self.eval_s.append(evaluation)
@@ -163,12 +163,12 @@ class TimeLeft:
             self.step_s.append(timings["time/step_s"] - (evaluation or 0.0))
 
     def after(self, step: int) -> float | None:
-        """Seconds from the end of `step` to the end of the run; None before a step was timed."""
+        """Seconds from the end of `step` to the end of the run; None until a step was timed."""
         if not self.step_s:
             return None
-        evaluations = sum(at > step for at in self.evaluated)
-        learning = (self.steps - step) * median(self.step_s)
-        return learning + evaluations * median(self.eval_s or [0.0])
+        num_evaluations = sum(eval_step > step for eval_step in self.eval_steps)
+        training_s = (self.steps - step) * median(self.step_s)
+        return training_s + num_evaluations * median(self.eval_s or [0.0])
 
 
 def duration(seconds: float) -> str:
@@ -187,15 +187,15 @@ def duration(seconds: float) -> str:
 
 # -------------------------------------------------------------------------------- a row for a step
 
-Columns = Sequence[tuple[str, str, int, str]]  # heading, name, width, format
+Columns = Sequence[tuple[str, str, int, str]]  # heading, metric, width, format
 
-CELLS = {  # heading -> name, width, format; "signal": groups that carry signal / groups
+CELLS = {  # heading -> metric, width, format; "signal": groups whose returns differ / all groups
     "return": ("train/return_mean", 9, ".3f"),
     "success": ("train/success_rate", 9, ".1%"),
     "turns": ("train/turns_mean", 7, ".1f"),
     "signal": ("signal", 8, ""),
     "loss": ("policy/loss", 10, ".4f"),
-    "kl": ("policy/kl", 10, ".5f"),
+    "kl": ("policy/kl", 9, ".5f"),
     "entropy": ("policy/entropy", 9, ".3f"),
     "grad": ("policy/grad_norm", 9, ".3f"),
     "rollout s": ("time/rollout_s", 11, ".1f"),
@@ -204,13 +204,13 @@ CELLS = {  # heading -> name, width, format; "signal": groups that carry signal 
     "epoch": ("data/epoch", 8, ".2f"),
     "held-out loss": ("eval/loss", 15, ".4f"),
     "margin": ("preference/margin", 9, ".3f"),
-    "ordered": ("preference/accuracy", 9, ".1%"),
+    "accuracy": ("preference/accuracy", 10, ".1%"),
     "log-prob chosen": ("preference/chosen_log_prob", 17, ".2f"),
     "rejected": ("preference/rejected_log_prob", 10, ".2f"),
-    "set": ("data/evolving", 7, ""),
+    "set size": ("data/evolving", 10, ""),
 }
 _IMITATION = ("loss", "entropy", "grad", "epoch")
-_PREFERENCE = ("margin", "ordered", "log-prob chosen", "rejected")
+_PREFERENCE = ("margin", "accuracy", "log-prob chosen", "rejected")
 _END = ("update s", "eval")
 HEADINGS = {
     "rl": (
@@ -219,14 +219,15 @@ HEADINGS = {
     ),
     "sft": (*_IMITATION, "held-out loss", *_END),
     "dpo": ("loss", *_PREFERENCE, "grad", "return", *_END),
-    "agentevol": ("return", "success", "set", *_IMITATION, *_END),
+    "agentevol": ("return", "success", "set size", *_IMITATION, *_END),
 }
-STEP, LEFT = 9, 10  # widths of "1000/1000" and "25.5 days"
-HEADER_EVERY = 20
+STEP_WIDTH, TIME_LEFT_WIDTH = 9, 11  # of "1000/1000" and "25.5 days"
+HEADER_EVERY = 20  # rows
 
 
 def columns_of(method: str, envs: Sequence[str] = ()) -> Columns:
-    """A method's columns; of several environments each return, instead of means and success.
+    """A method's columns. With several environments there is a return for each one, instead of
+    the mean return and the success rate.
 
     >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
     ['textcraft', 'babyai', 'turns']
@@ -246,7 +247,7 @@ COLUMNS = columns_of("rl")
 
 def table_header(columns: Columns = COLUMNS) -> str:
     cells = [head.rjust(width) for head, _, width, _ in columns]
-    return "".join(["step".rjust(STEP), *cells, "left".rjust(LEFT)])
+    return "".join(["step".rjust(STEP_WIDTH), *cells, "time left".rjust(TIME_LEFT_WIDTH)])
 
 
 def table_row(
@@ -256,9 +257,9 @@ def table_row(
     left_s: float | None = None,
     columns: Columns = COLUMNS,
 ) -> str:
-    """One aligned line of metrics and timings, with the time that the run still takes. "-" stands
-    for what is missing or not finite."""
-    cells = [(f"{step}/{last_step}" if last_step else str(step)).rjust(STEP)]
+    """One aligned row of metrics and timings, ending with the time left. A value that is missing
+    or not finite is printed as "-"."""
+    cells = [(f"{step}/{last_step}" if last_step else str(step)).rjust(STEP_WIDTH)]
     for _, name, width, spec in columns:
         cell, value = "-", values.get(name)
         if name == "signal" and values.get("train/groups") is not None:
@@ -267,4 +268,4 @@ def table_row(
         elif value is not None and math.isfinite(value):
             cell = format(value, spec)
         cells.append(cell.rjust(width))
-    return "".join([*cells, (duration(left_s) if left_s else "-").rjust(LEFT)])
+    return "".join([*cells, (duration(left_s) if left_s else "-").rjust(TIME_LEFT_WIDTH)])

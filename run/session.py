@@ -1,11 +1,11 @@
-"""A run from its opening to its end: resumed, logged, evaluated, saved, stopped without loss.
+"""A session carries a run from start to end: resume, log, evaluate, save, and stop without loss.
 
-The four programs say what happens in a step; this file makes a run out of steps:
+The four programs define what a training step does; this file turns steps into a run:
 
-    open       lock the directory, listen for Ctrl-C and SIGTERM, make a `Worker`
+    open       lock the directory, handle Ctrl-C and SIGTERM, make a `Worker`
     restore    with --resume: load the newest checkpoint and cut the logs back to it
     each step  evaluate when due, log, check for collapse, save when due
-    end        close; after Ctrl-C save first and print the command that goes on
+    end        close; after Ctrl-C, save first and print the command that resumes
 
 Read next: `run/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -47,7 +47,7 @@ from run.worker import Worker
 from scale import distributed
 from scale.memory import check_memory
 
-EVALUATED = ("best", "best_step", "evaluated_step")  # of a session; a checkpoint keeps them
+EVALUATED = ("best", "best_step", "evaluated_step")  # attributes of a session, saved and restored
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
 
@@ -57,11 +57,11 @@ def open_session(
     config: Options,
     make_worker: Callable[[Options, rundir.Run, contextlib.ExitStack, StopRequests], WorkerType],
 ) -> Iterator[Session[WorkerType]]:
-    """A session of the run that the options name, new or resumed.
+    """Start or resume the run that the options describe; yields its session.
 
     Raises:
-        Misuse: an option, or what it names, cannot work; no run is left behind.
-        KeyboardInterrupt: after Ctrl-C, once everything is saved.
+        Misuse: an option, or a file that it names, cannot work; no run directory is left behind.
+        KeyboardInterrupt: after Ctrl-C, when everything is saved.
     """
     check_memory(config)
     for note in notes(config):
@@ -79,34 +79,35 @@ def open_session(
         except BaseException as error:
             run.discard()
             if isinstance(error, KeyboardInterrupt):
-                distributed.say("\nstopped before training began; the same command starts it again")
+                distributed.say("\nstopped before training began; run the same command to restart")
             raise
         stack.callback(session.logger.close)
         run.keep_tokenizer(worker.tokenizer)
         try:
             yield session
         except (KeyboardInterrupt, RunFailed) as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            if interrupted or (session.failure and session.completed_step):
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            if is_interrupt or (session.failure and session.completed_step):
                 session.save_completed()
                 distributed.say(
-                    f"\nstopped after step {session.completed_step}, saved. Go on with:\n"
-                    f"  {run.resume_command()}"
+                    f"\nstopped after step {session.completed_step}; a checkpoint is saved. "
+                    f"Resume with:\n  {run.resume_command()}"
                 )
-            if interrupted:
+            if is_interrupt:
                 distributed.barrier()
             raise
         distributed.barrier()
 
 
 class Session(Generic[WorkerType]):
-    """An open run: what it has done, how it is doing, what of it is on disk.
+    """An open run: its worker, its logs, its progress and its checkpoints.
 
     Attributes:
-        best, best_step: the best held-out success (0..1) and its step; for a run of sft.py that
-            plays nothing, minus the held-out loss.
-        evaluated_step: the last evaluation that `best` and the sentinels know of.
-        failure: an error to raise once the steps before it are saved (`saving_on_failure`).
+        completed_step, saved_step: the last step that was logged, and the last with a checkpoint.
+        best, best_step: the best held-out success (0..1) and its step. If sft.py never plays,
+            `best` is minus the held-out loss.
+        evaluated_step: step of the last evaluation that `best` and the sentinels include.
+        failure: an error to raise when the completed steps are saved (`saving_on_failure`).
     """
 
     logger: MetricsLogger
@@ -123,8 +124,8 @@ class Session(Generic[WorkerType]):
         self.evaluated_step: int | None = None
         self.start = weights_digest(Path(worker.start))
         every = config.eval_every if worker.eval_tasks else 0
-        evaluated = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
-        self.time_left = progress.TimeLeft(config.steps, evaluated)
+        eval_steps = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
+        self.time_left = progress.TimeLeft(config.steps, eval_steps)
 
     def restore(self) -> None:
         """Open the logs; with --resume, go back to the newest checkpoint first."""
@@ -139,7 +140,7 @@ class Session(Generic[WorkerType]):
             columns = progress.columns_of(c.method, [env_name(name) for name in names_of(c.env)])
             if writes:
                 truncate_log(path / ALARMS, self.completed_step)
-                (path / ALARMS).touch()  # empty: no alarm so far
+                (path / ALARMS).touch()  # an empty file: no alarms yet
             self.logger = MetricsLogger(path, resume_step, writes, trackers, columns)
         except (LogError, TrackerError) as error:
             raise TrainingError(str(error)) from None
@@ -150,9 +151,9 @@ class Session(Generic[WorkerType]):
             distributed.say(f"resumed after step {self.completed_step}")
 
     def load_checkpoint(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
+        """Load the newest checkpoint, if there is one."""
         worker = self.worker
-        worker.rest()  # on a GPU the optimizer's state needs the sampler's memory
+        worker.sleep_sampler()  # on a GPU the optimizer's state needs the sampler's memory
         if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
@@ -160,54 +161,55 @@ class Session(Generic[WorkerType]):
                 self.load_state_dict(state)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise TrainingError(
-                    f"{self.run.path} was saved after step {self.completed_step} by another "
-                    f"version ({error!r}): resume with that one, or start a new run"
+                    f"the checkpoint of step {self.completed_step} in {self.run.path} was saved "
+                    f"by another version of this program ({error!r}): resume with that version, "
+                    "or start a new run"
                 ) from error
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
-                    f"{worker.start} holds other weights than when this run began, and it needs "
-                    "those: put them back, or start a new run"
+                    f"the weights in {worker.start} have changed since this run began, and it "
+                    "needs the old ones: put them back, or start a new run"
                 )
-        if self.config.plays:  # the sampler wakes with these weights
+        if self.config.plays:  # this also wakes the sampler
             worker.sync_probed(self.completed_step, worker.openings)
 
     def steps_left(self) -> Iterator[int]:
-        """Numbers of the steps to do, counted from 1, until held-out success reaches --stop-at."""
+        """The remaining steps, counted from 1. Stops when held-out success reaches --stop-at."""
         stop_at = self.config.stop_at
         for step in range(self.completed_step + 1, self.config.steps + 1):
             if stop_at is not None and self.best is not None and self.best >= stop_at:
                 distributed.say(f"held-out success {self.best:.1%} has reached --stop-at {stop_at}")
                 self.save_completed()
                 return
-            left = self.time_left.after(step - 1)
-            rest = "" if left is None else f", {progress.duration(left)} left"
-            progress.heading(f"step {step}/{self.config.steps}{rest}")
+            seconds = self.time_left.after(step - 1)
+            time_left = "" if seconds is None else f", {progress.duration(seconds)} left"
+            progress.heading(f"step {step}/{self.config.steps}{time_left}")
             yield step
 
     @contextlib.contextmanager
-    def saving_on_failure(self, learned: bool = False) -> Iterator[None]:
-        """Around work that can fail for outside reasons: no step that was learned is lost.
+    def saving_on_failure(self, weights_changed: bool = False) -> Iterator[None]:
+        """Put this around work that can fail for outside reasons, so that no update is lost.
 
-        Errors raised before the step changes the weights end the run, and `open_session` saves the
-        steps before. Later errors (`learned`) wait until `finish_step` has logged and saved the
-        step; the resumed run makes up for what is missing.
+        An error raised before the step changes the weights ends the run, and `open_session` saves
+        the steps before it. An error after that (`weights_changed`) is kept until `finish_step`
+        has logged and saved the step; the resumed run then repeats the work that failed.
         """
         try:
             yield
         except RunFailed as error:
-            # Saving is collective, so all ranks must have failed. These three follow from numbers
-            # that all ranks gathered, so that each rank raises them by itself.
-            everywhere = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
-            everywhere |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
-            if everywhere:
+            # Saving is collective, so all ranks must have failed. Every rank raises these three
+            # errors, because they follow from numbers that were gathered from all ranks.
+            on_all_ranks = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
+            on_all_ranks |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
+            if on_all_ranks:
                 self.failure = error
-            if not (learned and everywhere):
+            if not (weights_changed and on_all_ranks):
                 raise
 
     # Evaluation
 
     def evaluate_start(self) -> None:
-        """The evaluation before the first step, or one that Ctrl-C or a failure has cut short."""
+        """Evaluate before the first step, or repeat an evaluation that was interrupted."""
         step, c = self.completed_step, self.config
         if not is_due(step, c.eval_every, c.steps) or self.evaluated_step == step:
             return
@@ -223,16 +225,16 @@ class Session(Generic[WorkerType]):
             raise TrainingError(collapse)
 
     def evaluate_if_due(self, step: int, clock: Clock) -> dict[str, float]:
-        """`evaluate`; if Ctrl-C or a failure cuts it short, the resumed run evaluates again."""
-        is_next = is_due(step, self.config.eval_every, self.config.steps)
-        if is_next and not self.failure and not self.stop.agreed():
-            cut_short = contextlib.suppress(KeyboardInterrupt)
-            with self.saving_on_failure(learned=True), cut_short, clock("time/eval_s"):
+        """`evaluate`; if Ctrl-C or a failure interrupts it, the resumed run evaluates again."""
+        is_eval_step = is_due(step, self.config.eval_every, self.config.steps)
+        if is_eval_step and not self.failure and not self.stop.agreed():
+            interruptible = contextlib.suppress(KeyboardInterrupt)
+            with self.saving_on_failure(weights_changed=True), interruptible, clock("time/eval_s"):
                 return self.evaluate(step)
         return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out success of the policy as it is now; details go to eval/ and trajectories/."""
+        """Measure the current policy on held-out tasks; details go to eval/ and trajectories/."""
         if not self.worker.eval_tasks:
             return {}
         summary, trajectories = self.worker.evaluate(step)
@@ -242,13 +244,13 @@ class Session(Generic[WorkerType]):
         # Checked per environment, so that losing a small one is noticed.
         if missing := {task.env for task in self.worker.eval_tasks} - rows.keys():
             raise TrainingError(
-                f"step {step}: every held-out trajectory of {' and '.join(sorted(missing))} was "
-                f"lost: {summary['lost']['last_error']}"
+                f"step {step}: all held-out trajectories of {' and '.join(sorted(missing))} were "
+                f"lost; the last error is: {summary['lost']['last_error']}"
             )
         for env, row in rows.items():
-            avg, where = row["avg"], f" in {env}" if len(rows) > 1 else ""
+            avg, in_env = row["avg"], f" in {env}" if len(rows) > 1 else ""
             distributed.say(
-                f"step {step}: held-out success{where} {avg['value']:.1%} "
+                f"step {step}: held-out success{in_env} {avg['value']:.1%} "
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], "
                 f"{row['items']} tasks x {summary['samples']} samples"
             )
@@ -261,7 +263,7 @@ class Session(Generic[WorkerType]):
         return metrics
 
     def note_evaluation(self, step: int, score: float) -> None:
-        """Remember the score after `step`; a tie does not replace the best."""
+        """Record the score after `step`; a tie does not replace the best."""
         self.evaluated_step = step
         if self.best is None or score > self.best:
             self.best, self.best_step = score, step
@@ -269,19 +271,19 @@ class Session(Generic[WorkerType]):
     # The end of a step
 
     def finish_step(self, step: int, metrics: dict[str, Any], clock: Clock) -> None:
-        """Log the step, save when due, print its row; end the run if it must not go on.
+        """Log the step, save when due and print its row; raise if the run must end here.
 
         Raises:
-            TrainingError: the run is collapsing, and --on-collapse stop.
-            KeyboardInterrupt: Ctrl-C came during the step.
-            RunFailed: what failed after the step was learned.
+            TrainingError: the run is collapsing, with --on-collapse stop.
+            KeyboardInterrupt: Ctrl-C was pressed during the step.
+            RunFailed: something failed after the step had changed the weights.
         """
-        # Logged before saving: a resumed run drops lines later than its checkpoint.
+        # Log before saving: a resumed run drops log lines that are later than its checkpoint.
         self.logger.log(step, metrics)
         self.completed_step = step
         collapse = self.watch(step, metrics)
-        is_time = is_due(step, self.config.save_every, self.config.steps)
-        if is_time or self.best_step == step or collapse or self.failure:
+        is_save_step = is_due(step, self.config.save_every, self.config.steps)
+        if is_save_step or self.best_step == step or collapse or self.failure:
             with clock("time/save_s"):
                 self.save(step)
         timings = clock.values | {
@@ -298,9 +300,10 @@ class Session(Generic[WorkerType]):
             raise KeyboardInterrupt
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Check a step for collapse and print the alarms; why the run must stop, or None."""
+        """Check a step for collapse and print the alarms. Returns the reason to stop the run, or
+        None."""
         watched = {n: v for n, v in metrics.items() if n not in self.config.ignored_by_sentinels}
-        alarms = self.sentinels.check(step, watched)  # even if off: --resume may switch them on
+        alarms = self.sentinels.check(step, watched)  # even if off: --resume can switch them on
         if self.config.on_collapse == "off":
             return None
         for alarm in alarms:
@@ -315,14 +318,14 @@ class Session(Generic[WorkerType]):
             folder = f"{self.run.path}/checkpoints/best"
             best = f"the best checkpoint is {folder} (step {self.best_step})"
         return (
-            f"stopped after step {step}, the run is collapsing: {stops[0]}; {best}; "
-            "--resume with --on-collapse warn goes on all the same"
+            f"stopped after step {step} because the run is collapsing: {stops[0]}; {best}; "
+            "to continue anyway, use --resume with --on-collapse warn"
         )
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and optimizers, as JSON."""
+        """The session's own state, saved as JSON beside weights and optimizers."""
         controller = self.worker.kl_controller
         state = {"kl_controller": controller.state_dict()} if controller else {}
         state["sentinels"] = self.sentinels.state_dict()
@@ -336,12 +339,12 @@ class Session(Generic[WorkerType]):
             setattr(self, name, state[name])
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint and the run that resumes it must have in common."""
+        """Options that must be the same in a checkpoint and in the run that resumes it."""
         c = self.config
         return {"algorithm": c.name, "model": c.model, "lora_rank": c.lora_rank}
 
     def save(self, step: int) -> None:
-        """A checkpoint of the state after `step`. Collective."""
+        """Save a checkpoint of the state after `step`. Collective."""
         worker, state = self.worker, self.identity() | self.state_dict()
         with progress.phase("saving"):
             checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
@@ -349,20 +352,20 @@ class Session(Generic[WorkerType]):
         self.tidy_up()
 
     def save_completed(self) -> None:
-        """A checkpoint of the last completed step, unless there is one."""
+        """Save a checkpoint of the last completed step, unless it has one already."""
         step = self.completed_step
         if step > self.saved_step or not checkpoint.steps_saved(self.run.path):
             self.save(step)
 
     def tidy_up(self) -> None:
-        """After a save: point checkpoints/best at the best step, and prune."""
+        """Point checkpoints/best at the best step, and delete old checkpoints."""
 
-        def tidy() -> None:
+        def work() -> None:
             if self.best_step in checkpoint.steps_saved(self.run.path):
                 checkpoint.mark_best(self.run.path, self.best_step)
             checkpoint.prune(self.run.path, self.config.keep_last)
 
-        distributed.run_on_rank_0("tidying up checkpoints", tidy)
+        distributed.run_on_rank_0("tidying up checkpoints", work)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -373,63 +376,64 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class StopRequests:
-    """Ctrl-C and SIGTERM (which job schedulers send), answered where nothing is lost.
+    """Handles Ctrl-C and SIGTERM (which job schedulers send) at points where nothing is lost.
 
-        with stop.allowed():    no weights change here: KeyboardInterrupt at once
+        with stop.allowed():    no weights change here: KeyboardInterrupt is raised at once
             roll_out()
         update()                the request is remembered
         if stop.agreed():       all processes get the same answer
             save()
 
-    A second Ctrl-C leaves at once, without saving. A launcher passes Ctrl-C on, so that its
-    processes get it twice: under one, two within seconds count as the same request.
+    A second Ctrl-C exits at once, without saving. A launcher passes Ctrl-C on, so its processes
+    get it twice; under a launcher, two signals within seconds count as one request.
     """
 
     SAME_REQUEST_S = 3.0
 
     def __init__(self) -> None:
-        self.requested = False
-        self._allowed = False
-        self._when = 0.0
+        self.is_requested = False
+        self._is_allowed = False
+        self._request_s = 0.0
         self._is_launched = "WORLD_SIZE" in os.environ
 
     def __enter__(self) -> StopRequests:
         signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {s: signal.signal(s, self._on_signal) for s in signals}
+        self._old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Around work that may be interrupted."""
-        if self.requested:
+        """Put this around work that can be interrupted."""
+        if self.is_requested:
             raise KeyboardInterrupt
-        self._allowed = True
+        self._is_allowed = True
         try:
             yield
         finally:
-            self._allowed = False
+            self._is_allowed = False
 
     def agreed(self) -> bool:
-        """Whether any process was asked to stop. Collective."""
-        if any(distributed.gather(self.requested)) and not self.requested:
-            self.requested, self._when = True, time.monotonic()  # its own may be on its way
-        return self.requested
+        """Whether any process has been asked to stop. Collective."""
+        if any(distributed.gather(self.is_requested)) and not self.is_requested:
+            # This process's signal may still be on its way.
+            self.is_requested, self._request_s = True, time.monotonic()
+        return self.is_requested
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
-            is_recent = time.monotonic() - self._when < self.SAME_REQUEST_S
+        if self.is_requested:
+            is_recent = time.monotonic() - self._request_s < self.SAME_REQUEST_S
             if is_recent and self._is_launched:
                 return
             os.write(2, b"\nstopped without saving\n")
             os._exit(130)
-        self.requested, self._when = True, time.monotonic()
+        self.is_requested, self._request_s = True, time.monotonic()
         if distributed.rank() == 0:
-            os.write(2, b"\nstopping; Ctrl-C again leaves without saving\n")
-        if self._allowed:
+            os.write(2, b"\nstopping; press Ctrl-C again to exit without saving\n")
+        if self._is_allowed:
             raise KeyboardInterrupt
 
 
@@ -442,7 +446,8 @@ def command_line(
     kind: type[Options],
     train: Callable[[Options], rundir.Run],
 ) -> int:
-    """Parse, train, and say where everything is; returns the exit code (run/errors.py)."""
+    """Parse the command line, train and print where the results are; returns the exit code
+    (run/errors.py)."""
     prog = kind.program
     try:
         config, remarks = read_command_line(argv, kind, summary)
@@ -460,35 +465,37 @@ def command_line(
     except RuntimeError as error:
         if not distributed.is_lost_contact(error):
             raise
-        gone = "lost contact with another process; it or its launcher says why (exitcode -9: most"
-        problem = RuntimeError(f"{gone} likely out of memory)")
+        problem = RuntimeError(
+            "lost contact with another process; it or its launcher prints why (exitcode -9: most "
+            "likely out of memory)"
+        )
     code = 2 if isinstance(problem, Misuse) else 1
     if distributed.rank() == 0:
         print_error(prog, problem)
     elif not distributed.is_known_to_all(problem):
-        time.sleep(3)  # if rank 0 says the same, the launcher has ended this process by then
+        time.sleep(3)  # if rank 0 fails too, the launcher has ended this process by then
         print_error(prog, f"rank {distributed.rank()}: {problem}")
     if distributed.world_size() > 1:
-        os._exit(code)  # the others may be gone, so nothing can be closed in order
+        os._exit(code)  # an orderly close could hang if other processes are gone
     return code
 
 
 def where_to_look(run: rundir.Run, config: RunConfig) -> str:
-    """The last lines of a run: how it began and ended, and which file or command shows what."""
-    env, *others = names_of(config.env)
+    """The last lines of a run: its first and last returns, and where to find the results."""
+    env, *other_envs = names_of(config.env)
     # evaluate.py measures one environment at a time.
-    which = f" --env {env}" if others or not config.needs_environment else ""
+    env_option = f" --env {env}" if other_envs or not config.needs_environment else ""
     rows, python = read_log(run.path / "metrics.jsonl"), rundir.python()
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     has_played = any(run.path.glob("trajectories/*.jsonl"))
     lines = {
         "mean return": first_and_last(means),
-        "the curve": run.path / "reward.png",
-        "what it did": f"{python} replay.py {run.path}" if has_played else None,
-        "every number": run.path / "metrics.jsonl",
-        "measure it": f"{python} evaluate.py --run {run.path}{which}",
+        "curve": run.path / "reward.png",
+        "episodes": f"{python} replay.py {run.path}" if has_played else None,
+        "metrics": run.path / "metrics.jsonl",
+        "evaluate": f"{python} evaluate.py --run {run.path}{env_option}",
     }
-    words = [f"  {name:<14}{where}" for name, where in lines.items() if where]
+    words = [f"  {name:<14}{text}" for name, text in lines.items() if text]
     return "\n".join([f"done: {run.path}", *words])
 
 

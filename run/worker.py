@@ -1,12 +1,12 @@
-"""What lives from the first training step to the last: models, sampler, environments, task lists.
+"""The worker holds what every training step uses: models, sampler, environments, task lists.
 
     tasks ── requests ──> roll_out ──> (a method learns) ──> sync ──> evaluate, save
                            engine       policy                policy weights
                            + pool       optimizer             into the engine
 
-One `Worker` per process; which of these happen in a step, and in which order, is written in
-`train.py`. With several processes each plays its share of the tasks and then holds all results
-(`scale/distributed.py`); rank 0 writes the files.
+There is one `Worker` per process. The programs (`train.py`, `sft.py`, ...) decide which of its
+methods a step calls, and in which order. With several processes, each one plays a share of the
+tasks and then receives the trajectories of all (`scale/distributed.py`). Rank 0 writes the files.
 
 Read next: `run/session.py`.
 """
@@ -74,15 +74,15 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Policy, sampler, environments and task lists of one process. Without play and evaluation it
-    has no sampler and no environment.
+    """Policy, sampler, environments and task lists of one process. A run that never plays and
+    never evaluates has no sampler and no environments.
 
     Raises:
-        Misuse: what only the tasks, the model or the first prompt reveal.
+        Misuse: an option turns out to be wrong when the tasks, the model or a prompt are loaded.
     """
 
-    openings: list[list[int]]  # token ids of one task's opening per environment
-    num_probes = 2  # openings that are sampled from and scored again after each weight sync
+    openings: list[list[int]]  # token ids of the first prompt of one task per environment
+    num_probes = 2  # prompts with which each weight sync is checked
     kl_controller: FixedKLController | None = None
     pool: EnvPools
     engine: Engine
@@ -114,11 +114,11 @@ class Worker:
                 self.load_into_engine()
 
     def choose_arithmetic(self) -> None:
-        """Seed, deterministic kernels, number format, device."""
+        """Set the seed, deterministic kernels, number format and device."""
         c = self.config
         if c.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            if torch.cuda.is_available():  # fast attention adds in any order
+            if torch.cuda.is_available():  # fast attention kernels sum in a varying order
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 for kernel in ("flash", "mem_efficient", "cudnn"):
                     getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
@@ -131,7 +131,7 @@ class Worker:
         self.device = self.accelerator.device
 
     def choose_start(self) -> None:
-        """The model to begin with, warmed up if it needs that, and its tokenizer."""
+        """Load or make the initial model, with a warm start if it needs one, and its tokenizer."""
         is_alone = distributed.world_size() == 1  # other ranks would wait for an interrupted one
         interruptible = self.stop.allowed() if is_alone else contextlib.nullcontext()
         with interruptible, clock.advice("the warm start"):
@@ -139,14 +139,15 @@ class Worker:
         with value_errors_as_misuse():
             self.tokenizer = load_tokenizer(self.start)
             self.chat = ChatTemplate(self.tokenizer, stop_ids_of(self.start))
-        distributed.say(f"model: {self.config.model} ({describe(self.start)}) from {self.start}")
+        distributed.say(f"initial model: {self.start} ({describe(self.start)})")
         self.pad_id = self.tokenizer.pad_token_id or 0
 
     def connect_environments(self, stack: contextlib.ExitStack) -> None:
-        """Pools of the servers of --env-addr, or of servers started here, and an opening of each.
+        """Connect to the servers of --env-addr, or start local ones, and get one task's first
+        prompt from each environment.
 
         Raises:
-            Misuse: an opening and one turn do not fit --max-trajectory-tokens.
+            Misuse: the first prompt and one turn do not fit into --max-trajectory-tokens.
         """
         pools = {}
         for config in config_per_env(self.config):
@@ -160,67 +161,67 @@ class Worker:
             with self.pool.of(env).client() as client:
                 observation = client.reset(task.task_index)
                 self.openings.append(self.chat.opening(client.prompt, observation))
-            needed = len(self.openings[-1]) + c.max_tokens_per_turn
-            if needed > c.max_trajectory_tokens:
+            num_tokens = len(self.openings[-1]) + c.max_tokens_per_turn
+            if num_tokens > c.max_trajectory_tokens:
                 raise Misuse(
-                    f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the opening "
-                    f"of {task.task_id} and one turn need {needed} tokens"
+                    f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the first "
+                    f"prompt of {task.task_id} and one turn need {num_tokens} tokens"
                 )
 
     # Models, sampler
 
     def load_models(self) -> None:
-        """The policy; subclasses add what their method needs beside it."""
+        """Load the policy; subclasses load the other models that their method needs."""
         c = self.config
         self.policy = self.fresh_policy()
         model, ranks = self.policy.model, distributed.world_size()
         about = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
         if c.lora_rank:
-            about += f", {num_trainable(model) / 1e6:.2f}M of them trained"
+            about += f", {num_trainable(model) / 1e6:.2f}M of them trainable"
         if ranks > 1:
-            about += f", in parts on {ranks} processes"
+            about += f", sharded over {ranks} processes"
         distributed.say(f"policy: {about}")
         if 0 < (n := c.learning_rate_decay_steps) < c.steps_per_schedule:
             distributed.say(
-                f"note: from step {n} on the learning rate is 1/{n} of --learning-rate; raise "
-                f"--learning-rate-decay-steps to keep learning until step {c.steps_per_schedule}"
+                f"note: from step {n} on, the learning rate is only 1/{n} of --learning-rate; "
+                f"for a slower decay use --learning-rate-decay-steps {c.steps_per_schedule}"
             )
 
     def fresh_policy(self) -> Learner:
-        """The policy that the run starts from, with an optimizer that has taken no step."""
+        """The policy that the run starts from, with a new optimizer."""
         c = self.config
-        with value_errors_as_misuse():  # a folder without a model, layers that adapters do not fit
+        with value_errors_as_misuse():  # the folder has no model, or adapters do not fit its layers
             policy = load_policy(self.start, c.share_prefix)
             if c.lora_rank:
                 add_lora(policy.lm, c.lora_rank, c.seed)
         return self.learner(policy, c.learning_rate)
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
-        """A model, sharded over the processes, and its optimizer."""
+        """Shard a model over the processes and make its optimizer."""
         keep_for_backward(model, choose_keep(self.config.gradient_checkpointing, self.device))
         model = distributed.shard(self.accelerator, model.train())
         return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
 
     def renewed(self, learner: Learner) -> Learner:
-        """The same model with an optimizer that has taken no step."""
+        """The same model with a new optimizer."""
         return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
 
     def forget_policy(self) -> None:
-        """Free the policy before another takes its place. accelerate keeps a reference, and sharded
-        models are reference cycles."""
+        """Free the policy's memory before another policy is loaded. This takes some care:
+        accelerate keeps a reference to it, and sharded models are reference cycles."""
         distributed.forget(self.accelerator, self.policy.model)
         del self.policy
-        gc.unfreeze()  # vLLM froze every object that there was when it started
+        gc.unfreeze()  # vLLM froze every object that existed when it started
         gc.collect()
 
     def start_engine(self, stack: contextlib.ExitStack) -> Engine:
-        """This rank's sampler: in this process, or a client of servers that all ranks share."""
+        """This rank's sampler: in this process, or a client of servers shared by all ranks."""
         c, length = self.config, self.config.max_trajectory_tokens + 1
         served = Served(self.start, length, self.precision.dtype)
         newest = checkpoint.steps_saved(self.run.path)[-1:] or [0]
 
         def seed_of(rank: int) -> int:
-            """vLLM's seed, from the run's seed, the rank and the step to go on from."""
+            """vLLM's seed, derived from the run's seed, the rank and the step to resume from."""
             return sampling_seed(c.seed, newest[0], "engine", rank, turn=0) % 2**31
 
         urls: Sequence[str] = c.engine_url
@@ -238,19 +239,19 @@ class Worker:
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the sampler, unless only this rank has failed: vLLM would close the process group,
-        which on GPUs waits for all ranks, and the error would not be printed."""
+        """Close the sampler, unless only this rank has failed. vLLM would then close the process
+        group, which on GPUs waits for all ranks, and the error would never be printed."""
         is_shared = error is None or isinstance(error, KeyboardInterrupt)
         if is_shared or distributed.world_size() == 1 or distributed.is_known_to_all(error):
             self.engine.close()
 
-    # Playing
+    # Rollouts
 
     def roll_out(
         self, requests: list[RolloutRequest]
     ) -> tuple[list[RolloutHandler], dict[str, float]]:
-        """Play all requests: trajectories, and timings of the sampler. After an engine error the
-        finished trajectories are written."""
+        """Play all requests; returns the trajectories and the sampler's timings. If the sampler
+        fails, the finished trajectories are written to disk first."""
         step, log = requests[0].step, RolloutLog()
         try:
             trajectories = self.play(requests, step - 1, "rollout", log)
@@ -267,8 +268,8 @@ class Worker:
     def play(
         self, requests: Sequence[RolloutRequest], weight_version: int, label: str, log: RolloutLog
     ) -> list[RolloutHandler]:
-        """`rollout.collect` on all ranks: each plays a share and gets all trajectories, ordered as
-        the requests. `log` is this rank's; at the end it holds the numbers of all.
+        """`rollout.collect` on all ranks. Each rank plays a share and gets all trajectories, in
+        the order of the requests. `log` covers this rank at first and all ranks at the end.
         """
         c, ranks = self.config, distributed.world_size()
         share = share_of(requests, distributed.rank(), ranks)
@@ -277,7 +278,7 @@ class Worker:
             max_trajectory_tokens=c.max_trajectory_tokens,
             temperature=c.temperature,
             seed=c.seed,
-            max_env_failures=1.0,  # lost ones are counted below, over all ranks
+            max_env_failures=1.0,  # lost trajectories are counted below, over all ranks
             record_state=c.record_state,
             weight_version=weight_version,
         )
@@ -299,7 +300,7 @@ class Worker:
         return handlers
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], list[RolloutHandler]]:
-        """Held-out tasks played by the policy as it is now: summary and trajectories."""
+        """Play the held-out tasks with the current policy; returns a summary and trajectories."""
         c = self.config
         horizons, samples = evaluation_horizons(c), c.samples_at(step)
         requests = all_samples(self.eval_tasks, samples, c.seed, step, horizons)
@@ -310,66 +311,68 @@ class Worker:
     # Learning
 
     def set_learning_rates(self, step: int) -> None:
-        """Linear decay from lr to lr/N over N = `decay_steps` steps, then constant. Independent of
-        --steps, so that a run can be resumed to go further."""
+        """Linear decay from lr to lr/N over N = `decay_steps` steps, then constant. The decay does
+        not depend on --steps, so a finished run can be resumed with more steps."""
         decay_steps = self.decay_steps()
-        left = 1 - min(step - 1, decay_steps - 1) / decay_steps
+        factor = 1 - min(step - 1, decay_steps - 1) / decay_steps
         for name, (_, optimizer) in self.parts().items():
             for group in optimizer.param_groups:
-                group["lr"] = self.rates()[name] * left
+                group["lr"] = self.rates()[name] * factor
 
     def decay_steps(self) -> float:
         return self.config.learning_rate_decay_steps or math.inf
 
     def rates(self) -> dict[str, float]:
-        """The learning rate of each of `parts` at the first step."""
+        """Learning rate of each model in `parts` at the first step."""
         return {"policy": self.config.learning_rate}
 
     def parts(self) -> dict[str, tuple[Any, Any]]:
-        """What is trained, and saved: name -> (model, optimizer)."""
+        """The models that are trained and saved: name -> (model, optimizer)."""
         return {"policy": (self.policy.model, self.policy.optimizer)}
 
-    # Weights to the sampler, weights to the disk
+    # Sending weights to the sampler, writing them to disk
 
     def sync(self, step: int, trajectories: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """Hand new weights to the sampler; (mean |sampler - trainer| log-prob, bytes).
+        """Send new weights to the sampler. Check them by sampling from a few prompts and scoring
+        the result with the trainer. Returns (mean |sampler - trainer| log-prob, bytes sent).
 
         Raises:
-            SyncError: the two differ by more than --max-sync-error, on some rank.
+            SyncError: the mean difference exceeds --max-sync-error on some rank.
         """
         probes = trajectories[: self.num_probes]
         return self.sync_probed(step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes])
 
     def sync_probed(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
-        """`sync`, with the tokens to sample after."""
+        """`sync` with the prompts (token ids) to check it with."""
         c = self.config
         num_bytes = self.load_into_engine()
-        room = c.max_trajectory_tokens - sync.NUM_PROBED
-        openings = [ids[:room] for ids in openings]
+        max_tokens = c.max_trajectory_tokens - sync.NUM_PROBED
+        openings = [ids[:max_tokens] for ids in openings]
         differences = sync.compare(
             self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
         )
         return sync.check(differences, c.max_sync_error, step), num_bytes
 
     def load_into_engine(self) -> int:
-        """Bytes sent. Collective."""
+        """Send the weights; returns the number of bytes. Collective."""
         name = self.precision.dtype if self.config.engine == "vllm" else "float32"
         dtype: torch.dtype = getattr(torch, name)
         with phase("weight sync"):
             return sync.send_weights(self.policy.model, self.engine, dtype)
 
-    def rest(self) -> None:
+    def sleep_sampler(self) -> None:
         """Free the sampler's memory until new weights wake it."""
         if self.config.plays:
             self.engine.sleep()
 
     @property
     def needs_start(self) -> bool:
-        """Whether a resumed run needs the weights that it began with: adapters add to them."""
+        """Whether a resumed run needs its initial weights. With LoRA it does, since trainer_state/
+        holds only the adapters."""
         return bool(self.config.lora_rank)
 
     def export(self, folder: Path) -> None:
-        """The policy as Hugging Face files. Collective."""
+        """Write the policy as Hugging Face files. Collective."""
         policy = self.policy.model
         sync.export_policy(self.accelerator, policy, self.tokenizer, folder)
         if self.config.lora_rank:
@@ -384,25 +387,26 @@ def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) -> list[str]:
-    """The first lines of a run, so that a mistake is seen before it has cost hours."""
-    c, envs = config, config_per_env(config)
-    batch = f"at most {c.trajectories_per_step} trajectories"
+    """The first lines that a run prints, so that a wrong option is noticed at once."""
+    c, configs = config, config_per_env(config)
+    batch = f"up to {c.trajectories_per_step} trajectories per step"
     if isinstance(c, Config):
-        turns = " and ".join(", then ".join(map(str, own.rounds)) for own in envs)
-        batch = f"{c.tasks_per_step} tasks x {c.group_size} samples, at most {turns} turns"
-    learns = f"adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
-    sampler = f"{c.engine} samples" if c.plays else "nothing is played"
-    held_out = "nothing is held out, so no checkpoint will be known as the best"
+        turns = " and ".join(", then ".join(map(str, part.rounds)) for part in configs)
+        batch = f"{c.tasks_per_step} tasks x {c.group_size} samples per step, up to {turns} turns"
+    weights = f"LoRA adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
+    sampler = f"sampling with {c.engine}" if c.plays else "no sampling"
+    evaluation = "none, so no checkpoint will be marked as the best"
     if num_held_out:
-        held_out = (
-            f"{num_held_out} held out, {c.eval_samples} samples of each every {c.eval_every} "
-            f"steps, {c.samples_at(0)} now, at most {max(evaluation_horizons(c).values())} turns"
+        evaluation = (
+            f"{num_held_out} held-out tasks, {c.eval_samples} samples each every {c.eval_every} "
+            f"steps ({c.samples_at(0)} before step 1), up to "
+            f"{max(evaluation_horizons(c).values())} turns"
         )
     elif getattr(c, "hold_out", 0):
-        held_out = "the best checkpoint is the one with the lowest held-out loss"
-    tasks = f"{num_tasks} of {' and '.join(own.env for own in envs)} to train on"
+        evaluation = "held-out loss; the checkpoint with the lowest is the best"
     return [
-        f"run: {c.steps} steps of {c.name}, each of {batch}; files in {run_dir}",
-        f"model: {c.model}, {learns} learn, {sampler}",
-        f"tasks: {tasks}; {held_out}",
+        f"run: {c.steps} steps of {c.name}, {batch}; files in {run_dir}",
+        f"model: {c.model}, training {weights}, {sampler}",
+        f"training tasks: {num_tasks} from {' and '.join(part.env for part in configs)}",
+        f"evaluation: {evaluation}",
     ]

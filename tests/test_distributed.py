@@ -180,7 +180,7 @@ def test_a_run_of_two_processes_is_that_of_one(tmp_path):
         assert train_main(flags(**settings[0])) == 0
         code, stdout, stderr = launch("tests/train_toy.py", *flags(**settings[1]))
     assert code == 0, stderr
-    assert "in parts on 2 processes" in stdout
+    assert "sharded over 2 processes" in stdout
     assert stdout.count("done: ") == 1  # rank 0 prints
     one, two = runs = [Path(s["run_dir"]) for s in settings]
 

@@ -108,7 +108,7 @@ def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds
     assert Counter((r.task.env, r.max_rounds) for r in requests) == {("near", 2): 8, ("far", 3): 4}
     assert horizons_of(replace(config, rounds=(7,))) == {"near": 7, "far": 7}
     assert evaluation_horizons(replace(config, eval_rounds=9)) == {"near": 9, "far": 9}
-    assert "at most 2 and 3 turns" in plan(config, "runs/x", 10, 6)[0]
+    assert "up to 2 and 3 turns" in plan(config, "runs/x", 10, 6)[0]
 
 
 def test_two_environments_that_share_a_task_id_are_refused(worlds):

@@ -71,11 +71,11 @@ def test_the_plot_draws_what_was_logged(tmp_path, drawn):
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
     assert list(lines["held-out tasks: avg@4, 95 % interval"].get_xdata()) == [0, 6, 12]
     assert list(lines["held-out tasks: pass@4"].get_ydata()) == [0.8, 0.8]  # not one of one
-    assert list(lines["at most"].get_ydata()) == [6] * 6 + [10] * 6
+    assert list(lines["limit"].get_ydata()) == [6] * 6 + [10] * 6
     assert list(lines["training: success"].get_xdata()) == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert list(lines["groups whose returns differ"].get_ydata()) == [0.75] * 12
+    assert list(lines["share of groups"].get_ydata()) == [0.75] * 12
     stages = {text.get_text().strip(): text.get_position()[0] for text in figure.axes[0].texts}
-    assert stages == {"at most 6 turns": 0.5, "at most 10 turns": 6.5}
+    assert stages == {"up to 6 turns": 0.5, "up to 10 turns": 6.5}
     assert all(axis.get_xlabel() == "training step" for axis in figure.axes[:4])
     assert list(lines["KL"].get_xdata()) == list(range(1, 13))
 
@@ -86,4 +86,4 @@ def test_where_all_reward_is_for_success_the_two_are_one_curve(tmp_path, drawn):
     assert len(drawn[0].axes) == 4  # none for the KL, which was not logged
     labels = drawn[0].axes[0].get_legend_handles_labels()[1]
     assert labels == ["training: return"]
-    assert [axis.texts[0].get_text() for axis in drawn[0].axes[1:]] == ["nothing logged yet"] * 3
+    assert [axis.texts[0].get_text() for axis in drawn[0].axes[1:]] == ["no data yet"] * 3

@@ -1,4 +1,4 @@
-"""run/progress.py: whoever waits sees a line every 30 s, and how long it still takes."""
+"""run/progress.py: a progress line every 30 s, the time left, and the table's rows."""
 
 import math
 import threading
@@ -13,24 +13,24 @@ from run.progress import EVERY_S, RECENT, TimeLeft, phase, playing, table_row
 
 @pytest.fixture
 def wait(monkeypatch):
-    """The clock stands still until this many seconds pass; then it is looked at."""
-    now, look = [1000.0], progress._look
+    """A function that moves a fake clock forward and then prints the line if it is due."""
+    now, print_if_due = [1000.0], progress._print_if_due
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress, "_screen", progress._Screen())
-    monkeypatch.setattr(progress, "_look", lambda: None)  # the thread does not look by itself
+    monkeypatch.setattr(progress, "_print_if_due", lambda: None)  # the thread prints nothing
 
     def wait(seconds):
         now[0] += seconds
-        look()
+        print_if_due()
 
-    progress.spoke()
+    progress.restart_interval()
     return wait
 
 
 # --- A line every 30 s ---------------------------------------------------------------------------
 
 
-def test_a_line_comes_every_thirty_seconds_and_says_how_far_it_is(wait, capsys):
+def test_a_line_every_thirty_seconds_shows_the_progress(wait, capsys):
     with phase("warm start", 10, "steps") as tick:
         wait(EVERY_S - 1)
         assert capsys.readouterr().out == ""
@@ -40,17 +40,17 @@ def test_a_line_comes_every_thirty_seconds_and_says_how_far_it_is(wait, capsys):
         wait(EVERY_S)  # too early to estimate the rest
         assert capsys.readouterr().out == "warm start: 1/10 steps\n"
         tick(4.1, loss="0.41")
-        progress.spoke()  # a row of the table counts as a line
+        progress.restart_interval()  # as after a row of the table
         wait(EVERY_S - 1)
         assert capsys.readouterr().out == ""
         progress.heading("step 3/60, 41 min left")
         wait(1)
         line = "step 3/60, 41 min left: warm start: 5/10 steps, loss 0.41, 2 min left\n"
         assert capsys.readouterr().out == line
-        tick(6)  # more than was to be done
+        tick(6)  # 11 of 10 steps
         wait(EVERY_S)
         assert capsys.readouterr().out.endswith(" 0 s left\n")
-    for label in ("log-probs", "update"):  # short phases, one after the other, are not silent
+    for label in ("log-probs", "update"):  # the 30 s run on through short phases
         with phase(label):
             wait(20)
     assert capsys.readouterr().out.endswith(": update: 20 s so far\n")
@@ -58,7 +58,7 @@ def test_a_line_comes_every_thirty_seconds_and_says_how_far_it_is(wait, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_innermost_phase_speaks_and_one_without_a_name_does_not(wait, capsys):
+def test_the_innermost_phase_with_a_label_is_printed(wait, capsys):
     with playing("outer", 4) as on_end:
         on_end(SimpleNamespace(success=True))
         with phase("inner", 8, "pieces"):
@@ -70,9 +70,7 @@ def test_the_innermost_phase_speaks_and_one_without_a_name_does_not(wait, capsys
         assert capsys.readouterr().out == "outer: 1/4 episodes, solved 1, 3 min left\n"
 
 
-def test_other_processes_are_silent_and_a_reader_that_has_gone_ends_nothing(
-    wait, capsys, monkeypatch
-):
+def test_only_rank_0_prints_and_a_closed_pipe_does_not_end_the_run(wait, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with phase("rollout", 4, "episodes") as tick:
         wait(60)
@@ -88,38 +86,38 @@ def test_other_processes_are_silent_and_a_reader_that_has_gone_ends_nothing(
         wait(30)
 
 
-def test_the_thread_looks_by_itself_while_a_phase_is_open(monkeypatch):
-    looked = threading.Event()
-    monkeypatch.setattr(progress, "_look", looked.set)
+def test_a_thread_prints_while_a_phase_is_open(monkeypatch):
+    was_called = threading.Event()
+    monkeypatch.setattr(progress, "_print_if_due", was_called.set)
     with phase("update"):
-        assert looked.wait(timeout=30)
+        assert was_called.wait(timeout=30)
 
 
-# --- How long the run still takes ----------------------------------------------------------------
+# --- Time left -----------------------------------------------------------------------------------
 
 
-def test_steps_left_and_evaluations_due_are_what_is_left():
-    left = TimeLeft(60, [20, 40, 60])
-    left.note({"time/eval_s": 50.0})
-    assert left.after(0) is None  # no step was timed
-    left.note({"time/step_s": 60.0, "time/eval_s": 50.0})  # its evaluation is counted once
-    assert left.after(1) == 59 * 10 + 3 * 50
-    assert left.after(20) == 40 * 10 + 2 * 50  # the one after step 20 is over
-    assert left.after(60) == 0
-    # One slow step moves nothing, and a horizon that grew is noticed.
-    left = TimeLeft(100)
+def test_the_time_left_is_that_of_the_remaining_steps_and_evaluations():
+    time_left = TimeLeft(60, [20, 40, 60])
+    time_left.note({"time/eval_s": 50.0})
+    assert time_left.after(0) is None  # no step was timed
+    time_left.note({"time/step_s": 60.0, "time/eval_s": 50.0})  # the step's evaluation: once
+    assert time_left.after(1) == 59 * 10 + 3 * 50
+    assert time_left.after(20) == 40 * 10 + 2 * 50  # the evaluation after step 20 is done
+    assert time_left.after(60) == 0
+    # One slow step changes nothing; a longer horizon does.
+    time_left = TimeLeft(100)
     for seconds in (*[10.0] * 9, 500.0):
-        left.note({"time/step_s": seconds})
-    assert left.after(10) == 900
+        time_left.note({"time/step_s": seconds})
+    assert time_left.after(10) == 900
     for _ in range(RECENT):
-        left.note({"time/step_s": 20.0})
-    assert left.after(20) == 1600
+        time_left.note({"time/step_s": 20.0})
+    assert time_left.after(20) == 1600
 
 
-# --- What is printed -----------------------------------------------------------------------------
+# --- The table -----------------------------------------------------------------------------------
 
 
-def test_every_row_is_as_wide_as_its_heading_and_fits_120_columns():
+def test_every_row_is_as_wide_as_the_header_and_fits_120_columns():
     assert {name for _, name, *_ in progress.COLUMNS} - {"signal"} <= set(GLOSSARY)
     groups = {"train/groups": 128, "train/groups_zero_variance": 16}
     longest = {"policy/loss": -123.4567, "policy/grad_norm": 1234.567, "policy/kl": math.nan}

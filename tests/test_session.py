@@ -161,7 +161,7 @@ def log_of(*lines):
 
 DAMAGES = {
     "the log has a hole": (log_of(0, 2), 1, "metrics.jsonl lacks step 2"),
-    "the log repeats a step": (log_of(0, 1, 1, 2), 1, "holds a step twice"),
+    "the log repeats a step": (log_of(0, 1, 1, 2), 1, "has a step twice"),
     "an empty config": (lambda run: (run / "config.json").write_text(""), 2, "config.json"),
 }
 
@@ -245,7 +245,7 @@ def test_with_adapters_the_base_is_the_reference_and_a_resumed_run_is_the_whole_
     right = weights.read_bytes()
     save_file({name: tensor + 0.01 for name, tensor in load(right).items()}, weights)
     assert train_main(flags(**settings, resume=True)) == 1
-    assert "holds other weights than when this run began" in capsys.readouterr().err
+    assert "have changed since this run began" in capsys.readouterr().err
     weights.write_bytes(right)
     assert train_main(flags(**settings, resume=True)) == 0
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "whole")]

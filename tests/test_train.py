@@ -307,7 +307,7 @@ def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypat
     with serve() as url:
         code, run_dir = run_in_process(tmp_path, url, steps=3, save_every=3)
     assert code == 130
-    assert "stopped after step 1, saved" in capsys.readouterr().out
+    assert "stopped after step 1; a checkpoint is saved" in capsys.readouterr().out
     assert checkpoint.steps_saved(run_dir) == [1]
     assert [line["step"] for line in read_metrics(run_dir)] == [1]
 

@@ -54,8 +54,8 @@ def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130, out + err
         assert "Traceback" not in err
-        assert err.strip() == "stopping; Ctrl-C again leaves without saving"
-        assert "stopped after step 0, saved" in out
+        assert err.strip() == "stopping; press Ctrl-C again to exit without saving"
+        assert "stopped after step 0; a checkpoint is saved" in out
         run_dir = Path(settings["run_dir"])
         assert checkpoint.steps_saved(run_dir) == [0]
         assert read_metrics(run_dir) == []
