@@ -60,7 +60,7 @@ from rollout import (
 )
 from run import checkpoint, clock, rundir
 from run.progress import phase, playing
-from sampling.fleet import FleetEngine, Served, start_servers
+from sampling.fleet import FleetEngine, ServerOptions, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync
 from scale.lora import add_lora, save_adapter
@@ -217,7 +217,7 @@ class Worker:
     def start_engine(self, stack: contextlib.ExitStack) -> Engine:
         """This rank's sampler: in this process, or a client of servers shared by all ranks."""
         c, length = self.config, self.config.max_trajectory_tokens + 1
-        served = Served(self.start, length, self.precision.dtype)
+        server_options = ServerOptions(self.start, length, self.precision.dtype)
         newest = checkpoint.steps_saved(self.run.path)[-1:] or [0]
 
         def seed_of(rank: int) -> int:
@@ -226,12 +226,12 @@ class Worker:
 
         urls: Sequence[str] = c.engine_url
         if c.engine_devices:
-            servers = start_servers(served, c.engine_devices, seed=seed_of(0))
+            servers = start_servers(server_options, c.engine_devices, seed=seed_of(0))
             urls = distributed.run_on_rank_0(
                 "starting the samplers", lambda: stack.enter_context(servers)
             )
         if urls:
-            return FleetEngine(urls, self.run.path / "weights", served)
+            return FleetEngine(urls, self.run.path / "weights", server_options)
         options: dict[str, Any] = {"dtype": self.precision.dtype}
         if c.engine == "vllm":
             options["seed"] = seed_of(distributed.rank())

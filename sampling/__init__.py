@@ -1,1 +1,1 @@
-"""Samplers other than the plain one: vLLM here, vLLM servers, models behind an API."""
+"""Further samplers: vLLM in this process, vLLM servers, and models behind a chat API."""

@@ -1,4 +1,4 @@
-"""sampling/fleet.py: against scripted servers; a real one is in tests/long/test_fleet.py."""
+"""sampling/fleet.py with scripted servers; tests/long/test_fleet.py uses a real one."""
 
 import contextlib
 import math
@@ -14,35 +14,36 @@ from test_processes import module, until
 
 from engines import EngineError, Generation, SamplingSettings
 from sampling import fleet
-from sampling.fleet import FleetEngine, Served, serve_command, start_servers
+from sampling.fleet import FleetEngine, ServerOptions, serve_command, start_servers
 
 __all__ = ["module"]  # a fixture
-SERVED = Served("my/model", 512)
+OPTIONS = ServerOptions("my/model", 512)
 SETTINGS = SamplingSettings(max_tokens=4, temperature=0.7, stop_token_ids=(2, 9))
 
 
 class FakeServer(ScriptedServer):
-    """Answers as vLLM 0.32 in development mode; a completion repeats its prompt's last ids.
+    """Answers like vLLM 0.32 in development mode; a completion repeats its prompt's last ids.
 
-    `script[path]` holds answers to give instead, each once. Completions wait while `holds`.
+    `script[path]` lists answers to give instead, one per request. Completions wait while
+    `is_blocked`.
     """
 
     def __init__(self, seed):
         super().__init__()
         self.config = {"seed": seed, "logprobs_mode": "processed_logprobs"}
-        self.script, self.is_dead, self.holds = {}, False, False
+        self.script, self.is_dead, self.is_blocked = {}, False, False
 
     def reply(self, path, body):
         path = path.partition("?")[0]
         if path == "/v1/completions":
             time.sleep(0.05)  # so that requests sent together overlap
-            while self.holds and not self.is_dead:
+            while self.is_blocked and not self.is_dead:
                 time.sleep(0.005)
         if self.script.get(path):
             return self.script[path].pop(0)
-        return None if self.is_dead else (200, {}, self.usual(path, body))
+        return None if self.is_dead else (200, {}, self.default_answer(path, body))
 
-    def usual(self, path, body):
+    def default_answer(self, path, body):
         if path == "/v1/completions":
             return completion(body["prompt"][-body["max_tokens"] :])
         return {
@@ -53,7 +54,7 @@ class FakeServer(ScriptedServer):
         }[path]
 
     @property
-    def asked(self):
+    def paths(self):
         return [path for path, _, _ in self.requests]
 
     @property
@@ -67,21 +68,21 @@ def completion(ids, reason="length"):
     return {"choices": [choice]}
 
 
-def hold(*servers, holds=True):
+def block(*servers, is_blocked=True):
     for server in servers:
-        server.holds = holds
+        server.is_blocked = is_blocked
 
 
 @pytest.fixture
 def servers():
     with FakeServer(0) as first, FakeServer(1) as second:
         yield [first, second]
-        hold(first, second, holds=False)
+        block(first, second, is_blocked=False)
 
 
 @pytest.fixture
 def engine(servers, tmp_path):
-    engine = FleetEngine([s.url for s in servers], tmp_path / "weights", SERVED)
+    engine = FleetEngine([s.url for s in servers], tmp_path / "weights", OPTIONS)
     for server in servers:
         server.requests.clear()
     yield engine
@@ -89,13 +90,13 @@ def engine(servers, tmp_path):
 
 
 def submit(engine, numbers):
-    """A request r0 with the prompt [0], and so on."""
+    """Submit a request r0 with the prompt [0], and so on."""
     for n in numbers:
         engine.submit(f"r{n}", [n], SETTINGS)
 
 
 def weights_of(value=1.0):
-    """A state dict with a tied head, as PyTorch gives it: two names, one memory."""
+    """A state dict with a tied head, as PyTorch returns it: two names for one tensor."""
     embedding = torch.full((4, 3), value).bfloat16()
     return {"embed": embedding, "norm": torch.randn(3, 2).T, "lm_head.weight": embedding}
 
@@ -103,112 +104,112 @@ def weights_of(value=1.0):
 # --- Sampling ------------------------------------------------------------------------------------
 
 
-def test_ids_and_log_probs_come_back_exactly_as_the_server_gave_them(engine, servers):
-    """And a request leaves nothing to the model's generation_config.json."""
-    done = run(engine, a=([5, 6, 7, 8, 9], SETTINGS))["a"]
-    assert done == Generation("a", [6, 7, 8, 9], [-1 / 7, -2 / 7, -3 / 7, -4 / 7], "length")
+def test_ids_and_log_probs_are_exactly_those_of_the_server(engine, servers):
+    """The request also sets every value that vLLM could take from generation_config.json."""
+    generation = run(engine, a=([5, 6, 7, 8, 9], SETTINGS))["a"]
+    assert generation == Generation("a", [6, 7, 8, 9], [-1 / 7, -2 / 7, -3 / 7, -4 / 7], "length")
     ((_, _, body),) = servers[0].requests
-    asked = {"max_tokens": 4, "temperature": 0.7, "stop_token_ids": [2, 9]}
-    assert body == asked | fleet.PLAIN | {
+    settings = {"max_tokens": 4, "temperature": 0.7, "stop_token_ids": [2, 9]}
+    assert body == settings | fleet.PLAIN_SAMPLING | {
         "prompt": [5, 6, 7, 8, 9],
         "logprobs": 0,
         "return_token_ids": True,
     }
     for server in servers:
         server.script["/v1/completions"] = [(200, {}, completion([4, 2], "stop"))]
-    done = run(engine, b=([5, 6], SETTINGS))["b"]
-    assert done == Generation("b", [4, 2], [-1 / 7, -2 / 7], "stop")  # the stop token is kept
+    generation = run(engine, b=([5, 6], SETTINGS))["b"]
+    assert generation == Generation("b", [4, 2], [-1 / 7, -2 / 7], "stop")  # keeps the stop token
 
 
 def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it_is_cached(
     engine, servers
 ):
-    hold(*servers)
+    block(*servers)
     submit(engine, range(6))
     until(lambda: [len(s.prompts) for s in servers] == [3, 3])
-    hold(servers[1], holds=False)
-    while engine.num_running > 3:  # those of the other server come back
+    block(servers[1], is_blocked=False)
+    while engine.num_running > 3:  # the requests at servers[1] finish
         engine.poll()
     (n, *_), *_ = servers[1].prompts
     submit(engine, range(6, 9))
     until(lambda: [len(s.prompts) for s in servers] == [3, 6])
-    hold(servers[0], holds=False)
+    block(servers[0], is_blocked=False)
     finish(engine)
     run(engine, **{f"r{n}": ([n, n], SETTINGS)})
-    assert [n, n] in servers[1].prompts  # the other server is first and as free
+    assert [n, n] in servers[1].prompts  # although servers[0] is equally free and comes first
 
 
-def test_abort_hangs_up_and_an_aborted_name_may_be_used_again(engine, servers):
-    hold(*servers)
+def test_abort_disconnects_and_an_aborted_name_can_be_used_again(engine, servers):
+    block(*servers)
     submit(engine, range(6))
     until(lambda: len(servers[0].prompts) == len(servers[1].prompts) == 3)
     engine.abort()
     assert engine.num_running == 0 and engine.poll() == []
     until(lambda: not any(server.num_running for server in engine._servers))
-    hold(*servers, holds=False)
+    block(*servers, is_blocked=False)
     assert run(engine, r0=([7], SETTINGS))["r0"].token_ids == [7]
-    run(engine, a=([1], SETTINGS), b=([2], SETTINGS))  # and neither server was lost
+    run(engine, a=([1], SETTINGS), b=([2], SETTINGS))  # neither server was excluded
     assert {len(s.prompts) for s in servers} == {4, 5}
 
 
 # --- Failures ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_dies_is_used_again_only_once_it_has_the_weights(engine, servers, capfd):
-    """Another one answers its requests; back again, it holds the weights it was started with."""
-    dying, other = servers
-    hold(dying, other)
+def test_a_server_that_dies_is_used_again_only_after_it_has_the_weights(engine, servers, capfd):
+    """The other server takes over its requests. After a restart it has old weights."""
+    dying, healthy = servers
+    block(dying, healthy)
     submit(engine, range(6))
-    until(lambda: len(dying.prompts) == len(other.prompts) == 3)
-    hold(other, holds=False)
+    until(lambda: len(dying.prompts) == len(healthy.prompts) == 3)
+    block(healthy, is_blocked=False)
     dying.is_dead = True
-    done = finish(engine)
-    assert {name: g.token_ids for name, g in done.items()} == {f"r{n}": [n] for n in range(6)}
-    assert len(other.prompts) == 6
+    generations = finish(engine)
+    assert {r: g.token_ids for r, g in generations.items()} == {f"r{n}": [n] for n in range(6)}
+    assert len(healthy.prompts) == 6
     assert f"{dying.url}: POST /v1/completions failed" in capfd.readouterr().err
-    dying.is_dead = dying.holds = False
+    dying.is_dead = dying.is_blocked = False
     dying.requests.clear()
     run(engine, c=([5], SETTINGS), d=([6], SETTINGS))
     assert dying.requests == []
     engine.load_weights(weights_of().items())
     run(engine, e=([5], SETTINGS), f=([6], SETTINGS))
-    weights = ["/health", "/collective_rpc", "/reset_prefix_cache"]
-    assert dying.asked == [*weights, "/v1/completions"]
+    reload_paths = ["/health", "/collective_rpc", "/reset_prefix_cache"]
+    assert dying.paths == [*reload_paths, "/v1/completions"]
     for server in servers:
         server.is_dead = True
     submit(engine, [7])
-    with pytest.raises(EngineError, match="none of the servers is left") as caught:
+    with pytest.raises(EngineError, match="none of the servers can be used") as error:
         finish(engine)
-    assert all(server.url in str(caught.value) for server in servers)
+    assert all(server.url in str(error.value) for server in servers)
 
 
-PASSING = [None, fails(500), fails(429), fails(200, "<html>"), (200, {}, completion([5], "abort"))]
+TRANSIENT_FAILURES = [None, fails(500), fails(429), fails(200, "<html>")]
+TRANSIENT_FAILURES += [(200, {}, completion([5], "abort"))]
 
 
-def test_a_failure_of_a_healthy_server_is_tried_again_and_the_server_kept(engine, servers):
-    for n, answer in enumerate(PASSING, start=1):
+def test_a_failed_request_is_retried_and_a_healthy_server_stays_in_use(engine, servers):
+    for n, answer in enumerate(TRANSIENT_FAILURES, start=1):
         servers[0].script["/v1/completions"] = [answer]
         assert run(engine, **{f"r{n}": ([n], SETTINGS)})[f"r{n}"].token_ids == [n]
         assert len(servers[0].prompts) == len(servers[1].prompts) == n
 
 
-def test_a_request_is_given_up_after_some_tries_or_at_once_if_no_server_would_take_it(
-    engine, servers
-):
-    for answer, num_tries in ((fails(503, "no room"), fleet.NUM_TRIES), (fails(400, "long"), 1)):
+def test_a_failing_request_is_retried_but_not_if_every_server_would_refuse_it(engine, servers):
+    cases = ((fails(503, "no room"), fleet.NUM_ATTEMPTS), (fails(400, "long"), 1))
+    for answer, num_attempts in cases:
         for server in servers:
             server.script["/v1/completions"] = [answer] * 9
             server.requests.clear()
         submit(engine, [5])
         with pytest.raises(EngineError, match=f"HTTP {answer[0]}: {answer[2]}"):
             finish(engine)
-        assert sum(len(server.prompts) for server in servers) == num_tries
+        assert sum(len(server.prompts) for server in servers) == num_attempts
 
 
-def test_a_server_that_falls_silent_is_left_out(servers, tmp_path, monkeypatch):
+def test_a_server_that_hangs_is_excluded(servers, tmp_path, monkeypatch):
     monkeypatch.setattr(fleet, "TIMEOUT_S", 0.5)
-    engine = FleetEngine([s.url for s in servers], tmp_path, SERVED)
-    hold(servers[0])
+    engine = FleetEngine([s.url for s in servers], tmp_path, OPTIONS)
+    block(servers[0])
     assert run(engine, a=([5], SETTINGS))["a"].token_ids == [5]
     run(engine, b=([5], SETTINGS), c=([6], SETTINGS))
     assert len(servers[0].prompts) == 1
@@ -227,38 +228,40 @@ def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, s
 
 
 @pytest.mark.parametrize(
-    ("config", "what"),
+    ("config", "problem"),
     [
         ({}, "is not a vLLM"),
         ({"seed": 0, "logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
-        ({"seed": 1, "logprobs_mode": "processed_logprobs"}, "runs with --seed 1, as another"),
+        ({"seed": 1, "logprobs_mode": "processed_logprobs"}, "runs with --seed 1, like another"),
     ],
 )
-def test_an_unfit_server_is_an_error_with_the_command_to_start_one(servers, tmp_path, config, what):
+def test_a_server_with_wrong_options_is_an_error_with_the_right_command(
+    servers, tmp_path, config, problem
+):
     servers[0].config = config
-    with pytest.raises(EngineError, match=what) as caught:
-        FleetEngine([s.url for s in servers], tmp_path, SERVED)
-    assert str(caught.value).endswith(serve_command(SERVED, servers[0].server_port))
+    with pytest.raises(EngineError, match=problem) as error:
+        FleetEngine([s.url for s in servers], tmp_path, OPTIONS)
+    assert str(error.value).endswith(serve_command(OPTIONS, servers[0].server_port))
 
 
 # --- Weights -------------------------------------------------------------------------------------
 
 
-def test_every_server_reads_the_exact_weights_and_forgets_the_old_prefixes(engine, servers):
-    servers[0].script["/reset_prefix_cache"] = [fails(200, {"success": False})] * 2  # still held
+def test_every_server_loads_the_exact_weights_and_clears_its_prefix_cache(engine, servers):
+    servers[0].script["/reset_prefix_cache"] = [fails(200, {"success": False})] * 2  # still in use
     weights = weights_of()
     engine.load_weights(weights.items())
     (folder,) = engine.weights_dir.iterdir()
     for server, resets in zip(servers, (3, 1), strict=True):
-        assert server.asked == ["/health", "/collective_rpc", *["/reset_prefix_cache"] * resets]
+        assert server.paths == ["/health", "/collective_rpc", *["/reset_prefix_cache"] * resets]
         body = server.requests[1][2]
         assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    written = {}
+    tensors = {}
     for file in folder.iterdir():
-        written |= load_file(file)
-    assert written.keys() == weights.keys()
+        tensors |= load_file(file)
+    assert tensors.keys() == weights.keys()
     for name, tensor in weights.items():
-        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor)
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
     engine.load_weights(weights_of(2).items())
     (newer,) = engine.weights_dir.iterdir()
     assert newer != folder
@@ -266,45 +269,46 @@ def test_every_server_reads_the_exact_weights_and_forgets_the_old_prefixes(engin
     assert not engine.weights_dir.exists()
 
 
-def test_a_server_that_cannot_read_the_weights_samples_no_more(engine, servers, monkeypatch):
+def test_a_server_that_cannot_load_the_weights_is_excluded(engine, servers, monkeypatch):
     monkeypatch.setattr(fleet, "RESET_WAIT_S", 0.1)
-    unread, held = fails(500, "Repo id must be in the form"), fails(200, {"success": False})
-    for path, answers in {"/collective_rpc": [unread], "/reset_prefix_cache": [held] * 9}.items():
+    unreadable, in_use = fails(500, "Repo id must be in the form"), fails(200, {"success": False})
+    script = {"/collective_rpc": [unreadable], "/reset_prefix_cache": [in_use] * 9}
+    for path, answers in script.items():
         servers[0].script[path] = answers
         engine.load_weights(weights_of().items())
         run(engine, a=([5], SETTINGS), b=([6], SETTINGS))
         assert servers[0].prompts == []
     for server in servers:
-        server.script["/collective_rpc"] = [unread]
-    with pytest.raises(EngineError, match=r"under this path(.|\n)*Repo id must be"):
+        server.script["/collective_rpc"] = [unreadable]
+    with pytest.raises(EngineError, match=r"does that path exist(.|\n)*Repo id must be"):
         engine.load_weights(weights_of().items())
 
 
-# --- Servers of our own --------------------------------------------------------------------------
+# --- Starting servers ----------------------------------------------------------------------------
 
 
-def test_each_card_gets_a_server_with_a_seed_of_its_own(monkeypatch):
-    started = []
+def test_each_gpu_gets_a_server_with_a_different_seed(monkeypatch):
+    processes = []
 
     @contextlib.contextmanager
-    def child(module, *words, env):
-        started.append((words, env))
+    def child(module, *arguments, env):
+        processes.append((arguments, env))
         yield SimpleNamespace(wait_until=lambda is_up, timeout_s: None)
 
     monkeypatch.setattr(fleet, "child", child)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")  # under torchrun
-    with start_servers(SERVED, [2, "3"], seed=7) as urls:
+    with start_servers(OPTIONS, [2, "3"], seed=7) as urls:
         assert len(set(urls)) == 2
-    for (words, env), url, card, seed in zip(started, urls, "23", "78", strict=True):
-        assert env["CUDA_VISIBLE_DEVICES"] == card and "LOCAL_RANK" not in env
-        options = dict(zip(words, words[1:], strict=False))
+    for (arguments, env), url, gpu, seed in zip(processes, urls, "23", "78", strict=True):
+        assert env["CUDA_VISIBLE_DEVICES"] == gpu and "LOCAL_RANK" not in env
+        options = dict(zip(arguments, arguments[1:], strict=False))
         assert url.endswith(":" + options["--port"])
         assert (options["--seed"], options["--model"]) == (seed, "my/model")
         assert options["--logprobs-mode"] == "processed_logprobs"
 
 
-def test_a_server_that_does_not_start_is_an_error_with_what_it_wrote(monkeypatch, module):
+def test_the_error_for_a_server_that_does_not_start_shows_its_output(monkeypatch, module):
     monkeypatch.setattr(fleet, "SERVER_MODULE", module("raise SystemExit('no such card')"))
-    with pytest.raises(EngineError, match="no such card"), start_servers(SERVED, ["cpu"]):
-        pytest.fail("it is not up")
+    with pytest.raises(EngineError, match="no such card"), start_servers(OPTIONS, ["cpu"]):
+        pytest.fail("the server must not start")
