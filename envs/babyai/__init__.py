@@ -1,4 +1,4 @@
-"""BabyAI: rooms, doors, keys and one instruction. The world is env.py."""
+"""BabyAI: rooms, doors, keys and one instruction. The environment is in env.py."""
 
 from envs.babyai.env import BabyAI
 from envs.babyai.env import BabyAI as World

@@ -1,4 +1,4 @@
-"""`python -m envs.babyai`: play in the terminal."""
+"""`python -m envs.babyai`: play a task in the terminal."""
 
 from envs.babyai.env import BabyAI
 from envs.common import command_line

@@ -1,4 +1,4 @@
-"""SciWorld: elementary-school science in a house of ten places. The world is env.py."""
+"""SciWorld: elementary-school science in a house of ten places. The environment is in env.py."""
 
 from envs.sciworld.env import SciWorld
 from envs.sciworld.env import SciWorld as World

@@ -1,4 +1,4 @@
-"""`python -m envs.sciworld`: play in the terminal."""
+"""`python -m envs.sciworld`: play a task in the terminal."""
 
 from envs.common import command_line
 from envs.sciworld.env import SciWorld

@@ -1,4 +1,4 @@
-"""SearchQA: answer questions by searching a corpus. The world is env.py."""
+"""SearchQA: answer questions by searching a corpus. The environment is in env.py."""
 
 from envs.searchqa.env import SearchQA
 from envs.searchqa.env import SearchQA as World

@@ -1,4 +1,4 @@
-"""`python -m envs.searchqa`: play in the terminal."""
+"""`python -m envs.searchqa`: play a task in the terminal."""
 
 from envs.common import command_line
 from envs.searchqa.env import SearchQA

@@ -1,4 +1,4 @@
-"""`python -m envs.textcraft`: play in the terminal."""
+"""`python -m envs.textcraft`: play a task in the terminal."""
 
 from envs.common import command_line
 from envs.textcraft.env import TextCraft

