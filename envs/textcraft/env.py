@@ -48,7 +48,7 @@ from typing import ClassVar
 
 from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say
-from envs.textcraft.recipes import Recipe, recipe_book, in_words
+from envs.textcraft.recipes import Recipe, in_words, recipe_book
 
 MAX_DISTRACTORS = 10
 
