@@ -31,8 +31,8 @@ from envs.babyai.world import (
     Level,
     View,
     available,
-    parts_left,
     perform,
+    remaining_parts,
 )
 from envs.server import create_app
 
@@ -142,7 +142,7 @@ def test_every_available_action_works_and_what_is_not_available_changes_nothing(
                     assert action in actions and len(replay.history) > len(level.history)
                 tried[action.split()[0], action in actions] += 1
             perform(level, view, generator.choice(actions))
-            if level.ended:
+            if level.is_over:
                 break
     for verb in ("pickup", "toggle", "move", "drop", "go"):
         assert min(tried[verb, True], tried[verb, False]) > 3, (verb, tried)
@@ -210,7 +210,7 @@ def open_door(level: Level, color: str) -> None:
 
 
 def order_of_doors(level: Level) -> list[str]:
-    return [part.desc.color for part in parts_left(level.env.instrs)]
+    return [part.desc.color for part in remaining_parts(level.env.instrs)]
 
 
 def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one_does():
@@ -222,7 +222,7 @@ def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one
         raw = level.env.instrs
         kinds.add(type(raw).__name__)
         open_door(level, doors[0])
-        assert not level.ended and "failure" in (raw.a_done, raw.b_done)  # minigrid's own verdict
+        assert not level.is_over and "failure" in (raw.a_done, raw.b_done)  # minigrid's own verdict
         assert order_of_doors(level) == doors[1:]
         open_door(level, doors[1])
         assert level.terminated and level.reward > 0.9

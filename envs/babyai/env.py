@@ -1,34 +1,37 @@
-"""BabyAI: rooms, doors, keys and one instruction, told in words.
+"""BabyAI: a grid of rooms with doors and keys, described in words, and one mission to fulfil.
 
-The agent stands in a grid of rooms and is told what to do: "go to the red ball", "put the green box
-next to a grey door after you open the blue door". It sees the seven by seven cells before it, so it
-must look around, find keys and clear its way.
+The agent gets a mission such as "go to the red ball" or "put the green box next to a grey door
+after you open the blue door". It sees only the seven by seven cells in front of it, so it has to
+look around, find keys and clear its path.
 
-Description: 40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated by minigrid, from one
-    room to nine with locked doors; envs/babyai/levels.py numbers them.
-Action Space: turn left, turn right, move forward, toggle, drop, check available actions, and
-    actions that walk by themselves: go to OBJECT N, pickup OBJECT N, go through DOOR N,
-    toggle and go through DOOR N (envs/babyai/world.py).
-Observation Space: what happened (at first the goal), what is in view with distances in steps,
-    walls, what is carried, and the list of actions that are possible now. An impossible action is
-    answered with the reason and that list.
-Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, otherwise 0; counted
-    in minigrid's primitive actions, max_steps (16 to 2880) is the level's. An impossible action
-    costs no step.
-Episode End: terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
-    door or object); truncated after max_steps primitive actions.
-Arguments: reset(task_index, seed=0). The index decides everything; `seed` changes nothing.
-Id Lists: ids/babyai_*.json, made once by the program of commit 7b8c4ed, __main__.py.
-    test, train                 AgentGym-RL's sizes, 90 and 810: 18 levels with seeds 0 to 4 and 5
-                                to 49, inferred from the published counts (levels.py).
+Description: 40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated by minigrid. They
+    range from one room to nine rooms with locked doors; envs/babyai/levels.py lists them.
+Action Space: turn left, turn right, move forward, toggle, drop, check available actions. Other
+    actions walk as far as needed: go to OBJECT N, pickup OBJECT N, go through DOOR N, toggle and go
+    through DOOR N (envs/babyai/world.py).
+Observation Space: The goal (in the first observation) or the result of the action, the objects in
+    view with their distances in steps, the walls, the carried object, and the list of actions that
+    are possible now. After an impossible action: the reason and that list.
+Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, otherwise 0. `steps`
+    counts minigrid's primitive actions; max_steps (16 to 2880) depends on the level. An impossible
+    action does not count as a step.
+Episode End: Terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
+    door or object). Truncated after max_steps primitive actions.
+Arguments: reset(task_index, seed=0). The index determines the task; `seed` has no effect.
+Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py of commit 7b8c4ed.
+    test, train                 lists of AgentGym-RL's sizes, 90 and 810. They hold 18 levels with
+                                seeds 0 to 4 and 5 to 49, inferred from the published counts
+                                (levels.py).
     simple_test, simple_train   a curriculum for a laptop: tasks of GoTo and Pickup that the oracle
-                                solves in 1, 2 or 3 turns, as many of each as far as a level has
-                                them. No test task has a training seed, or starts like one.
+                                solves in 1, 2 or 3 turns, in equal numbers where a level has
+                                enough. A test task shares neither its seed nor its first
+                                observation with a training task.
 
-Differences from AgentGym's server, whose numbers are therefore not the same:
-    Success is any positive return; there only a reward above 0.5 ends an episode. minigrid's wrong
-    verdict on level 16 is corrected. "toggle" also opens boxes (level 26 needs it) and closes
-    doors. The words are our own, two thirds as many; level 4 is the 6 x 6 room of its name.
+Differences from AgentGym's server, whose results are therefore not comparable:
+    Any positive return is a success; AgentGym's server ends an episode only after a reward above
+    0.5. We correct minigrid's wrong verdict on level 16. "toggle" also opens boxes, which level 26
+    needs, and closes doors. We wrote the texts anew, with a third fewer words. Level 4 is a 6 x 6
+    room, as its name says.
 
     >>> env = BabyAI()
     >>> print(env.reset(task_index=3))
@@ -55,25 +58,25 @@ from envs import Wire
 from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 
-MAX_ACTION_CHARS = 200  # what is longer is no action
+MAX_ACTION_CHARS = 200  # a longer text is not an action
 
 
 class BabyAIWire(Wire):
-    """AgentGym's server adds a score, and answers /observation with a dict."""
+    """AgentGym's server adds a score and answers /observation with a dict."""
 
     title = "BabyAI"
     index_default = None
     shows_task_at_create = False
     has_score = True
-    pays_once, solved_from = True, 1e-6  # that server plays on after a reward of 0.5 or less
+    pays_once, solved_from = True, 1e-6  # its episodes continue after a reward of 0.5 or less
     paths = {"/render": ("POST", "render")}
 
     def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
         return super().reset(session_id, turn, task_index) | {"deleted": False}
 
     def observation(self, turn: dict) -> Any:
-        shown = {key: turn[key] for key in ("observation", "reward", "done")}
-        return shown | {"score": turn["info"]["score"], "deleted": False}
+        answer = {key: turn[key] for key in ("observation", "reward", "done")}
+        return answer | {"score": turn["info"]["score"], "deleted": False}
 
 
 class BabyAI:
@@ -119,7 +122,7 @@ class BabyAI:
 
     def _forget(self) -> None:
         self._stage = Stage()
-        self._level: Any = None  # envs.babyai.world.Level; minigrid is not imported here
+        self._level: Any = None  # envs.babyai.world.Level, not imported here as it needs minigrid
         self._view: Any = None
         self._oracle: Any = None
         self._actions: list[str] = []
@@ -140,11 +143,11 @@ class BabyAI:
 
     @staticmethod
     def open_shared() -> None:
-        """A server without minigrid fails at its start, not at the first request."""
+        """Import minigrid, so that a server without it fails at its start."""
         import envs.babyai.world  # noqa: F401
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation."""
+        """Start an episode and return the first observation."""
         require_task(type(self), task_index)
         from envs.babyai.world import Level
 
@@ -154,30 +157,30 @@ class BabyAI:
         return f"Your goal: {self._level.mission}\n{self._look()}"
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info."""
+        """Play one action; return observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         from envs.babyai.world import CHECK, Impossible, perform
 
         level = self._level
         action = " ".join(action.lower().split()) if len(action) <= MAX_ACTION_CHARS else "too long"
         self._turns.append(len(level.history))
-        reward, ended = 0.0, False
+        reward, is_over = 0.0, False
         if action == CHECK:
             observation = self._actions_line()
         else:
             try:
-                happened = perform(level, self._view, action)
+                result = perform(level, self._view, action)
             except Impossible as reason:
                 observation = f"Not possible: {reason}.\n{self._actions_line()}"
             else:
-                reward, ended = level.reward, level.ended
-                observation = f"{happened}\n{self._how_it_ended() if ended else self._look()}"
-        if ended:
+                reward, is_over = level.reward, level.is_over
+                observation = f"{result}\n{self._end_line() if is_over else self._look()}"
+        if is_over:
             self._stage.end()
             self._actions = []
         self._score += reward
         info = {"success": reward > 0, "score": self._score}
-        return observation, reward, ended and level.terminated, ended and level.truncated, info
+        return observation, reward, is_over and level.terminated, is_over and level.truncated, info
 
     def _look(self) -> str:
         from envs.babyai.world import View, available
@@ -189,7 +192,7 @@ class BabyAI:
     def _actions_line(self) -> str:
         return f"Available actions: {json.dumps(self._actions)}"
 
-    def _how_it_ended(self) -> str:
+    def _end_line(self) -> str:
         if self._level.reward > 0:
             return "The goal is reached."
         if self._level.terminated:
@@ -198,7 +201,7 @@ class BabyAI:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The one 'Action:' line in lower case: letters, digits, commas and single spaces."""
+        """The action of the 'Action:' line: lower case, digits, commas and single spaces only."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]").lower()
 
     def available_actions(self) -> list[str]:
@@ -206,7 +209,7 @@ class BabyAI:
         return list(self._actions)
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of minigrid's bot, in the words of this environment."""
+        """A thought and a text action that makes progress on the plan of minigrid's bot."""
         self._stage.require_running()
         from envs.babyai.oracle import Oracle
 
@@ -215,7 +218,7 @@ class BabyAI:
         return self._oracle.move(self._view, self._turns)
 
     def state_for_people(self) -> dict:
-        """Mission, grid and where the agent stands, for display."""
+        """Mission, grid, position of the agent and progress, for display."""
         from envs.babyai.world import grid_rows
 
         self._stage.require_episode()
@@ -237,7 +240,7 @@ class BabyAI:
         }
 
     def render(self) -> str:
-        """The whole level as a PNG in a data URL, what is in view lighter; 32 pixels a cell."""
+        """The level as a PNG in a data URL: 32 pixels per cell, the cells in view are lighter."""
         self._stage.require_episode()
         from PIL import Image
 

@@ -1,4 +1,4 @@
-"""The 40 levels of BabyAI in the order that AgentGym numbers them, and the sub-task of each.
+"""The 40 levels of BabyAI, in AgentGym's order, and the sub-task of each level.
 
     level number = task_index % 40 + 1        level seed = task_index // 40
 
@@ -7,16 +7,17 @@
     >>> LEVELS[3], SUBTASKS[3]
     ('BabyAI-GoToObjS6-v1', 'GoTo')
 
-Level 4 is GoToObjS6-v0 in AgentGym's list: minigrid before 2.5 built a room of 4 x 4 under that
-name, later ones refuse it. This level alone differs.
+Only level 4 differs from AgentGym's list, which has GoToObjS6-v0. minigrid before 2.5 built a room
+of 4 x 4 under that name, and later versions reject it.
 
-Sub-tasks are those of AgentGym-RL's tables, 90 test items: GoTo 55, Pickup 15, ActionObjDoor,
-FindObjS7, OneRoomS20 and SynthLoc 5 each. Which levels stand behind a name is not published; the
-counts fit five items a level with levels 1 to 11 as GoTo, three Pickup levels and one for each of
-the rest. Every other level is a sub-task of its own. Nothing here needs minigrid.
+The sub-tasks are those of AgentGym-RL's tables, with 90 test items: GoTo 55, Pickup 15, and
+ActionObjDoor, FindObjS7, OneRoomS20 and SynthLoc 5 each. The levels behind these names are not
+published. The counts fit five items per level, with levels 1 to 11 as GoTo, three levels as Pickup
+and one level for each other name. Every remaining level is a separate sub-task. This module does
+not need minigrid.
 """
 
-NUM_SEEDS = 1000  # of each level; minigrid has no limit, a list of tasks needs one
+NUM_SEEDS = 1000  # per level; minigrid has no limit, but a list of tasks needs one
 
 LEVELS = tuple(
     f"BabyAI-{name}-{'v1' if name == 'GoToObjS6' else 'v0'}"

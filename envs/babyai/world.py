@@ -1,20 +1,22 @@
-"""A level of BabyAI for a text agent: the simulated level, what is seen of it, what can be done.
+"""A level of BabyAI for a text agent: the simulated level, the agent's view and the text actions.
 
-`Level` plays minigrid's seven primitive actions. `View` is the 7 x 7 cells before the agent, told
-in steps (ahead, right); negative is left, so the same words mean the same walk everywhere:
+`Level` plays minigrid's seven primitive actions. `View` holds the 7 x 7 cells in front of the
+agent. A cell is given in steps (ahead, right), where a negative number means left. So the same
+words describe the same walk, wherever the agent is and in whichever direction it faces:
 
     (6,-3) ... (6, 3)
        :          :           You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
     (0,-3)  A  (0, 3)         A faces up
 
-Walls and closed doors hide what is behind them, by minigrid's rule. Objects are numbered for each
-colour and kind, the nearest first; numbers hold for one view, and earlier views are not remembered.
+Walls and closed doors hide the cells behind them, by minigrid's rule. Objects of the same color and
+kind are numbered, the nearest first. The numbers are valid for one view; earlier views are not
+remembered.
 
-`perform` plays a text action. A walking one ("go to", "pickup", "go through", "toggle and go
-through") takes the fewest primitive actions over free cells in view, and stops where something
-unexpected happens: the mission ends, the steps are used up, something stands behind a door. "go to"
-what is one step ahead plays `done`, because minigrid only checks the mission after an action.
-An impossible action says why, costs nothing and changes nothing.
+`perform` plays a text action. An action that walks ("go to", "pickup", "go through", "toggle and go
+through") plays the fewest primitive actions over free cells in view. It stops early if the mission
+ends, if the steps are used up, or if something is behind a door. "go to" an object one step ahead
+plays `done`, because minigrid checks the mission only after an action. An impossible action changes
+nothing and costs no step; its observation gives the reason.
 """
 
 import re
@@ -22,7 +24,7 @@ from collections import Counter, deque
 from functools import cached_property
 from typing import Any, NamedTuple
 
-# ---------------------------------------------------------------------------------------- the level
+# -------------------------------------------------------------------------------------------- level
 
 
 try:
@@ -44,8 +46,8 @@ vars(roomgrid_level)["print"] = lambda *_: None  # "Sampling rejected: ..."
 
 
 class Level:
-    """One episode. `env` is minigrid's environment; only `act` changes it. Number (1..40), seed and
-    `history`, the primitive actions so far, are the whole state.
+    """One episode. `env` is minigrid's environment; only `act` changes it. The state is determined
+    by the number (1..40), the seed and `history`, the list of primitive actions so far.
     """
 
     def __init__(self, number: int, seed: int) -> None:
@@ -54,14 +56,14 @@ class Level:
         assert isinstance(spec.entry_point, str)
         make: Any = load_env_creator(spec.entry_point)
         self.env: Any = make(**spec.kwargs)
-        self.env.gen_obs = dict  # an empty observation; the view is drawn when it is asked for
+        self.env.gen_obs = dict  # minigrid's observations stay empty; `View` computes ours
         self.env.reset(seed=seed)
         self.history: list[int] = []
-        self.reward = 0.0  # of the latest action: 1 - 0.9 * steps / max_steps on success, else 0
+        self.reward = 0.0  # of the latest action: 1 - 0.9 * steps / max_steps on success, or 0
         self.terminated = self.truncated = False
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         return self.terminated or self.truncated
 
     @property
@@ -76,7 +78,7 @@ class Level:
 
     @property
     def direction(self) -> int:
-        """Where the agent faces: 0 right, 1 down, 2 left, 3 up in the full grid."""
+        """The direction that the agent faces in the full grid: 0 right, 1 down, 2 left, 3 up."""
         return int(self.env.agent_dir)
 
     @property
@@ -87,14 +89,14 @@ class Level:
 
     @property
     def front_object(self) -> Any:
-        """What the agent faces; None is empty floor."""
+        """The object in the cell that the agent faces; None for empty floor."""
         return self.env.grid.get(*self.front)
 
     def act(self, primitive: int) -> None:
-        """Plays one primitive action and sets `reward`, `terminated` and `truncated`.
+        """Play one primitive action and set `reward`, `terminated` and `truncated`.
 
-        minigrid checks "open red, then open blue" part by part: once the first part succeeds, the
-        second is checked against the same action, which fails it. Such a failure is ignored.
+        In "open red, then open blue", minigrid checks the second part against the same action that
+        fulfils the first part. So the second part fails at once. This method ignores that failure.
         """
         was_done = self._first_part_is_done()
         _, reward, terminated, truncated, _ = self.env.step(primitive)
@@ -112,13 +114,12 @@ class Level:
 
 
 def _is_done(verdict: object) -> bool:
-    """minigrid's verdict on a part is False at first, then a word."""
+    """Whether a part is fulfilled. minigrid's verdict on it is False at first, later a word."""
     return verdict == "success"
 
 
-def parts_left(instruction: Any) -> list[Any]:
-    """The single instructions ("open the red door") that are not yet fulfilled, in the order in
-    which they must or may be done."""
+def remaining_parts(instruction: Any) -> list[Any]:
+    """The unfulfilled parts of a mission ("open the red door"), in an order that fulfils it."""
     if not isinstance(instruction, AfterInstr | BeforeInstr | AndInstr):
         return [instruction]
     a, b = (instruction.a_done, instruction.instr_a), (instruction.b_done, instruction.instr_b)
@@ -126,24 +127,24 @@ def parts_left(instruction: Any) -> list[Any]:
         order = [b, (False, a[1])]
     else:
         order = [a, b] if isinstance(instruction, AndInstr) else [a, (False, b[1])]
-    return [leaf for done, part in order if not _is_done(done) for leaf in parts_left(part)]
+    return [leaf for verdict, p in order if not _is_done(verdict) for leaf in remaining_parts(p)]
 
 
-# ----------------------------------------------------------------------------------------- the view
+# --------------------------------------------------------------------------------------------- view
 
 
 SIZE, HALF = 7, 3  # minigrid's agent_view_size
 DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (x, y) of minigrid's directions 0..3
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of facing ahead, right, back, left
 Cell = tuple[int, int]  # (ahead, right)
-Pose = tuple[int, int, int]  # (ahead, right, facing); (0, 0, 0) is where the agent stands
+Pose = tuple[int, int, int]  # (ahead, right, facing); (0, 0, 0) is the agent's pose
 
 
-class Seen(NamedTuple):
-    """An object in view."""
+class VisibleObject(NamedTuple):
+    """An object in view, with its name and its place."""
 
     name: str  # "red ball 1"
-    object: Any  # minigrid's object: type, color, for a door is_open and is_locked
+    object: Any  # minigrid's object with type and color; a door has is_open and is_locked
     cell: Cell
     position: tuple[int, int]  # (x, y) in the full grid
 
@@ -153,29 +154,29 @@ def door_state(door: Any) -> str:
     return "open" if door.is_open else "locked" if door.is_locked else "closed"
 
 
-def plain(thing: Any) -> str:
-    """Colour and kind of an object without a number: "red ball", "wall"."""
+def describe(thing: Any) -> str:
+    """Color and kind of an object, without a number: "red ball", "wall"."""
     return "wall" if thing.type == "wall" else f"{thing.color} {thing.type}"
 
 
 def is_free(thing: Any) -> bool:
-    """Whether one can stand there: empty floor or an open door."""
+    """Whether the agent can stand in a cell with this content: empty floor or an open door."""
     return thing is None or (thing.type == "door" and thing.is_open)
 
 
 class View:
-    """What can be seen from the pose in which `level` is now.
+    """The agent's view from its present pose in `level`.
 
-    `cells` maps each visible (ahead, right), the agent's own cell included, to minigrid's object,
-    None for empty floor. `objects` are all but walls.
+    `cells` maps each visible cell (ahead, right), including the agent's, to minigrid's object or to
+    None for empty floor. `objects` lists the objects in view, without walls.
     """
 
     def __init__(self, level: Level) -> None:
         self.carrying = level.env.carrying
         self._origin, self._direction = level.position, level.direction
-        self.cells = self._visible(level.env)
-        self.objects = self._named()
-        self.by_name = {seen.name: seen for seen in self.objects}
+        self.cells = self._visible_cells(level.env)
+        self.objects = self._number_objects()
+        self.by_name = {entry.name: entry for entry in self.objects}
 
     def absolute(self, pose: Pose) -> tuple[tuple[int, int], int]:
         """Position (x, y) and direction 0..3 in the full grid."""
@@ -184,8 +185,8 @@ class View:
         position = (x + dx * ahead - dy * right, y + dy * ahead + dx * right)
         return position, (self._direction + facing) % 4
 
-    def _visible(self, env: Any) -> dict[Cell, Any]:
-        view, is_visible = env.gen_obs_grid()  # (column, row) from the left and from far ahead
+    def _visible_cells(self, env: Any) -> dict[Cell, Any]:
+        view, is_visible = env.gen_obs_grid()  # (column, row), from the left and from the far end
         cells: dict[Cell, Any] = {}
         for column in range(SIZE):
             for row in range(SIZE):
@@ -193,29 +194,30 @@ class View:
                 (x, y), _ = self.absolute((*cell, 0))
                 if is_visible[column, row] and 0 <= x < env.grid.width and 0 <= y < env.grid.height:
                     cells[cell] = view.get(column, row)
-        cells[0, 0] = env.grid.get(*self._origin)  # there minigrid shows what is carried
+        cells[0, 0] = env.grid.get(*self._origin)  # minigrid's view has the carried object there
         return cells
 
-    def _named(self) -> list[Seen]:
-        """The nearest first; of equally near ones the less far ahead, then the further left."""
+    def _number_objects(self) -> list[VisibleObject]:
+        """The objects in view, the nearest first. At equal distance the one that is less far ahead
+        comes first, then the one further left."""
         counts: Counter[str] = Counter()
         objects = []
         for ahead, right in sorted(self.cells, key=lambda cell: (cell[0] + abs(cell[1]), *cell)):
             thing = self.cells[ahead, right]
             if thing is None or thing.type == "wall" or (ahead, right) == (0, 0):
                 continue
-            kind = plain(thing)
+            kind = describe(thing)
             counts[kind] += 1
-            position, _ = self.absolute((ahead, right, 0))
-            objects.append(Seen(f"{kind} {counts[kind]}", thing, (ahead, right), position))
+            name, (position, _) = f"{kind} {counts[kind]}", self.absolute((ahead, right, 0))
+            objects.append(VisibleObject(name, thing, (ahead, right), position))
         return objects
 
     @cached_property
     def reachable(self) -> dict[Pose, tuple[Pose, int] | None]:
-        """Every pose that free cells in view lead to, nearest first, with the pose before it and
-        the primitive action between the two (None for the pose now)."""
-        reached: dict[Pose, tuple[Pose, int] | None] = {(0, 0, 0): None}
-        queue = deque(reached)
+        """Maps every pose that can be reached over free cells in view, nearest first, to the pose
+        before it and the primitive action from there. The present pose maps to None."""
+        predecessors: dict[Pose, tuple[Pose, int] | None] = {(0, 0, 0): None}
+        queue = deque(predecessors)
         while queue:
             pose = ahead, right, facing = queue.popleft()
             cell = (ahead + STEPS[facing][0], right + STEPS[facing][1])
@@ -225,18 +227,18 @@ class View:
             ]
             if cell in self.cells and is_free(self.cells[cell]):
                 moves.insert(0, (FORWARD, (*cell, facing)))
-            for move, after in moves:
-                if after not in reached:
-                    reached[after] = pose, move
-                    queue.append(after)
-        return reached
+            for move, next_pose in moves:
+                if next_pose not in predecessors:
+                    predecessors[next_pose] = pose, move
+                    queue.append(next_pose)
+        return predecessors
 
-    def way(self, seen: Seen) -> tuple[list[int], Pose] | None:
-        """The fewest primitive actions to face the object, and the pose at their end; None if no
-        free way is in view."""
-        ahead, right = seen.cell
+    def path(self, target: VisibleObject) -> tuple[list[int], Pose] | None:
+        """The shortest list of primitive actions after which the agent faces the object, and its
+        pose then. None if no free path is in view."""
+        ahead, right = target.cell
         ends = {(ahead - a, right - r, facing) for facing, (a, r) in enumerate(STEPS)}
-        end = next((pose for pose in self.reachable if pose in ends), None)  # the nearest
+        end = next((pose for pose in self.reachable if pose in ends), None)  # the nearest pose
         if end is None:
             return None
         moves: list[int] = []
@@ -248,12 +250,12 @@ class View:
         return moves[::-1], end
 
     def words(self) -> str:
-        """Three lines: objects, walls, what is carried."""
+        """The view as text: a line each for the objects, the walls and the carried object."""
         lines = []
-        if (here := self.cells[0, 0]) is not None:
-            lines.append(f"You stand in the open {plain(here)}.")
-        seen = ", ".join(f"{s.name} ({_state_and_place(s)})" for s in self.objects)
-        lines.append(f"You see: {seen or 'no objects'}.")
+        if (door := self.cells[0, 0]) is not None:
+            lines.append(f"You stand in the open {describe(door)}.")
+        names = ", ".join(f"{o.name} ({_state_and_place(o)})" for o in self.objects)
+        lines.append(f"You see: {names or 'no objects'}.")
         walls = [
             f"{steps} {side}"
             for side, (ahead, right) in (("ahead", (1, 0)), ("left", (0, -1)), ("right", (0, 1)))
@@ -261,12 +263,12 @@ class View:
         ]
         if walls:
             lines.append(f"Walls: {', '.join(walls)}.")
-        carrying = f"a {plain(self.carrying)}" if self.carrying else "nothing"
+        carrying = f"a {describe(self.carrying)}" if self.carrying else "nothing"
         lines.append(f"You carry {carrying}.")
         return "\n".join(lines)
 
     def _steps_to_wall(self, ahead: int, right: int) -> int:
-        """0 if something else comes first or no wall is in view."""
+        """Steps to the first wall in this direction; 0 if an object hides it or none is in view."""
         for steps in range(1, SIZE):
             cell = (ahead * steps, right * steps)
             if cell not in self.cells:
@@ -276,9 +278,9 @@ class View:
         return 0
 
 
-def _state_and_place(seen: Seen) -> str:
-    ahead, right = seen.cell
-    words = [door_state(seen.object)] if seen.object.type == "door" else []
+def _state_and_place(entry: VisibleObject) -> str:
+    ahead, right = entry.cell
+    words = [door_state(entry.object)] if entry.object.type == "door" else []
     if ahead:
         words.append(f"{ahead} ahead")
     if right:
@@ -287,10 +289,12 @@ def _state_and_place(seen: Seen) -> str:
 
 
 def grid_rows(level: Level) -> list[str]:
-    """The whole level for people, two letters a cell: kind (Wall, Key, bAll, Box, Door, Locked
-    door, Open door) and color (Red, Green, Blue, Purple, Yellow, grEy); the agent is an arrow.
+    """The complete level for people, with two letters per cell. The first is the kind (Wall, Key,
+    bAll, Box, Door, Locked door, Open door), the second the color (Red, Green, Blue, Purple,
+    Yellow, grEy). The agent is an arrow.
 
-    minigrid's own `pprint_grid` writes green and grey alike, and open doors without a color.
+    minigrid's `pprint_grid` uses the same letter for green and grey and shows open doors without a
+    color.
     """
     grid, agent = level.env.grid, tuple(level.position)
     return [
@@ -302,7 +306,7 @@ def grid_rows(level: Level) -> list[str]:
     ]
 
 
-ARROWS = (">", "v", "<", "^")  # of minigrid's directions
+ARROWS = (">", "v", "<", "^")  # for minigrid's directions 0..3
 LETTERS = {"wall": "W", "key": "K", "ball": "A", "box": "B", "door": "D"}
 
 
@@ -315,38 +319,36 @@ def _letters(thing: Any) -> str:
     return kind + ("E" if thing.color == "grey" else thing.color[0].upper())
 
 
-# -------------------------------------------------------------------------------------- the actions
+# ------------------------------------------------------------------------------------------ actions
 
 
 TURNS = {"turn left": LEFT, "turn right": RIGHT}
 CHECK = "check available actions"
 LOCKED = "the {0} door is locked, and you do not carry the {0} key"
-MACRO = re.compile(
-    r"(go to|pickup|pick up|go through|toggle and go through) ([a-z ]{1,40}?)( \d+)?"
-)
+WALK = re.compile(r"(go to|pickup|pick up|go through|toggle and go through) ([a-z ]{1,40}?)( \d+)?")
 
 
 class Impossible(Exception):
-    """The action cannot be played now; the message says why."""
+    """The action cannot be played now; the agent reads the message, which gives the reason."""
 
 
 def available(level: Level, view: View) -> list[str]:
-    """The actions that `perform` would play, each once, in a fixed order."""
+    """The actions that `perform` can play now, without repeats and in a fixed order."""
     actions = list(TURNS)
     front = level.front_object
     if is_free(front):
         actions.append("move forward")
-    for seen in view.objects:
-        if view.way(seen) is None:
+    for entry in view.objects:
+        if view.path(entry) is None:
             continue
-        actions.append(f"go to {seen.name}")
-        if seen.object.type != "door":
+        actions.append(f"go to {entry.name}")
+        if entry.object.type != "door":
             if not view.carrying:
-                actions.append(f"pickup {seen.name}")
-        elif seen.object.is_open:
-            actions.append(f"go through {seen.name}")
-        elif can_toggle(seen.object, view):
-            actions.append(f"toggle and go through {seen.name}")
+                actions.append(f"pickup {entry.name}")
+        elif entry.object.is_open:
+            actions.append(f"go through {entry.name}")
+        elif can_toggle(entry.object, view):
+            actions.append(f"toggle and go through {entry.name}")
     if can_toggle(front, view):
         actions.append("toggle")
     if view.carrying and front is None:
@@ -355,7 +357,8 @@ def available(level: Level, view: View) -> list[str]:
 
 
 def can_toggle(thing: Any, view: View) -> bool:
-    """Whether toggling changes it: a box, a door that is not locked or whose key is carried."""
+    """Whether toggling changes it: true for a box, and for a door that is not locked or whose key
+    the agent carries."""
     if thing is None or thing.type != "door":
         return thing is not None and thing.type == "box"
     key = view.carrying
@@ -364,7 +367,7 @@ def can_toggle(thing: Any, view: View) -> bool:
 
 
 def perform(level: Level, view: View, action: str) -> str:
-    """Plays an action (not CHECK) and says what happened; Impossible if it cannot be played."""
+    """Play a text action (not CHECK) and return its result as text. Raises Impossible."""
     if action in TURNS:
         level.act(TURNS[action])
         return f"You {action}."
@@ -372,61 +375,61 @@ def perform(level: Level, view: View, action: str) -> str:
         thing = level.front_object
         if not is_free(thing):
             state = door_state(thing) + " " if thing.type == "door" else ""
-            raise Impossible(f"a {state}{plain(thing)} is in the way")
+            raise Impossible(f"a {state}{describe(thing)} is in the way")
         level.act(FORWARD)
         return "You move forward."
     if action == "toggle":
         return _toggle(level, view)
     if action == "drop":
         return _drop(level, view)
-    match = MACRO.fullmatch(action[:80])
+    match = WALK.fullmatch(action[:80])
     if not match:
-        shown = action if len(action) <= 60 else action[:60] + "..."
-        raise Impossible(f"{shown!r} is no action" if shown else "there is no action")
+        quote = action if len(action) <= 60 else action[:60] + "..."
+        raise Impossible(f"{quote!r} is no action" if quote else "there is no action")
     name = f"{match[2]} {(match[3] or ' 1').strip()}"
     if name not in view.by_name:
         raise Impossible(f"no {name} is in view")
-    verb, seen = match[1], view.by_name[name]
+    verb, target = match[1], view.by_name[name]
     if verb == "go to":
-        return _go_to(level, view, seen)
+        return _go_to(level, view, target)
     if "through" in verb:
-        return _go_through(level, view, seen, verb)
-    return _pick_up(level, view, seen)
+        return _go_through(level, view, target, verb)
+    return _pick_up(level, view, target)
 
 
-def _way(view: View, seen: Seen) -> list[int]:
-    way = view.way(seen)
-    if way is None:
-        raise Impossible(f"no free way to {seen.name} is in view")
-    return way[0]
+def _path(view: View, target: VisibleObject) -> list[int]:
+    path = view.path(target)
+    if path is None:
+        raise Impossible(f"no free way to {target.name} is in view")
+    return path[0]
 
 
 def _play(level: Level, moves: list[int]) -> bool:
-    """Plays moves until one is blocked or ends the episode; whether all of them were played."""
+    """Play moves until one is blocked or the episode is over; return whether all were played."""
     for move in moves:
-        if level.ended or (move == FORWARD and not is_free(level.front_object)):
+        if level.is_over or (move == FORWARD and not is_free(level.front_object)):
             return False
         level.act(move)
     return True
 
 
-def _go_to(level: Level, view: View, seen: Seen) -> str:
-    arrived = _play(level, _way(view, seen) or [DONE])
-    return f"You go to {seen.name}." if arrived else f"You stop on the way to {seen.name}."
+def _go_to(level: Level, view: View, target: VisibleObject) -> str:
+    is_there = _play(level, _path(view, target) or [DONE])
+    return f"You go to {target.name}." if is_there else f"You stop on the way to {target.name}."
 
 
-def _pick_up(level: Level, view: View, seen: Seen) -> str:
-    if seen.object.type == "door":
+def _pick_up(level: Level, view: View, target: VisibleObject) -> str:
+    if target.object.type == "door":
         raise Impossible("a door cannot be picked up")
     if view.carrying:
-        raise Impossible(f"you carry a {plain(view.carrying)} already; drop it first")
-    if not _play(level, [*_way(view, seen), PICKUP]):
-        return f"You stop on the way to {seen.name}."
-    return f"You pick up {seen.name}."
+        raise Impossible(f"you carry a {describe(view.carrying)} already; drop it first")
+    if not _play(level, [*_path(view, target), PICKUP]):
+        return f"You stop on the way to {target.name}."
+    return f"You pick up {target.name}."
 
 
-def _go_through(level: Level, view: View, seen: Seen, verb: str) -> str:
-    door, name = seen.object, seen.name
+def _go_through(level: Level, view: View, target: VisibleObject, verb: str) -> str:
+    door, name = target.object, target.name
     if door.type != "door":
         raise Impossible(f"{name} is no door")
     if verb == "go through" and not door.is_open:
@@ -435,33 +438,33 @@ def _go_through(level: Level, view: View, seen: Seen, verb: str) -> str:
         raise Impossible(f"{name} is open; go through it")
     if not can_toggle(door, view):
         raise Impossible(LOCKED.format(door.color))
-    opening = [] if door.is_open else [TOGGLE]
-    arrived = _play(level, [*_way(view, seen), *opening, FORWARD, FORWARD])
-    if not door.is_open or not (arrived or opening or level.position == seen.position):
+    toggles = [] if door.is_open else [TOGGLE]
+    is_through = _play(level, [*_path(view, target), *toggles, FORWARD, FORWARD])
+    if not door.is_open or not (is_through or toggles or level.position == target.position):
         return f"You stop on the way to {name}."
-    doing = "You open and go through" if opening else "You go through"
-    if arrived:
-        return f"{doing} {name}."
-    if level.position != seen.position:
+    clause = "You open and go through" if toggles else "You go through"
+    if is_through:
+        return f"{clause} {name}."
+    if level.position != target.position:
         return f"You open {name}."
     blocker = level.front_object
-    why = f": a {plain(blocker)} is in the way" if blocker else ""
-    return f"{doing} {name} but stop in the doorway{why}."
+    reason = f": a {describe(blocker)} is in the way" if blocker else ""
+    return f"{clause} {name} but stop in the doorway{reason}."
 
 
 def _toggle(level: Level, view: View) -> str:
     thing, position = level.front_object, level.front
     if thing is None or thing.type not in ("door", "box"):
-        what = f"a {plain(thing)} cannot be toggled" if thing else "nothing is in front of you"
-        raise Impossible(what)
+        reason = f"a {describe(thing)} cannot be toggled" if thing else "nothing is in front of you"
+        raise Impossible(reason)
     if not can_toggle(thing, view):
         raise Impossible(LOCKED.format(thing.color))
     level.act(TOGGLE)
     if thing.type == "door":
-        return f"You {'open' if thing.is_open else 'close'} the {plain(thing)}."
+        return f"You {'open' if thing.is_open else 'close'} the {describe(thing)}."
     inside = level.env.grid.get(*position)
-    content = f"a {plain(inside)} is" if inside else "nothing is"
-    return f"You open the {plain(thing)}: {content} in it."
+    content = f"a {describe(inside)} is" if inside else "nothing is"
+    return f"You open the {describe(thing)}: {content} in it."
 
 
 def _drop(level: Level, view: View) -> str:
@@ -469,6 +472,6 @@ def _drop(level: Level, view: View) -> str:
         raise Impossible("you carry nothing")
     front = level.front_object
     if front is not None:
-        raise Impossible(f"there is no free floor ahead but a {plain(front)}")
+        raise Impossible(f"there is no free floor ahead but a {describe(front)}")
     level.act(DROP)
-    return f"You drop the {plain(view.carrying)}."
+    return f"You drop the {describe(view.carrying)}."
