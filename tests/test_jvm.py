@@ -58,7 +58,7 @@ def test_seats_are_spread_and_a_killed_process_is_replaced_while_the_other_goes_
     assert b.call(look)
     a.jvm.process.kill()
     for _ in range(2):
-        with pytest.raises(JvmLost, match="the Java process of this world died with -9"):
+        with pytest.raises(JvmLost, match="the Java process of this session died with -9"):
             a.call(look)
     assert a.is_lost and not b.is_lost
     assert b.call(lambda world: world.step("inventory")).startswith("In your inventory")
@@ -91,7 +91,7 @@ def test_what_is_missing_or_wrong_is_named(monkeypatch):
     with pytest.raises(JavaMissing, match="did not start: .*initialization of VM"):
         JvmPool(1, heap="99999999g").seat()
     monkeypatch.setenv("SCIWORLD_HEAP", "lots")
-    with pytest.raises(ValueError, match="SCIWORLD_HEAP is 'lots'; give a size as 512m or 2g"):
+    with pytest.raises(ValueError, match="SCIWORLD_HEAP is 'lots'; expected a size such as 512m"):
         JvmPool.from_environment()
 
 

@@ -14,7 +14,7 @@ from envclient import local_server
 from envs import EpisodeEndedError, load_tasks
 from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
-from envs.sciworld.oracle import EXHAUSTED, LOOK, as_shown, retell
+from envs.sciworld.oracle import EXHAUSTED, LOOK, name_in_text, rewrite
 from envs.sciworld.tasks import KINDS, NUM_VARIATIONS, STARTS, easy, find_task, is_easy
 
 ROOT = Path(__file__).parent.parent
@@ -334,7 +334,7 @@ MOUSE = "focus on baby mouse"
 )
 def test_a_solution_is_retold_in_names_that_were_shown(answer, at_most, last, num_games):
     world = World({GOLD[2]: 100, MOUSE: answer})
-    told = retell(GOLD, world.start, at_most)
+    told = rewrite(GOLD, world.start, at_most)
     assert told == ([*GOLD[:2], LOOK, last] if last else GOLD)  # and ends when the task is done
     assert world.num_games == num_games
 
@@ -348,4 +348,4 @@ def test_a_name_of_the_simulator_and_the_one_shown():
         ("cup", {"glass cup", "paper cup"}, None),  # which one?
         ("cat", {"caterpillar"}, None),
     ):
-        assert as_shown(name, shown) == expected
+        assert name_in_text(name, shown) == expected

@@ -1,36 +1,39 @@
-"""SciWorld: do elementary-school science in a house of ten places, in plain text.
+"""SciWorld: elementary-school science experiments in a house of ten places, in plain text.
 
-The agent reads a task ("Your task is to boil water ...") and walks, looks, picks up, pours, heats
-and connects until it is done. ScienceWorld (https://arxiv.org/abs/2203.07540) simulates
-temperature, states of matter, circuits, mixtures, plants, animals and inheritance.
+The agent reads a task ("Your task is to boil water ...") and solves it by walking, looking, picking
+things up, pouring, heating and connecting. ScienceWorld (https://arxiv.org/abs/2203.07540)
+simulates temperature, states of matter, circuits, mixtures, plants, animals and inheritance.
 
-Description: 30 kinds of task with 7,207 variations, each also in ScienceWorld's easy mode;
-    envs/sciworld/tasks.py numbers them. The simulator is the Java program of the PyPI package
+Description: There are 30 kinds of task with 7,207 variations, each also in ScienceWorld's easy mode
+    (list: envs/sciworld/tasks.py). The simulator is the Java program of the PyPI package
     `scienceworld`; many sessions share a few Java processes (envs/sciworld/jvm.py).
-Action Space: the lines of PROMPT below; in an easy task also "teleport to PLACE". "wait" lets ten
-    units of time pass, "wait1" one. An object may be named with where it is ("orange in bowl").
-    Where a name fits several objects they are listed with numbers, and the number is the next
-    action. "reset task", which would let progress be earned again, does nothing.
-Observation Space: first the task in one line, then the room; after that what each action led to.
+Action Space: The lines of PROMPT below; in an easy task also "teleport to PLACE". "wait" lets ten
+    units of time pass, "wait1" one. The name of an object can include its place ("orange in bowl").
+    If a name fits several objects, the observation lists them with numbers, and the next action is
+    a number. "reset task" has no effect; otherwise the agent could earn the same progress twice.
+Observation Space: The first observation is the task in one line, followed by the room. Each later
+    one is the result of the action.
 Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest
-    score so far, divided by 100. A wrong focus scores -100: reward 0, and the episode is over.
-    info["score"] is ScienceWorld's own; info["success"] says that it is 100.
-Episode End: terminated when the task is done or has failed. Truncated after 100 actions; 200 for
-    Matter (boil, melt, ...) and the kinds that AgentGym leaves out.
-Arguments: reset(task_index, seed=0). The variation fixes the start; the seed decides what comes
-    after it by chance (how bees wander). (task index, seed, actions) fix every text.
-Id Lists: ids/sciworld_*.json, made once by the program of commit 7b8c4ed, __main__.py. They obey
-    ScienceWorld's own split (tasks.py).
-    test, train                 AgentGym-RL's sizes, 200 and 2,120, with its counts for each topic.
-                                Which variations it took is not published; ours are drawn with a
-                                fixed seed. Inside a topic each kind of task has its share.
+    score so far, divided by 100. A wrong focus scores -100: the reward is 0 and the episode is
+    over. info["score"] is ScienceWorld's score; info["success"] is true if it is 100.
+Episode End: Terminated when the task is done or has failed. Truncated after 100 actions, or after
+    200 in Matter (boil, melt, ...) and in the kinds of task that AgentGym leaves out.
+Arguments: reset(task_index, seed=0). The variation determines the start. The seed determines later
+    random events (how bees move). The same (task_index, seed, actions) gives the same texts.
+Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py of commit 7b8c4ed. They
+    respect ScienceWorld's split (tasks.py).
+    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120, with the same number of
+                                tasks per topic. AgentGym-RL's choice of variations is not
+                                published, so we drew ours with a fixed seed. Every kind of task has
+                                its share of a topic.
     short_test, short_train     a curriculum for a laptop: easy tasks that the oracle solves within
-                                6 actions, as many of each kind, of finding a living thing, a
-                                non-living thing, a plant or an animal, and of comparing life spans.
+                                6 actions, the same number of each kind. The kinds are finding a
+                                living thing, a non-living thing, a plant or an animal, and
+                                comparing life spans.
 
-Differences from AgentGym's server, whose numbers are therefore not the same: there the limit counts
-simulator moves ("wait" makes ten, looking around none), so slow freezing cannot be solved; and a
-wrong focus is a reward of -100.
+Differences from AgentGym's server, whose results are therefore not comparable: its limit counts the
+simulator's moves (ten for "wait", none for looking around), so tasks that freeze something slowly
+cannot be solved. And its reward for a wrong focus is -100.
 
     env = SciWorld()
     print(env.reset(task_index=2936))     # find a living thing
@@ -52,12 +55,12 @@ import envs.sciworld.jvm as jvm
 from envs import Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 from envs.sciworld.jvm import Seat, shared_pool
-from envs.sciworld.oracle import EXHAUSTED, Play, retell, thought
+from envs.sciworld.oracle import EXHAUSTED, Play, rewrite, thought
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
 
 
 class ScienceWorldWire(Wire):
-    """AgentGym's SciWorld server: points to 100, the task apart from the first observation."""
+    """AgentGym's SciWorld server: 100 points, and the task in a separate field."""
 
     title = "ScienceWorld"
     index_default = None
@@ -92,7 +95,7 @@ class ScienceWorldWire(Wire):
 
 
 MAX_CHARACTERS = 1000  # of an action
-NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's own words
+NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's answer
 NO_RESTART = "This world cannot be reset; go on with the task."
 TELEPORT_HINT = "You can also: teleport to PLACE"
 
@@ -154,16 +157,16 @@ class SciWorld:
 
     @staticmethod
     def open_shared() -> None:
-        """A server without Java fails at its start, not at the first reset."""
+        """Start a Java process, so that a server without Java fails at its start."""
         shared_pool().seat().release()
 
     close_shared = staticmethod(jvm.close_shared_pool)
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation. JvmLost if the Java process
-        failed; the next reset goes to another one."""
+        """Start an episode and return the first observation. Raises JvmLost if the Java process
+        fails; the next reset uses another one."""
         require_task(type(self), task_index)
-        self._stage = Stage()  # what fails below leaves no episode behind
+        self._stage = Stage()  # if an error occurs below, the session has no episode
         if self._seat is not None and self._seat.is_lost:
             self.close()
         if self._seat is None:
@@ -173,7 +176,7 @@ class SciWorld:
         self._actions: list[str] = []
         self._path: list[str] | None = None
         self._score = self._best_score = 0
-        description, room = self._seat.call(jvm.load, *self._task, seed=self._chance(0))
+        description, room = self._seat.call(jvm.load, *self._task, seed=self._java_seed(0))
         self._description = " ".join(description.split())
         hint = f"\n{TELEPORT_HINT}" if is_easy(task_index) else ""
         self._observation = room
@@ -182,25 +185,25 @@ class SciWorld:
 
     @property
     def _task(self) -> tuple[str, int, str]:
-        """What ScienceWorld's load() takes. Circuits cannot be built without their actions, so
-        noElectricalAction is left out where they are the task."""
+        """The arguments of ScienceWorld's load(). The easy mode removes the actions on circuits,
+        so that part of it is switched off in tasks about electricity."""
         simplified = jvm.EASY if is_easy(self._task_index) else ""
         if self._kind.topic == "Electricity":
             simplified = simplified.replace("noElectricalAction,", "")
         return self._kind.name, self._variation, simplified
 
-    def _chance(self, num_actions: int) -> int:
-        """The seed of a call into Java: fixed by task, seed and number of actions so far."""
+    def _java_seed(self, num_actions: int) -> int:
+        """The seed for a call into Java, from the task, the seed and the number of past actions."""
         name = f"sciworld {self._task_index} {self._seed} {num_actions}"
         return random.Random(name).getrandbits(48)
 
     def _java(self) -> Seat:
         self._stage.require_episode()
-        assert self._seat is not None  # an episode has one
+        assert self._seat is not None  # every episode has a seat
         return self._seat
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays one action: observation, reward, terminated, truncated, info."""
+        """Play one action; return observation, reward, terminated, truncated, info."""
         self._stage.require_running()
         action = action.encode("utf-8", "replace").decode()
         score, completed = self._score, False
@@ -209,42 +212,42 @@ class SciWorld:
         elif len(action) > MAX_CHARACTERS:
             self._observation = NOT_UNDERSTOOD
         else:
-            chance = self._chance(len(self._actions))
-            outcome = self._java().call(jvm.play, action, seed=chance)
+            java_seed = self._java_seed(len(self._actions))
+            outcome = self._java().call(jvm.play, action, seed=java_seed)
             self._observation, score, completed = outcome
         self._actions.append(action)
-        gained = max(0, score - self._best_score)
-        self._best_score += gained
+        gain = max(0, score - self._best_score)
+        self._best_score += gain
         self._score = score
         terminated = completed or score < 0
         truncated = not terminated and len(self._actions) >= max_actions(self._task_index)
         if terminated or truncated:
             self._stage.end()
         info = {"success": score >= 100, "score": score}
-        return self._observation, gained / 100, terminated, truncated, info
+        return self._observation, gain / 100, terminated, truncated, info
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the one 'Action:' line, without quotes around it or a full stop."""
+        """The action of the 'Action:' line, without surrounding quotes or a full stop."""
         return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
-        """Actions with at most one object, a few hundred; those with two would be thousands.
-        Numbers, if one is asked for."""
+        """A few hundred actions with at most one object; there are thousands with two. If the
+        simulator asks for a number, the numbers to choose from."""
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
             return numbers
         return java.call(jvm.possible_actions)
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of a solution that ScienceWorld generates, retold in names
-        that the observations use (envs/sciworld/oracle.py).
+        """A thought and the next action of ScienceWorld's solution, rewritten with the names that
+        the observations use (envs/sciworld/oracle.py).
 
-        The first call generates it in a second world, which takes 0.1 to 10 seconds. Actions of it
-        that have been played are passed over. Nothing is planned anew: after other actions that
-        change the world, the rest may not lead to the goal. When nothing is left the oracle looks
-        around. ScienceWorld's own solutions fail for freeze 11 and 19, and in the easy mode for
-        most variations of grow-fruit and some of melt."""
+        The first call generates the solution in a second simulator, which takes 0.1 to 10 seconds.
+        The oracle skips actions of the solution that have been played. It does not plan again: if
+        other actions have changed the environment, the remaining ones may not reach the goal. After
+        the last one it looks around. ScienceWorld's solutions fail for freeze 11 and 19, and in the
+        easy mode for most variations of grow-fruit and some of melt."""
         self._stage.require_running()
         path = self._solution()
         position = 0
@@ -256,25 +259,25 @@ class SciWorld:
 
     def _solution(self) -> list[str]:
         if self._path is None:
-            guide = shared_pool().seat()
+            seat = shared_pool().seat()
             try:
-                path = guide.call(jvm.solution, *self._task, seed=self._chance(0))
+                path = seat.call(jvm.solution, *self._task, seed=self._java_seed(0))
 
                 def start() -> tuple[str, Play]:
-                    """The task from its beginning, with the chances that this episode has."""
-                    begin, act, turn = jvm.load, jvm.play, count()
-                    text = "\n".join(guide.call(begin, *self._task, seed=self._chance(0)))
-                    return text, lambda a: guide.call(act, a, seed=self._chance(next(turn)))
+                    """Start the task again, with the same random events as in this episode."""
+                    load, act, turn = jvm.load, jvm.play, count()
+                    text = "\n".join(seat.call(load, *self._task, seed=self._java_seed(0)))
+                    return text, lambda a: seat.call(act, a, seed=self._java_seed(next(turn)))
 
-                at_most = max_actions(self._task_index)
-                self._path = retell(path, start, at_most, is_easy(self._task_index))
+                limit = max_actions(self._task_index)
+                self._path = rewrite(path, start, limit, is_easy(self._task_index))
             finally:
-                guide.release()
+                seat.release()
         return self._path
 
     def state_for_people(self) -> dict:
-        """Task, progress, what is carried, what is seen, and a tree of all objects, for display."""
-        seen, held, moves = self._java().call(jvm.surroundings)
+        """Task, progress, room, inventory and a tree of all objects, for display."""
+        room, inventory, moves = self._java().call(jvm.surroundings)
         report = self.goals()["goals"]
         goals = re.findall(r"^\d+\t(true|false)\t[^\t]*\t(.*)$", report, re.MULTILINE)
         return {
@@ -284,49 +287,49 @@ class SciWorld:
             "subtask": self._kind.topic,
             "score": self._score,
             "success": self._score >= 100,
-            "goals": [{"done": done == "true", "goal": goal} for done, goal in goals],
-            "look": seen,
-            "inventory": held,
+            "goals": [{"done": flag == "true", "goal": goal} for flag, goal in goals],
+            "look": room,
+            "inventory": inventory,
             "num_turns": len(self._actions),
             "moves": moves,
             "objects": jvm.names_in(self.object_tree()["object_tree"]),
         }
 
-    # What AgentGym's further paths answer.
+    # The following methods answer the additional paths of AgentGym's server.
 
     def visual(self) -> dict:
         """The object tree, the inventory and the simulator's count of moves."""
-        _, held, moves = self._java().call(jvm.surroundings)
-        return self.object_tree() | {"inventory": held, "moves": moves}
+        _, inventory, moves = self._java().call(jvm.surroundings)
+        return self.object_tree() | {"inventory": inventory, "moves": moves}
 
     def action_hint(self) -> dict:
-        """Templates of actions, and the objects here by name."""
-        templates = json.loads(self._java().call(lambda world: world.getPossibleActionsWithIDs()))
+        """Templates of actions, and the names of the objects in the room."""
+        templates = json.loads(self._java().call(lambda sim: sim.getPossibleActionsWithIDs()))
         actions = sorted(template["action_example"] for template in templates)
-        objects = self._java().call(lambda world: jvm.strings(world.getPossibleObjects()))
+        objects = self._java().call(lambda sim: jvm.strings(sim.getPossibleObjects()))
         return {
             "possible_actions": [action for action in actions if action != "reset task"],
             "possible_objects": objects,
         }
 
     def goals(self) -> dict:
-        """ScienceWorld's own report on what has been done towards the goal."""
-        return {"goals": self._java().call(lambda world: world.getGoalProgressStr())}
+        """ScienceWorld's report on the progress towards the goal."""
+        return {"goals": self._java().call(lambda sim: sim.getGoalProgressStr())}
 
     def task_description(self) -> dict:
         self._java()
         return {"task_description": self._description}
 
     def object_tree(self) -> dict:
-        """All objects with all that the simulator knows of them: 150 kB of JSON."""
-        with tempfile.TemporaryDirectory() as folder:  # Java writes it to a file
-            if error := self._java().call(lambda world: world.getObjectTree(folder)):
-                raise RuntimeError(f"ScienceWorld gave no object tree: {error}")
+        """All objects with all their properties: 150 kB of JSON."""
+        with tempfile.TemporaryDirectory() as folder:  # Java writes the tree to a file
+            if error := self._java().call(lambda sim: sim.getObjectTree(folder)):
+                raise RuntimeError(f"ScienceWorld failed to write the object tree: {error}")
             text = (Path(folder) / "objectTree.json").read_text(encoding="utf-8")
         return {"object_tree": json.loads(text)}
 
     def close(self) -> None:
-        """Frees Java's memory of it; a later reset starts anew."""
+        """Free this session's memory in Java; a later reset takes a new seat."""
         self._stage = Stage()
         seat, self._seat = self._seat, None
         if seat is not None:

