@@ -1,35 +1,35 @@
-"""Advantages: how much better than expected was each token the policy wrote?
+"""Advantages: how much better than expected was each token that the policy wrote?
 
-An episode gives a few rewards, most often one at its end. Policy gradients need a number per
-token: positive makes the token likelier, negative less likely, zero leaves it alone. An
-*estimator* turns rewards into those numbers by taking a baseline off a return:
+An episode gives few rewards, often only one at its end. A policy gradient needs a number for every
+token: a positive advantage makes the token more likely, a negative one less likely, and zero leaves
+it unchanged. An *estimator* computes these numbers. It subtracts a baseline from the return:
 
     gae                  a critic V(s), token by token       GAE          arXiv 1506.02438
     grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300
-    rloo                 mean return of the *other* members  RLOO         arXiv 2402.14740
+    rloo                 mean return of the *other* samples  RLOO         arXiv 2402.14740
     reinforce_plus_plus  mean over the whole batch           REINFORCE++  arXiv 2501.03262
 
-A multi-turn trajectory alternates between the policy's tokens and the environment's:
+A multi-turn trajectory alternates between tokens of the policy and of the environment:
 
     tokens     | prompt | action 1 | observation 1 | action 2 | observation 2 | padding |
     loss_mask  | 0 0 0  | 1 1 1    | 0 0 0 0       | 1 1      | 0 0 0         | 0 0     |
     rewards    |        |     r₁   |               |    r₂    |               |         |
 
-(1) Time runs over policy tokens only: the recursions step from the last token of action 1 straight
-to the first token of action 2, so an observation is neither discounted nor given a value.
-(2) A turn's reward sits on that turn's last policy token (`token_rewards_of`). An estimator that
-finds reward anywhere else raises.
+(1) Only policy tokens count as time steps. The recursions go from the last token of action 1
+straight to the first token of action 2; observations are not discounted and have no value.
+(2) The reward of a turn is placed on its last policy token (`token_rewards_of`). The estimators
+raise an error if they find a reward on any other kind of token.
 
-An episode cut by max_rounds or by its token budget counts as over: the cap is part of the task, so
-nothing is bootstrapped after the last token. Rows without a policy token get zeros and enter no
-statistic; a group of one has no baseline and raises.
+If max_rounds or the token budget cuts an episode, the episode counts as over: the limit is part of
+the task, so nothing is bootstrapped after the last token. A row without policy tokens gets zeros
+and is left out of all statistics. A group of one has no baseline, which is an error.
 
 Shapes: B trajectories (rows), T tokens, right- or left-padded; values[b, t] is V of the state
-before token t. Sums run in float64, results are float32. All statistics are over the whole batch:
-with several processes each holds all rows.
+before token t. Sums are computed in float64 and returned in float32. All statistics are over the
+full batch, so with several processes each must hold all rows.
 
-Run it: tutorials/02_advantages.md works one small batch by hand. What the published system does
-instead: docs/differences.md. Read next: losses.py, which spends the advantages.
+Run it: tutorials/02_advantages.md computes one small batch step by step. docs/differences.md says
+how the published system differs. Read next: losses.py, which uses the advantages.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from torch import Tensor
 def token_rewards_of(
     turns_rewards: list[float], action_spans: list[tuple[int, int]], loss_mask: list[int]
 ) -> list[float]:
-    """Put each turn's reward on the last token the policy sampled in that turn.
+    """Put each turn's reward on the last token that the policy sampled in that turn.
 
     Args:
-        turns_rewards: one reward per turn, that turn's increment of the return.
+        turns_rewards: one reward per turn; they add up to the return.
         action_spans: one [start, end) per turn, positions in the trajectory.
         loss_mask: T zeros and ones. An end-of-turn token that we appended has mask 0 and never
             gets the reward.
     Returns:
-        T floats, zero but for at most one per turn; they sum to the trajectory's return.
+        T floats, at most one of them nonzero per turn; their sum is the trajectory's return.
     Raises:
-        ValueError: a turn has a reward and no policy token to credit.
+        ValueError: a turn has a reward but no policy token.
 
     >>> token_rewards_of([0.0, 1.0], [(1, 3), (4, 7)], [0, 1, 1, 0, 1, 1, 0, 0])
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
@@ -67,8 +67,8 @@ def token_rewards_of(
         elif reward != 0:
             raise ValueError(
                 f"turn {turn} has reward {reward} but no policy token in its action span "
-                f"[{start}, {end}): nothing the policy did can be credited with it; check "
-                "loss_mask, or leave the trajectory out"
+                f"[{start}, {end}), so no token can get the reward; check loss_mask, or leave "
+                "the trajectory out"
             )
     return token_rewards
 
@@ -84,26 +84,28 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16), for PPO with a critic.
 
-    With t⁺ the next policy token after t, and V = Â = 0 after the last one:
+    t⁺ is the next policy token after t; after the last one V = Â = 0:
 
         δₜ = rₜ + γ V(t⁺) − V(t)
         Âₜ = δₜ + γλ Â(t⁺)
         Rₜ = Âₜ + V(t)                    the critic's target, from Â before whitening
 
-    λ = 1 is return minus V (no bias, most variance); λ = 0 trusts the critic one token ahead.
+    λ = 1 gives return minus V: no bias, but the most variance. λ = 0 relies on the critic's value
+    of the next token: little variance, but the critic's errors become bias.
 
     Args:
         token_rewards: (B, T) float; each turn's reward on its last policy token.
         values: (B, T) float; V of the state before each token, read on policy tokens only.
         loss_mask: (B, T) of 0 and 1.
-        gamma: discount per policy token, not per turn: 0.99 forgets a turn of 100 tokens.
+        gamma: discount per policy token, not per turn: 0.99 shrinks a reward to 37 % over 100
+            tokens, about the length of one turn.
         lam: λ.
-        whiten: shift and scale Â over the batch to mean 0, standard deviation 1.
+        whiten: shift and scale Â over the batch to mean 0 and standard deviation 1.
     Returns:
         advantages, returns: (B, T) float32, 0 where loss_mask is 0.
     Raises:
-        ValueError: shapes differ, a reward or a policy token's value is not finite, or a reward
-            sits on a token with loss_mask 0.
+        ValueError: shapes differ, a reward or a policy token's value is not finite, or a token
+            with loss_mask 0 has a reward.
     """
     mask = _check(token_rewards, loss_mask, values=values)
     rewards = token_rewards.double()
@@ -111,8 +113,8 @@ def gae(
     if not values.isfinite().all():
         row, t = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(
-            f"values[{row}, {t}] is {values[row, t].item()}; the critic must be finite on every "
-            "policy token: lower --critic-learning-rate, or resume from an earlier checkpoint"
+            f"values[{row}, {t}] is {values[row, t].item()}, but values must be finite on policy "
+            "tokens: lower --critic-learning-rate, or resume from an earlier checkpoint"
         )
     advantages = torch.zeros_like(rewards)  # (B, T)
     next_value = rewards.new_zeros(len(rewards))  # (B,)  V(t⁺)
@@ -120,8 +122,8 @@ def gae(
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)  δₜ
         advantage = delta + gamma * lam * next_advantage  # (B,)  Âₜ
-        # NOTE: on a masked token both carries pass through untouched. Discounting there would make
-        # credit depend on how many tokens the environment happened to print.
+        # NOTE: a masked token leaves both carried values unchanged. If it discounted them, credit
+        # would depend on how many tokens the environment printed.
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
@@ -139,31 +141,32 @@ def grpo(
     epsilon: float = 1e-6,
     scale_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Group-relative advantage (arXiv 2402.03300, section 4.1.2): no critic, compare with siblings.
+    """Group-relative advantage (arXiv 2402.03300, section 4.1.2), for training without a critic.
 
-    With Rᵢ the return of trajectory i and G its group (same task and seed), on each policy token:
+    Trajectory i, with return Rᵢ, is compared with its group G: the samples of the same task and
+    seed. All policy tokens of the trajectory get the same advantage:
 
         Âᵢ = (Rᵢ − mean_G R) / (std_G R + ε)
 
-    std is the unbiased one (n − 1), as in the reference. A group whose members all return the same
-    has no signal and gets exactly 0; see `_group_is_constant` for what goes wrong otherwise.
+    std is the unbiased estimate (n − 1), as in the reference code. If all returns of a group are
+    equal, its advantages are exactly 0; see `_group_is_constant` for the reason.
 
     Args:
         token_rewards, loss_mask: (B, T), as for `gae`.
-        group_ids: (B,) int64, the task each row came from; groups may differ in size.
+        group_ids: (B,) int64, the task of each row; groups can differ in size.
         epsilon: ε.
-        scale_by_std: False leaves out the division (Dr. GRPO, arXiv 2503.20783), which otherwise
-            weighs tasks nearly always solved or failed above the undecided ones.
+        scale_by_std: False leaves out the division (Dr. GRPO, arXiv 2503.20783). The division
+            gives more weight to tasks that are nearly always solved or nearly always failed.
     Returns:
         advantages, returns: (B, T) float32, 0 where loss_mask is 0; returns hold Rᵢ.
     Raises:
-        ValueError: as `gae`; group_ids is not (B,) of integers; a group has a single member (rows
-            without policy tokens are not members).
+        ValueError: as `gae`; or group_ids is not (B,) of integers; or a group has only one member
+            (rows without policy tokens are not members).
     """
     mask = _check(token_rewards, loss_mask)
     same_group = _same_group(group_ids, mask)  # (B, B)
     trajectory_return = token_rewards.double().sum(1)  # (B,)
-    size = same_group.sum(1).clamp(min=1)  # (B,)  1 for rows that are no members
+    size = same_group.sum(1).clamp(min=1)  # (B,)  1 for rows that are not members
     deviation = trajectory_return - same_group @ trajectory_return / size  # (B,)  Rᵢ − mean_G R
     deviation[_group_is_constant(same_group, trajectory_return)] = 0.0
     if scale_by_std:
@@ -178,17 +181,17 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
 
         Âᵢ = Rᵢ − 1/(n−1) Σ_{j ∈ G, j ≠ i} Rⱼ
 
-    A trajectory is not part of its own baseline, so the gradient is unbiased. It equals n/(n−1)
-    times grpo's with scale_by_std=False.
+    The baseline of a trajectory does not contain its own return, so the gradient is unbiased. The
+    result is n/(n−1) times that of grpo with scale_by_std=False.
 
     Args, Returns, Raises: as `grpo`.
     """
     mask = _check(token_rewards, loss_mask)
-    others = _same_group(group_ids, mask).fill_diagonal_(0.0)  # (B, B)  without i itself
+    siblings = _same_group(group_ids, mask).fill_diagonal_(0.0)  # (B, B)  j ∈ G, j ≠ i
     trajectory_return = token_rewards.double().sum(1)  # (B,)
-    baseline = others @ trajectory_return / others.sum(1).clamp(min=1)  # (B,)
+    baseline = siblings @ trajectory_return / siblings.sum(1).clamp(min=1)  # (B,)
     advantage = trajectory_return - baseline  # (B,)
-    advantage[_group_is_constant(others, trajectory_return)] = 0.0
+    advantage[_group_is_constant(siblings, trajectory_return)] = 0.0
     return _on_policy_tokens(advantage, mask), _on_policy_tokens(trajectory_return, mask)
 
 
@@ -196,13 +199,13 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
 def reinforce_plus_plus(
     token_rewards: Tensor, loss_mask: Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (arXiv 2501.03262): the return that follows each token, whitened over the batch.
+    """REINFORCE++ (arXiv 2501.03262): the return after each token, whitened over the batch.
 
         Rₜ = rₜ + γ R(t⁺)            t⁺: the next policy token
         Âₜ = (Rₜ − mean R) / std R    over all policy tokens of the batch
 
-    No critic and no groups: easy tasks are compared with hard ones. The paper's per-token KL
-    penalty is part of token_rewards (`losses.kl_penalized_rewards`).
+    It needs neither a critic nor groups, but it compares easy tasks with hard ones. The paper's
+    KL penalty per token is part of token_rewards (`losses.kl_penalized_rewards`).
 
     Args, Returns, Raises: as `gae`; returns hold Rₜ.
     """
@@ -223,8 +226,8 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
         (x − mean) / √(var + 1e-8)
 
-    Zeros where loss_mask is 0; zeros everywhere if x is constant or has fewer than two policy
-    tokens. Garbage on masked tokens, NaN included, is not read.
+    The result is 0 where loss_mask is 0. It is 0 everywhere if x is constant or has fewer than two
+    policy tokens. Values on masked tokens are ignored, even NaN.
 
     Args:
         x: (B, T) float.
@@ -239,15 +242,17 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
-    """`whiten` within the rows of each environment, so that wider returns in one do not drown the
-    others (AgentRL, arXiv 2510.04206). The shift is theirs too: where long trajectories fail, it
-    lifts what a group's baseline put below 0.
+    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206).
+
+    Otherwise an environment with a wide range of returns would dominate the others. Whitening also
+    shifts the mean, as in the paper: if long trajectories fail, some advantages that the group
+    baseline made negative become positive.
 
     Args:
         envs: B names, the environment of each row.
 
-    >>> two = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
-    >>> [[round(v, 3) for v in row] for row in whiten_per_env(two, torch.ones(2, 2), "ab").tolist()]
+    >>> x = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
+    >>> [[round(v, 3) for v in row] for row in whiten_per_env(x, torch.ones(2, 2), "ab").tolist()]
     [[-0.707, 0.707], [-0.707, 0.707]]
     """
     whitened = torch.zeros_like(x)
@@ -258,7 +263,7 @@ def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
 
 
 def _whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """`whiten` in float64 with a boolean mask: gae has an argument of that name."""
+    """`whiten` in float64 with a boolean mask; `gae` has an argument named whiten."""
     policy = x[mask]  # (N,)
     if policy.numel() < 2 or policy.min() == policy.max():
         return torch.zeros_like(x)
@@ -267,28 +272,28 @@ def _whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _same_group(group_ids: Tensor, mask: Tensor) -> Tensor:
-    """(B, B) float64: 1 where row and column are members of one group, else 0."""
+    """(B, B) float64: 1 where row and column belong to the same group, 0 elsewhere."""
     if group_ids.shape != mask.shape[:1] or group_ids.is_floating_point():
         raise ValueError(
             f"group_ids must hold one integer per row, shape ({mask.shape[0]},); got "
             f"{tuple(group_ids.shape)} of {group_ids.dtype}"
         )
-    member = mask.any(1)  # (B,)
-    same = (group_ids[:, None] == group_ids[None, :]) & member[:, None] & member[None, :]
-    alone = same.sum(1) == 1  # (B,)
-    if alone.any():
+    is_member = mask.any(1)  # (B,)
+    is_same = (group_ids[:, None] == group_ids[None, :]) & is_member[:, None] & is_member[None, :]
+    is_alone = is_same.sum(1) == 1  # (B,)
+    if is_alone.any():
         raise ValueError(
-            f"groups {sorted(group_ids[alone].tolist())} have one trajectory each; a group "
+            f"groups {sorted(group_ids[is_alone].tolist())} have one trajectory each; a group "
             "baseline needs at least two: drop these rows, or raise --group-size"
         )
-    return same.double()
+    return is_same.double()
 
 
 def _group_is_constant(same_group: Tensor, trajectory_return: Tensor) -> Tensor:
-    """(B,) bool: every other member of the row's group returns the same, up to float32 rounding.
+    """(B,) bool: all returns in the row's group are equal, up to float32 rounding.
 
-    NOTE: rewards arrive in float32, where 0.1 + 0.2 and 0.3 differ by 1e-8. Divided by grpo's
-    ε = 1e-6 such noise is an advantage of 0.01 on a group in which nobody did better than anybody.
+    NOTE: rewards are float32, where 0.1 + 0.2 and 0.3 differ by 1e-8. Dividing that by grpo's
+    ε = 1e-6 would give an advantage of 0.01 although no trajectory did better than another.
     """
     same_return = torch.isclose(
         trajectory_return[:, None], trajectory_return[None, :], rtol=1e-6, atol=1e-7
@@ -301,29 +306,30 @@ def _on_policy_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, per_row[:, None], 0.0).float()
 
 
-def _check(token_rewards: Tensor, loss_mask: Tensor, **others: Tensor) -> Tensor:
-    """Reject what would silently train on nothing or on NaN; returns loss_mask as bool (B, T)."""
-    for name, tensor in {"loss_mask": loss_mask, **others}.items():
+def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tensor:
+    """Reject inputs that would silently train on nothing or on NaN; loss_mask as bool (B, T)."""
+    for name, tensor in {"loss_mask": loss_mask, **tensors}.items():
         if token_rewards.ndim != 2 or tensor.shape != token_rewards.shape:
             raise ValueError(
                 f"token_rewards is {tuple(token_rewards.shape)} and {name} is "
                 f"{tuple(tensor.shape)}; both must be the same (trajectories, tokens)"
             )
     if not ((loss_mask == 0) | (loss_mask == 1)).all():
-        raise ValueError("loss_mask must hold only 0 and 1: 1 on tokens the policy sampled")
+        raise ValueError("loss_mask must hold only 0 and 1: 1 on tokens that the policy sampled")
     mask = loss_mask.bool()
     not_finite = "it must be finite: leave out a trajectory whose environment failed"
     misplaced = (
         "but loss_mask is 0 there, so no policy token would learn from it: put each turn's reward "
         "on its last policy token (token_rewards_of)"
     )
-    for bad, why in (
+    for is_bad, problem in (
         (~token_rewards.isfinite(), not_finite),
         ((token_rewards != 0) & ~mask, misplaced),
     ):
-        if bad.any():
-            row, t = bad.nonzero()[0].tolist()
-            raise ValueError(f"token_rewards[{row}, {t}] is {token_rewards[row, t].item()}; {why}")
+        if is_bad.any():
+            row, t = is_bad.nonzero()[0].tolist()
+            reward = token_rewards[row, t].item()
+            raise ValueError(f"token_rewards[{row}, {t}] is {reward}; {problem}")
     return mask
 
 
@@ -331,15 +337,15 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **others: Tensor) -> Tensor
 
 
 class Estimator(NamedTuple):
-    """An entry of ESTIMATORS: what it takes from a batch, and what it needs from a run."""
+    """An entry of ESTIMATORS: a function of a batch, and its requirements on a run."""
 
     estimate: Callable[[Any, float, float], tuple[Tensor, Tensor]]  # (Batch, gamma, lam)
-    needs_group: bool = False  # its baseline is the other samples of the task: two or more
-    needs_critic: bool = False  # its baseline is a critic's values
+    needs_group: bool = False  # needs at least two samples per task for its baseline
+    needs_critic: bool = False  # needs a critic's values for its baseline
 
 
-# What --algorithm chooses from. A new estimator is a function above, a line here and its name in
-# config.py.
+# The choices of --algorithm. To add one, write a function above, add an entry here and add its name
+# in config.py.
 ESTIMATORS = {
     "grpo": Estimator(
         lambda b, gamma, lam: grpo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True

@@ -1,13 +1,13 @@
-"""From trajectories of any length to tensors, and from tensors to micro-batches that fit.
+"""Batching turns trajectories into tensors and cuts them into micro-batches that fit into memory.
 
-Trajectories of one step differ in length several-fold, and padding all of them to the longest would
-spend most of the update on nothing. Rows are therefore sorted by length and cut into micro-batches
-of at most `max_tokens` padded tokens, of which at most one in twenty is padding:
+The trajectories of a step differ several-fold in length. If all were padded to the longest, most of
+the computation would be wasted on padding. So rows are sorted by length and cut into micro-batches
+of at most `max_tokens` tokens, and at most one token in twenty is padding:
 
-    lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  = one forward and backward pass
+    lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  ends a micro-batch
 
-A micro-batch is a unit of work for the device and nothing else. Losses are sums over policy tokens
-divided by a number that is counted over the whole mini-batch, so every cut gives the same gradient:
+Each micro-batch is one forward and one backward pass. The cut does not change the gradient, because
+a loss is a sum over policy tokens divided by a number that is the same for the full mini-batch:
 
     L = Σ_micro Σ_{b,t} mask · ℓ / N      N = policy tokens of the mini-batch, over all processes
 
@@ -36,34 +36,34 @@ MAX_PADDING = 0.05  # of a micro-batch's tokens
 class Batch:
     """Trajectories as tensors, padded on the right; row b of every field is trajectory b.
 
-    The first six hold what was played; the others are added on the way through a step.
+    The first six fields come from the trajectories; a step computes the others.
     """
 
     input_ids: torch.Tensor  # (B, T) int64
     loss_mask: torch.Tensor  # (B, T) float32, 1 on policy tokens
     rollout_log_probs: torch.Tensor  # (B, T) float32
     token_rewards: torch.Tensor  # (B, T) float32, each turn's reward on its last policy token
-    lengths: torch.Tensor  # (B,) int64, real tokens of each row
-    group_ids: torch.Tensor  # (B,) int64, travels with its row through every reordering
+    lengths: torch.Tensor  # (B,) int64, number of tokens in each row without padding
+    group_ids: torch.Tensor  # (B,) int64, the task of each row
     # (B, T) float32 each; None: not computed, or not needed.
     old_log_probs: torch.Tensor | None = None  # of the policy before the step's first update
     ref_log_probs: torch.Tensor | None = None  # of the frozen reference
-    values: torch.Tensor | None = None  # of the critic, before the step's first update
+    values: torch.Tensor | None = None  # of the critic before the step's first update
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    # (B,) float32 each; of methods that treat a trajectory as a whole.
-    weights: torch.Tensor | None = None  # how much each counts in the loss; None: all alike
-    # Log-prob of the policy tokens under the reference: rows 2i and 2i + 1 are a pair (dpo.py).
+    # (B,) float32 each; for methods with one number per trajectory.
+    weights: torch.Tensor | None = None  # weight in the loss; None: equal weights
+    # Sum of the reference's log-probs over policy tokens; rows 2i and 2i + 1 are a pair (dpo.py).
     ref_sums: torch.Tensor | None = None
 
     def rows(self, index: Sequence[int]) -> Batch:
-        """The chosen rows, cut to the longest of them."""
+        """The rows with these indices, without the columns that are padding in all of them."""
         rows = torch.as_tensor(list(index), dtype=torch.long)
         width = int(self.lengths[rows].max())
         return self._map(lambda x: x[rows, :width] if x.ndim == 2 else x[rows])
 
     def to(self, device: Any) -> Batch:
-        """The same on another device."""
+        """A copy on another device."""
         return self._map(lambda x: x.to(device))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -75,7 +75,7 @@ class Batch:
 
 
 def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
-    """Tensors of trajectories, each with at least one policy token."""
+    """The trajectories as tensors. Each trajectory must have at least one policy token."""
     width = max(len(t.input_ids) for t in trajectories)
 
     def padded(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> torch.Tensor:
@@ -96,13 +96,13 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
 
 
 def seq_mean_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torch.Tensor:
-    """Weights with which each trajectory counts alike in a mean over tokens: (B,), N / (M · n_b).
+    """Weights that turn a mean over tokens into a mean over trajectories: (B,), N / (M · n_b).
 
         1/N Σ_b w_b Σₜ ℓ = 1/M Σ_b 1/n_b Σₜ ℓ        n_b policy tokens of row b
 
     Args:
-        loss_mask: (B, T) of a micro-batch.
-        mini_batch_mask: (M, T) of its mini-batch, N policy tokens in M rows.
+        loss_mask: (B, T) of the micro-batch.
+        mini_batch_mask: (M, T) of the mini-batch, with N policy tokens in M rows.
 
     >>> mini_batch = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     >>> seq_mean_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
@@ -121,12 +121,12 @@ def cut_micro_batches(
     share_prefix: bool = False,
     num_ranks: int = 1,
 ) -> list[list[int]]:
-    """Rows of a mini-batch -> rows of its micro-batches: each row in exactly one.
+    """Distribute rows of a mini-batch over micro-batches; each row is in exactly one.
 
     Args:
-        max_tokens: of a micro-batch, padding included; a row (or pair) that is longer gets its own.
-        share_prefix: rows of a micro-batch are packed into one and must open alike.
-        num_ranks: cut into that many if possible, so that every process has one.
+        max_tokens: of a micro-batch, with padding; a longer row (or pair) gets a micro-batch alone.
+        share_prefix: each micro-batch is packed into one row, so its rows must have the same start.
+        num_ranks: make at least this many micro-batches if possible, one for each process.
     """
     if batch.ref_sums is not None:
         return _cut_pairs(batch, rows, max_tokens, share_prefix)
@@ -146,18 +146,18 @@ def cut_micro_batches(
 
 
 def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens, padding included, and at most
-    MAX_PADDING of padding.
+    """Cut rows into micro-batches of at most `max_tokens` tokens, with padding, of which at most
+    the share MAX_PADDING is padding.
 
-    NOTE: the budget alone leaves 8 to 29 % of padding on real trajectories, the more the larger it
-    is: a wide budget reaches from the longest rows to the shortest.
+    NOTE: the token limit alone would leave 8 to 29 % padding on real trajectories. The share grows
+    with the limit, because a large micro-batch holds both long and short rows.
 
     Returns:
-        Row indices, longest rows first: the first micro-batch is the largest, so that running out
-        of memory happens at once and not an hour later.
+        Row indices, longest rows first. The first micro-batch is the largest, so a run that lacks
+        memory fails at once and not an hour later.
     """
     cuts: list[list[int]] = []
-    tokens = 0  # in the open micro-batch, padding not counted
+    tokens = 0  # in the current micro-batch, without padding
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padded = (len(cuts[-1]) + 1) * lengths[cuts[-1][0]] if cuts else math.inf
         if padded <= max_tokens and tokens + lengths[row] >= (1 - MAX_PADDING) * padded:
@@ -177,34 +177,39 @@ def padding_share(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> floa
 
 
 def opening_length(batch: Batch) -> int:
-    """Tokens at the start that all rows share and no policy has sampled (p)."""
+    """Number of tokens (p) at the start that all rows share and that the policy did not sample."""
     width = int(batch.lengths.min())
-    same = (batch.input_ids[:, :width] == batch.input_ids[:1, :width]).all(0)
-    observed = (batch.loss_mask[:, :width] == 0).all(0)
-    differs = (~(same & observed)).nonzero()
-    return int(differs[0]) if len(differs) else width
+    is_equal = (batch.input_ids[:, :width] == batch.input_ids[:1, :width]).all(0)
+    is_observed = (batch.loss_mask[:, :width] == 0).all(0)
+    ends = (~(is_equal & is_observed)).nonzero()
+    return int(ends[0]) if len(ends) else width
 
 
 def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows that share an opening, one group each, cut where the packed row is too long."""
+    """One or more micro-batches per group, each short enough when packed into one row."""
     cuts: list[list[int]] = []
     for group in sorted({int(batch.group_ids[i]) for i in rows}):
         members = [i for i in rows if int(batch.group_ids[i]) == group]
         p = opening_length(batch.rows(members))
-        own = {i: int(batch.lengths[i]) - p for i in members}
-        fewest = len(_fill(own, max_tokens - p))
-        # As many passes, as even as they can be: the longest decides how much memory a step takes.
-        rooms = range(max(max_tokens - p, 0) + 1)
-        cuts += _fill(own, bisect_left(rooms, True, key=lambda r: len(_fill(own, r)) <= fewest))
+        tails = {i: int(batch.lengths[i]) - p for i in members}
+        num_cuts = len(_fill(tails, max_tokens - p))
+        # The longest pass sets the peak memory: find the smallest limit that needs no more passes.
+        limits = range(max(max_tokens - p, 0) + 1)
+        limit = bisect_left(limits, True, key=lambda n: len(_fill(tails, n)) <= num_cuts)
+        cuts += _fill(tails, limit)
     return cuts
 
 
-def _fill(own: dict[int, int], room: int) -> list[list[int]]:
-    """Rows in their order, put together as long as their own tokens fit into `room`."""
+def _fill(tails: dict[int, int], limit: int) -> list[list[int]]:
+    """Join rows in their order as long as their tokens after the opening add up to `limit` at most.
+
+    Args:
+        tails: row -> number of its tokens after the opening.
+    """
     cuts: list[list[int]] = []
     length = 0
-    for row, tokens in own.items():
-        if cuts and length + tokens <= room:
+    for row, tokens in tails.items():
+        if cuts and length + tokens <= limit:
             cuts[-1].append(row)
             length += tokens
         else:
@@ -216,8 +221,8 @@ def _fill(own: dict[int, int], room: int) -> list[list[int]]:
 def _cut_pairs(
     batch: Batch, rows: Sequence[int], max_tokens: int, share_prefix: bool
 ) -> list[list[int]]:
-    """Whole pairs, because their loss is not a sum over rows. A packed row is one pair; padded,
-    pairs of similar length lie together."""
+    """Keep pairs together, because the loss of a pair is not a sum over its rows. A packed row
+    holds one pair; a padded micro-batch holds pairs of similar length."""
     pairs = sorted(
         {row - row % 2 for row in rows},
         key=lambda row: (-int(batch.lengths[row : row + 2].max()), row),

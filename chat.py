@@ -1,16 +1,16 @@
-"""One encoding path: from messages to token ids, the same for sampling, for training and for
-demonstrations.
+"""The chat template turns messages into token ids. Sampling, training and demonstrations share it.
 
-A chat template turns messages into one string. Rendering the conversation again each turn is wrong
-for training: sampled ids that are decoded and encoded again become other ids, and some templates
-rewrite history (Qwen3 strips thinking), so the prompt drifts away from what the policy saw.
+A tokenizer's template renders a list of messages as one string. Rendering the conversation again
+at every turn would be wrong for training. Sampled ids that are decoded and encoded again can come
+out as different ids, and some templates rewrite earlier messages (Qwen3 removes the thinking). The
+prompt would then differ from the tokens that the policy saw.
 
-`ChatTemplate` therefore asks the tokenizer's template once what stands between turns, and from then
-on a trajectory only grows by concatenation:
+`ChatTemplate` therefore extracts the text between turns once. From then on a trajectory only grows,
+by concatenating three kinds of pieces:
 
-    opening      head of the render | first observation | tail up to where the assistant speaks
-    action       the ids that the policy sampled, as sampled
-    observation  what the template puts after a turn | observation | the same tail
+    opening      start of the conversation | first observation | tail, up to the assistant's turn
+    action       the ids that the policy sampled, unchanged
+    observation  the template's text after an action | observation | the same tail
 
 For ChatML (Qwen, SmolLM2) the pieces are
 
@@ -18,13 +18,12 @@ For ChatML (Qwen, SmolLM2) the pieces are
     sampled ids ... <|im_end|>
     ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
 
-They are found by rendering a conversation whose contents are markers and cutting the string at the
-markers.
+To find them, the class renders a conversation with markers as contents and cuts it at the markers.
 
-Text of an environment is untrusted: `<|im_end|>` written by a web page is encoded as plain
-characters, not as the control token, if the tokenizer marks that token as special.
+Text from an environment is untrusted. If a web page contains `<|im_end|>`, it is encoded as plain
+characters and not as the control token, provided that the tokenizer marks this token as special.
 
-Read next: `batching.py`.
+Read next: `batching.py`, which turns trajectories into tensors.
 """
 
 from __future__ import annotations
@@ -40,30 +39,32 @@ USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦s
 
 
 def is_sound(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    """False if the text contains half of a surrogate pair: valid in JSON, not for a tokenizer."""
     return text.isascii() or text.encode("utf-8", "ignore").decode() == text
 
 
 class ChatTemplate:
-    """The pieces of a tokenizer's chat template.
+    """A tokenizer's chat template, cut into the pieces between messages.
 
-    Attributes: end_of_turn: id that ends an assistant turn (what the policy must sample to stop).
+    Attributes:
+        end_of_turn: id that ends an assistant turn; the policy samples it to stop.
         stop_token_ids: `end_of_turn`, the tokenizer's end-of-sequence id and `more_stops`
-        (models.stop_ids_of): sampling ends at any of them, and none is part of what was said.
+            (models.stop_ids_of). Sampling ends at any of them, and the action text contains none.
 
     Raises:
-        ValueError: the template cannot be cut (an assistant turn has no end marker, or contents are
-            rewritten).
+        ValueError: the template cannot be cut, because it has no token that ends an assistant turn
+            or because it rewrites contents.
     """
 
     def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        # NOTE: whether control tokens are recognised is a switch inside the tokenizer, set by each
-        # call; threads that share one tokenizer flip it under each other. Plain text has its own.
+        # NOTE: each call sets a switch inside the tokenizer: recognise control tokens or not. With
+        # one shared tokenizer, threads would change it for each other. So plain text has a copy.
         self._plain = copy.deepcopy(tokenizer)
-        added = tokenizer.added_tokens_decoder.values()
-        self._spelled = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
-        self.plain("")  # the first call sets the switch, before any thread is there
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        specials = (str(token) for token in added_tokens if token.special)
+        self._control_texts = {*tokenizer.all_special_tokens, *specials}
+        self.plain("")  # set the switch of the copy now, before any thread uses it
         history = [
             {"role": "user", "content": USER},
             {"role": "assistant", "content": ASSISTANT},
@@ -71,56 +72,56 @@ class ChatTemplate:
         ]
         text = self._render(history)
         try:
-            between = text[text.index(ASSISTANT) + len(ASSISTANT) : text.index(SECOND)]
+            separator = text[text.index(ASSISTANT) + len(ASSISTANT) : text.index(SECOND)]
             self._tail = self._control(text[text.index(SECOND) + len(SECOND) :])
         except ValueError as error:
             raise ValueError(
-                "the chat template drops or rewrites message contents; it cannot be cut"
+                "the chat template drops or rewrites message contents, so it cannot be used here"
             ) from error
-        ids = self._control(between)
-        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        if not ids or ids[0] not in special:
+        ids = self._control(separator)
+        special_ids = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        if not ids or ids[0] not in special_ids:
             raise ValueError(
-                "the chat template ends an assistant turn with no control token, but with "
-                f"{between!r}"
+                "the chat template must end an assistant turn with a control token, but ends it "
+                f"with {separator!r}"
             )
-        self.end_of_turn, self._between = ids[0], ids[1:]
+        self.end_of_turn, self._separator = ids[0], ids[1:]
         stops = {self.end_of_turn, tokenizer.eos_token_id, *more_stops}
         self.stop_token_ids = tuple(sorted(stops - {None}))
 
     def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
-        """Ids from the start of the sequence to where the assistant speaks first.
+        """Ids from the start of the sequence to the beginning of the assistant's first turn.
 
         Args:
             prompt: messages before the first observation (system, or user and assistant).
             observation: the environment's first text.
         """
-        held = {USER: observation}  # marker in the render -> untrusted text
+        untrusted = {USER: observation}  # marker in the rendered chat -> text
         messages = []
         for i, message in enumerate(prompt):
-            if any(token in message["content"] for token in self._spelled):
-                held[f"⟦turn {i}⟧"] = message["content"]  # untrusted too
+            if any(token in message["content"] for token in self._control_texts):
+                untrusted[f"⟦turn {i}⟧"] = message["content"]
                 message = message | {"content": f"⟦turn {i}⟧"}
             messages.append(message)
         text = self._render([*messages, {"role": "user", "content": USER}])
-        pieces = re.split(f"({'|'.join(map(re.escape, held))})", text)
-        encoded = (self.plain(held[p]) if p in held else self._control(p) for p in pieces)
+        parts = re.split(f"({'|'.join(map(re.escape, untrusted))})", text)
+        encoded = (self.plain(untrusted[p]) if p in untrusted else self._control(p) for p in parts)
         return [token for ids in encoded for token in ids]
 
     def observation(self, text: str) -> list[int]:
-        """Ids from behind the assistant's end-of-turn to where it speaks next."""
-        return self._between + self.plain(text) + self._tail
+        """Ids from after the end-of-turn token to the beginning of the assistant's next turn."""
+        return self._separator + self.plain(text) + self._tail
 
     def action(self, text: str) -> list[int]:
-        """Ids of an action given as text (a demonstration), its end-of-turn included."""
+        """Ids of an action given as text (a demonstration), with the end-of-turn token."""
         return [*self.plain(text), self.end_of_turn]
 
     def plain(self, text: str) -> list[int]:
-        """Ids of untrusted text: control tokens written in it become ordinary characters."""
+        """Ids of untrusted text. Control tokens in it are encoded as ordinary characters."""
         return self._plain.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text_of(self, action_ids: list[int]) -> str:
-        """What the policy said, without its stop token."""
+        """Text of an action, without its stop token."""
         end = len(action_ids) - (1 if action_ids and action_ids[-1] in self.stop_token_ids else 0)
         return self.tokenizer.decode(action_ids[:end], skip_special_tokens=False)
 
@@ -134,13 +135,13 @@ class ChatTemplate:
                     chat, tokenize=False, add_generation_prompt=True
                 )
             except TemplateError as error:
-                told = " ".join(str(error).split())[:200]
-                raise ValueError(f"the chat template does not take this chat: {told}") from error
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"the chat template rejects this chat: {reason}") from error
 
         if messages[0]["role"] != "system":
             return render(messages)
-        first, second, *rest = messages
-        # Templates without a system role raise an error of jinja's, or leave the message out.
+        first, second, *later = messages
+        # Templates without a system role raise a jinja error or leave the message out.
         problem = None
         try:
             text = render(messages)
@@ -152,6 +153,6 @@ class ChatTemplate:
             problem = error
         joined = {"role": "user", "content": f"{first['content']}\n\n{second['content']}"}
         try:
-            return render([joined, *rest])
+            return render([joined, *later])
         except Exception as error:
             raise problem or error from None

@@ -1,27 +1,27 @@
-"""Engines: who turns prompts into sampled token ids.
+"""Engines sample: a prompt goes in, sampled token ids and their log-probabilities come out.
 
-An engine owns a full copy of the policy's weights and knows nothing of trajectories, environments
-or rewards. Token ids go in; token ids and the log-probability each had when it was drawn come out:
+An engine has a full copy of the policy's weights. It does not know about trajectories, environments
+or rewards. Its interface:
 
-    submit(request_id, prompt_ids, sampling)   put a request in; returns at once
-    poll() -> [Generation, ...]                work for a moment, return what has finished
-    load_weights((name, tensor), ...)          replace the weights, drop what was cached of the old
-    sleep()                                    give the memory back for the update; only new weights
-                                               wake it
+    submit(request_id, prompt_ids, sampling)   add a request and return immediately
+    poll() -> [Generation, ...]                do some work, return the finished requests
+    load_weights((name, tensor), ...)          replace the weights and clear the cache
+    sleep()                                    free memory for the update, until new weights are
+                                               loaded
 
-Requests are added while others run: nothing here has rounds.
+New requests can be added while others run.
 
-The log-probs are those of the distribution the token was drawn from, after the temperature τ:
+The log-probs are those of the distribution that the token was sampled from, after temperature τ:
     log μ(y_t) = log softmax(logits / τ)[y_t]
-vLLM's default reports the raw ones, before temperature (hence its `logprobs_mode`); for any τ
-other than 1 the importance ratio π/μ of the first update would not be near 1, without an error.
+By default vLLM reports log-probs before temperature, so we set its `logprobs_mode`. Otherwise, for
+τ other than 1, the importance ratio π/μ of the first update would silently be far from 1.
 
-`TransformersEngine` is the plain reference: one forward pass per token. In its deterministic mode
-every sequence is drawn alone from its own seeded generator, so that a trajectory depends only on
-(weights, prompt, seed): tests and exact resume rely on it. Training uses `sampling/vllm_engine.py`,
-vLLM inside this process; `sampling/fleet.py` asks vLLM servers elsewhere.
+`TransformersEngine` is the simple reference: one forward pass per token. In deterministic mode it
+samples every sequence separately with a seeded generator. A trajectory then depends only on
+(weights, prompt, seed), which tests and exact resume rely on. Training normally uses vLLM in the
+same process (`sampling/vllm_engine.py`) or on vLLM servers (`sampling/fleet.py`).
 
-Read next: `run/worker.py`.
+Read next: `run/worker.py`, which connects engine, trainer and environments.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import torch
 from run.errors import EngineError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-Ids = Sequence[int]  # of tokens
+Ids = Sequence[int]  # token ids
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a turn is sampled: `max_tokens` ids at most, at τ, ended by any of `stop_token_ids`."""
+    """Settings for one turn; sampling stops at any of `stop_token_ids` or after `max_tokens`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -51,26 +51,26 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request: sampled ids (the stop token too), the log-prob of each, why it ended."""
+    """A finished request: the sampled ids with the stop token, and the log-prob of each."""
 
     request_id: str
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str  # "stop": a stop token was sampled; "length": max_tokens ran out
+    finish_reason: str  # "stop": a stop token was sampled; "length": max_tokens was reached
 
 
 class Engine(Protocol):
-    """What the rollout loop needs of a sampler.
+    """The interface that the rollout loop needs from a sampler.
 
-    `max_open`: trajectories that may be open at once, those in their environments included, so that
-    what each has said stays in the cache from turn to turn; None: any number.
+    `max_open`: maximum number of unfinished trajectories, also counting those that wait for their
+    environment. The limit keeps their tokens in the cache from turn to turn. None: no limit.
     """
 
     @property
     def max_open(self) -> int | None: ...
     @property
     def num_running(self) -> int:
-        """Requests submitted and not yet returned by `poll`."""
+        """Number of requests that are submitted and not yet returned by `poll`."""
 
     def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None: ...
     def poll(self) -> list[Generation]: ...
@@ -81,14 +81,14 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """Plain Hugging Face decoding: batches of left-padded prompts, one forward pass a token.
+    """Plain Hugging Face decoding: batches of left-padded prompts, one forward pass per token.
 
-    `poll` takes up to `max_batch` waiting requests and decodes them to the end. In deterministic
-    mode each is decoded alone: batching changes the order of floating-point sums, and with it, now
-    and then, a token.
+    `poll` decodes up to `max_batch` waiting requests until they are finished. In deterministic mode
+    the batch size is 1: batching changes the order of floating-point sums, which now and then
+    changes a sampled token.
     """
 
-    max_open = 64  # nothing is kept between turns; but who waits long for a turn loses its session
+    max_open = 64  # there is no cache, but an environment session that idles too long is closed
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class TransformersEngine:
         try:
             return self._decode(batch) if batch else []
         except torch.OutOfMemoryError:
-            raise  # whose advice is clock.py's
+            raise  # clock.py adds its advice
         except RuntimeError as error:
-            raise EngineError(f"transformers failed in a step: {error}") from error
+            raise EngineError(f"transformers failed while sampling: {error}") from error
 
     @torch.no_grad()
     def _decode(self, batch: list[tuple[str, list[int], SamplingSettings]]) -> list[Generation]:
@@ -133,7 +133,7 @@ class TransformersEngine:
         ]
         tokens: list[list[int]] = [[] for _ in batch]
         log_probs: list[list[float]] = [[] for _ in batch]
-        reasons = [""] * len(batch)  # "": not ended
+        reasons = [""] * len(batch)  # "": not finished
         cache, positions = None, (attention_mask.cumsum(-1) - 1).clamp(min=0)
         while "" in reasons:
             out = self.lm(
@@ -145,20 +145,20 @@ class TransformersEngine:
                 logits_to_keep=1,
             )
             cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()  # (B, V)
-            chosen = []
+            next_ids = []
             for row, (_, _, sampling) in enumerate(batch):
                 if reasons[row]:
-                    chosen.append(0)
+                    next_ids.append(0)
                     continue
                 token, log_prob = sample(logits[row], sampling.temperature, generators[row])
                 tokens[row].append(token)
                 log_probs[row].append(log_prob)
-                chosen.append(token)
+                next_ids.append(token)
                 if token in sampling.stop_token_ids:
                     reasons[row] = "stop"
                 elif len(tokens[row]) >= sampling.max_tokens:
                     reasons[row] = "length"
-            input_ids = torch.tensor(chosen, device=self.device)[:, None]  # (B, 1)
+            input_ids = torch.tensor(next_ids, device=self.device)[:, None]  # (B, 1)
             attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
             positions = positions[:, -1:] + 1
         return [
@@ -170,13 +170,13 @@ class TransformersEngine:
         self._waiting.clear()
 
     def load_weights(self, weights: Weights) -> None:
-        own = self.lm.state_dict()
-        missing = set(own)
+        state = self.lm.state_dict()
+        missing = set(state)
         with torch.no_grad():
             for name, tensor in weights:
-                if name not in own:
+                if name not in state:
                     raise EngineError(f"weight {name} is not part of the sampler's model")
-                own[name].copy_(tensor)
+                state[name].copy_(tensor)
                 missing.discard(name)
         if missing:
             raise EngineError(
@@ -184,7 +184,7 @@ class TransformersEngine:
             )
 
     def sleep(self) -> None:
-        """Nothing to free: keys and values live only inside one `poll`."""
+        """Nothing to free: keys and values exist only during one `poll`."""
 
     def close(self) -> None:
         self._waiting.clear()
@@ -193,17 +193,17 @@ class TransformersEngine:
 def sample(
     logits: torch.Tensor, temperature: float, generator: torch.Generator
 ) -> tuple[int, float]:
-    """Draw one id from softmax(logits / τ); τ = 0 takes the most probable one.
+    """Sample one id from softmax(logits / τ); τ = 0 returns the most probable id.
 
     Args:
         logits: (V,) float32.
     Returns:
-        The id and its log-prob under the distribution it was drawn from (0.0 when τ = 0: there was
-        no choice).
+        The id and its log-prob under the distribution that it was sampled from (0.0 if τ = 0,
+        because the choice is deterministic).
     Raises:
-        EngineError: a logit is NaN or infinite: there is no distribution.
+        EngineError: a logit is NaN or +inf, so there is no distribution.
     """
-    if not logits.max().isfinite():  # NaN anywhere makes the largest NaN; -inf is probability 0
+    if not logits.max().isfinite():  # the maximum is NaN if any logit is; -inf means probability 0
         raise EngineError("the model's logits are not finite: its weights are broken")
     if temperature == 0:
         return int(logits.argmax()), 0.0

@@ -1,32 +1,32 @@
-"""Losses: how the update spends the advantages, and what keeps it from running away.
+"""Losses: how advantages become a gradient, and how the update is kept small.
 
-Tokens were sampled by the policy as it was before the step, the gradient is taken at the policy as
-it is now, and PPO (arXiv 1707.06347, eq. 7) bounds how far the two may part:
+Tokens are sampled by the policy at the start of a step, π_old. The gradient is taken at the current
+policy π. PPO (arXiv 1707.06347, eq. 7) limits how far π can move away from π_old:
 
     ρₜ = π(aₜ | sₜ) / π_old(aₜ | sₜ) = exp(log_probs − old_log_probs)
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
-N is the number of policy tokens in the whole mini-batch and wₜ corrects for the sampler.
-`policy_objective` adds an entropy bonus and a penalty for leaving the reference model. A reward
-says what to do and nothing of how: left alone, a policy that is paid for success drifts away from
-the language it started with. KL(π ‖ π_ref) measures that drift, and two places can make it cost:
+N is the number of policy tokens in the full mini-batch, and wₜ corrects for the difference between
+sampler and trainer. `policy_objective` adds an entropy bonus and a KL penalty. The reward only asks
+for success, so without a penalty the policy can drift away from the language of its starting model.
+KL(π ‖ π_ref) measures this drift. It can be penalized in two places:
 
     in the reward   r′ₜ = rₜ − β · KLₜ      PPO for language models (arXiv 1909.08593, eq. 2)
     in the loss     L + β · mean KL         GRPO (arXiv 2402.03300, eq. 3)
 
-One rule holds for every mean in this file: *token-level over a global denominator*. The caller
-counts the policy tokens of the whole mini-batch, over all micro-batches and processes, and passes
-that number as `denominator`; gradients then add up to the same update however the batch is split.
+Every mean in this file is a *token-level mean over a global denominator*. The caller counts the
+policy tokens of the full mini-batch, over all micro-batches and processes, and passes this number
+as `denominator`. The gradients then add up to the same update however the batch is split.
 
-Masks select, they do not multiply: NaN · 0 is NaN, so one bad logit on a padding token would end a
-run. NaN on a policy token does show, for the loop must see it.
+Masks select values instead of multiplying them: NaN · 0 is NaN, so one bad logit on a padding token
+would spoil the update. NaN on a policy token stays visible, because the training loop must see it.
 
-Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is of token t given the ones before
-it, float32, and loss_mask[b, t] is 1 where the policy sampled that token. Losses are scalars that
-carry the gradient; the other fields are detached metrics over the same denominator.
+Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is that of token t given the tokens
+before it, float32; loss_mask[b, t] is 1 where the policy sampled token t. Losses are scalars with a
+gradient; all other fields are detached metrics over the same denominator.
 
-Run it: tutorials/02_advantages.md ends on policy_loss; tests/test_losses.py works each formula by
-hand. Read next: train.py. The loss of preferences (DPO) is in dpo.py.
+Run it: tutorials/02_advantages.md ends with policy_loss; tests/test_losses.py checks each formula
+with numbers worked out on paper. Read next: train.py. The preference loss (DPO) is in dpo.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Scalars. loss carries the gradient; the rest are detached means over policy tokens."""
+    """Scalars. Only loss has a gradient; the others are detached means over policy tokens."""
 
     loss: Tensor
     clip_frac: Tensor  # share of tokens whose gradient the clip removed
@@ -53,39 +53,39 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """Scalars. loss carries the gradient; clip_frac is the share of tokens where the clip binds."""
+    """Scalars. Only loss has a gradient; clip_frac is the share of tokens with an active clip."""
 
     loss: Tensor
     clip_frac: Tensor
 
 
-def check_shapes(first: Tensor, **others: Tensor | None) -> None:
-    """NOTE: broadcasting turns (B, T) against (B,) or (T,) into a number that means nothing."""
-    for name, tensor in others.items():
+def check_shapes(first: Tensor, **tensors: Tensor | None) -> None:
+    """ValueError if shapes differ. Broadcasting (B, T) with (B,) or (T,) would hide the mistake."""
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != first.shape:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)}, expected {tuple(first.shape)} like the first "
-                "argument: all are (trajectories, tokens), aligned to the token"
+                "argument: all must be (trajectories, tokens), with the same token in each place"
             )
 
 
 def masked_sum(x: Tensor, loss_mask: Tensor) -> Tensor:
-    """Sum of x (B, T) over policy tokens: a scalar. Masked garbage, NaN included, is not read."""
+    """Sum of x (B, T) over policy tokens, a scalar. Masked values are ignored, even NaN."""
     return torch.where(loss_mask.bool(), x, 0.0).sum()
 
 
 def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) -> Tensor:
-    """Sum of x over policy tokens, divided by a number of tokens: a scalar.
+    """Sum of x over policy tokens divided by a number of tokens, a scalar.
 
     Args:
         x, loss_mask: (B, T).
-        denominator: policy tokens of the *whole* mini-batch; None counts those of this loss_mask
-            (a mask without any gives 0).
+        denominator: number of policy tokens in the *full* mini-batch; None: the number in this
+            loss_mask (the result is 0 if there are none).
 
     >>> x, loss_mask = torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> masked_mean(x, loss_mask).item()  # (1 + 2 + 6) / 3
     3.0
-    >>> sum(masked_mean(x[i], loss_mask[i]).item() for i in (0, 1)) / 2  # the trap: (1.5 + 6) / 2
+    >>> sum(masked_mean(x[i], loss_mask[i]).item() for i in (0, 1)) / 2  # wrong: (1.5 + 6) / 2
     3.75
     >>> sum(masked_mean(x[i], loss_mask[i], denominator=3).item() for i in (0, 1))
     3.0
@@ -108,19 +108,19 @@ def policy_loss(
 
         L = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
-    The min makes the clip one-sided: with A > 0 a token stops being pushed up once ρ > 1 + ε, with
-    A < 0 it stops being pushed down once ρ < 1 − ε; moving back is never clipped.
+    The min makes the clip one-sided. If A > 0, the token is no longer pushed up when ρ > 1 + ε. If
+    A < 0, it is no longer pushed down when ρ < 1 − ε. Moving back is never clipped.
 
     Args:
-        log_probs: (B, T) current policy, with gradient.
-        old_log_probs: (B, T) trainer's policy before the step's first update.
+        log_probs: (B, T) of the current policy, with gradient.
+        old_log_probs: (B, T) of the trainer's policy before the step's first update.
         advantages: (B, T).
         loss_mask: (B, T) of 0 and 1.
         clip_ratio: ε.
-        denominator: policy tokens of the whole mini-batch; None: of this call.
-        is_weights: (B, T) w from `sampler_is_weights`; None is 1 everywhere.
+        denominator: policy tokens in the full mini-batch; None: in this call.
+        is_weights: (B, T) w from `sampler_is_weights`; None: 1 everywhere.
     Returns:
-        PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, without an error.
+        PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, not an error.
     Raises:
         ValueError: shapes differ.
     """
@@ -132,8 +132,8 @@ def policy_loss(
         is_weights=is_weights,
     )
     mask = loss_mask.bool()
-    # NOTE: select before exp, not only in the mean: where(mask, exp(x), 0) is finite in value, but
-    # its gradient is 0 · inf = NaN. This one select stops every gradient on the way back.
+    # NOTE: select before exp, not only in the mean. The value of where(mask, exp(x), 0) is finite,
+    # but its gradient is 0 · inf = NaN. Selecting here blocks the gradient of all masked tokens.
     log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0.0)  # (B, T)  log ρ
     advantages = advantages.detach()  # (B, T)
     ratio = log_ratio.exp()  # (B, T)  ρ
@@ -157,23 +157,23 @@ def value_loss(
     value_clip: float = 0.5,
     denominator: float | None = None,
 ) -> ValueLoss:
-    """Clipped squared error of the critic, mean over policy tokens (PPO's released code).
+    """Clipped squared error of the critic, mean over policy tokens (as in PPO's released code).
 
         v_clip = clip(v, v_old − ε, v_old + ε)
         L      = 1/N Σₜ ½ max( (v − R)², (v_clip − R)² )
 
     Args:
-        values: (B, T) current critic, with gradient.
-        old_values: (B, T) critic when advantages were computed.
+        values: (B, T) of the current critic, with gradient.
+        old_values: (B, T) of the critic that the advantages were computed with.
         returns: (B, T) targets R from `advantages.gae`.
         loss_mask: (B, T) of 0 and 1.
-        value_clip: ε, in units of return; math.inf switches the clip off.
+        value_clip: ε, in units of the return; math.inf: no clip.
         denominator: as in `policy_loss`.
     """
     check_shapes(values, old_values=old_values, returns=returns, loss_mask=loss_mask)
     mask = loss_mask.bool()
     returns, old_values = returns.detach(), old_values.detach()  # (B, T)
-    values = torch.where(mask, values, 0.0)  # (B, T)  stops gradients of garbage, as above
+    values = torch.where(mask, values, 0.0)  # (B, T)  blocks the gradient of masked tokens
     values_clipped = values.clamp(old_values - value_clip, old_values + value_clip)  # (B, T)
     error = (values - returns).square()  # (B, T)
     error_clipped = (values_clipped - returns).square()  # (B, T)
@@ -190,13 +190,13 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     Args:
         logits: (..., V) of any floating type; −inf marks a forbidden token (p log p = 0 there).
     Returns:
-        (...) float32, or float64 for float64 logits. Needs a few times the memory of the logits in
-        float32: pass a slice of tokens at a time where the vocabulary is large.
+        (...) float32, or float64 for float64 logits. This needs a few times the memory of the
+        logits in float32. With a large vocabulary, pass a slice of tokens at a time.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()  # 8 bits of mantissa lose the sum over a large vocabulary
+        logits = logits.float()  # 8 bits of mantissa are too few to sum over a large vocabulary
     log_p = logits.log_softmax(-1)  # (..., V)
-    # NOTE: 0 · −inf is NaN in value and in gradient, hence the fill.
+    # NOTE: the fill avoids 0 · −inf, which is NaN in value and in gradient.
     return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
 
 
@@ -208,14 +208,13 @@ def sampler_is_weights(
 
         wₜ = min( exp(old_log_probs − rollout_log_probs), C )
 
-    vLLM and the trainer disagree by about 0.004 nats a token in bf16, which makes "on-policy" RL
+    In bf16, vLLM and the trainer disagree by about 0.004 nats per token, which makes "on-policy" RL
     off-policy (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", a technical report). Without mismatch w = 1. The cap bounds the variance at the price
-    of some bias, and only from above: a token the trainer finds less likely than the sampler did is
-    weighed down in full.
+    Training", a technical report). If they agree, w = 1. The cap limits the variance and adds some
+    bias. It only acts from above: tokens less likely under the trainer get their full weight w < 1.
 
     Args:
-        old_log_probs: (B, T) of the trainer, before the step's first update.
+        old_log_probs: (B, T) of the trainer before the step's first update.
         rollout_log_probs: (B, T) of the engine that sampled the tokens, at the same temperature.
         loss_mask: (B, T) of 0 and 1.
         cap: C, at least 1; the report uses 2.
@@ -227,7 +226,7 @@ def sampler_is_weights(
     return torch.where(loss_mask.bool(), weights, 0.0)
 
 
-# ------------------------------------------------------------------- KL, in the reward or the loss
+# ---------------------------------------------------------------- KL in the reward or in the loss
 
 
 def kl_estimate(
@@ -235,20 +234,20 @@ def kl_estimate(
 ) -> Tensor:
     """Per-token estimate of KL(π ‖ π_ref) from sampled tokens.
 
-    With r = π_ref / π, after Schulman's note "Approximating KL Divergence" (joschu.net, 2020):
+    With r = π_ref / π (John Schulman's note "Approximating KL Divergence", joschu.net, 2020):
 
         k1 = − log r              unbiased, negative on half the tokens
         k2 = ½ (log r)²           biased, never negative
         k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
 
-    That is about *values*. As a loss on fresh samples, what counts is the gradient, token by token
-    (arXiv 2506.09477): E[∇k1] = 0, no penalty at all; E[∇k2] = ∇KL(π ‖ π_ref); E[∇k3] =
-    ∇KL(π_ref ‖ π). So k1 belongs into the reward, k2 or k3 into the loss.
+    These properties hold for the *values*. In a loss on fresh samples only the gradient of each
+    token matters (arXiv 2506.09477): E[∇k1] = 0, which is no penalty; E[∇k2] = ∇KL(π ‖ π_ref);
+    E[∇k3] = ∇KL(π_ref ‖ π). So use k1 in the reward, and k2 or k3 in the loss.
 
     Args:
         log_probs, ref_log_probs: (B, T), nats; the gradient flows through log_probs.
         estimator: "k1", "k2" or "k3".
-        loss_mask: (B, T); given, masked tokens are 0 in value and gradient whatever they hold.
+        loss_mask: (B, T); masked tokens get value 0 and gradient 0. None: no masking.
     Returns:
         (B, T).
     """
@@ -274,8 +273,8 @@ def kl_penalized_rewards(
 ) -> Tensor:
     """KL in the reward: r′ₜ = rₜ − β · KLₜ on every policy token (arXiv 1909.08593, eq. 2).
 
-    The estimator then spreads the penalty as it does any reward. Rewards on masked tokens are
-    handed through untouched, so that a misplaced one still fails in advantages.py.
+    The advantage estimator then treats the penalty like any other reward. Rewards on masked tokens
+    are not changed, so advantages.py still rejects a misplaced reward.
 
     Args:
         token_rewards, log_probs, ref_log_probs, loss_mask: (B, T).
@@ -305,15 +304,15 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """β steered so that the observed KL stays near a target (arXiv 1909.08593, section 2.2).
+    """Adjusts β to keep the observed KL near a target (arXiv 1909.08593, section 2.2).
 
         e = clip( KL / target − 1, −0.2, 0.2 )
         β ← β · (1 + e · num_steps / horizon)
 
     Args:
-        kl_coef: β at the start, positive (a product never leaves 0).
-        target: KL in nats, in the unit of what `update` is given.
-        horizon: number of trajectories over which β may change by a factor of about 1.2.
+        kl_coef: β at the start, positive (multiplying can never change 0).
+        target: desired KL in nats, in the same unit as the argument of `update`.
+        horizon: number of trajectories over which β can change by a factor of about 1.2.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
@@ -322,44 +321,44 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, observed_kl: float, num_steps: int) -> None:
-        """Adapt β to the KL observed over num_steps trajectories (all processes together)."""
+        """Adapt β to the KL observed over num_steps trajectories, counted over all processes."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * num_steps / self.horizon
 
 
-# ------------------------------------------------------------- what an optimizer step descends
+# --------------------------------------------------------------- the loss of an optimizer step
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """A micro-batch as the policy sees it now; (B, T) each, but for weights."""
+    """Everything that the loss of a micro-batch is computed from; (B, T) each, except weights."""
 
     log_probs: Tensor  # with gradient
     entropy: Tensor  # with gradient
     old_log_probs: Tensor
     rollout_log_probs: Tensor
-    ref_log_probs: Tensor | None  # None: no reference is kept
+    ref_log_probs: Tensor | None  # None: no reference policy is used
     advantages: Tensor
     loss_mask: Tensor
-    weights: Tensor | None = None  # (B,) of trajectories in the loss; None: every token alike
+    weights: Tensor | None = None  # (B,) weight of each trajectory; None: equal weight per token
 
 
 class LossTerm(NamedTuple):
-    """An addition to the clipped loss: coefficient · mean of function, which is logged by token."""
+    """A term added to the clipped loss: coefficient · mean of function. Logged as a token mean."""
 
-    metric: str  # the name it is logged under
+    metric: str  # name in the log
     coefficient: Callable[[Objective], float]
     function: Callable[[LossInput, Objective], Tensor]  # -> (B, T)
-    always_measured: bool = False  # logged also where its coefficient is 0
+    always_measured: bool = False  # logged even if its coefficient is 0
 
 
 def kl_to_reference(s: LossInput, objective: Objective) -> Tensor:
-    """KL(π ‖ π_ref) by token, (B, T)."""
+    """KL(π ‖ π_ref) per token, (B, T)."""
     assert s.ref_log_probs is not None
     return kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
 
 
-# A new term is a function, a line here, an option in Objective and a line in the glossary.
+# To add a term, write a function, add it here, and add an option in Objective and a glossary entry.
 LOSS_TERMS = [
     LossTerm("policy/entropy", lambda o: -o.entropy_coef, lambda s, o: s.entropy, True),
     LossTerm("policy/kl", lambda o: o.kl_loss_coef, kl_to_reference),
@@ -369,27 +368,27 @@ LOSS_TERMS = [
 def policy_objective(
     s: LossInput, objective: Objective, denominator: float, signal_share: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of an RL step on one micro-batch, and what is logged of it.
+    """The loss of an RL step on one micro-batch, and its metrics.
 
         L = share · L_clip + Σ_terms coefficient · mean term
 
     Args:
-        denominator: policy tokens of the whole mini-batch.
-        signal_share: policy tokens of the batch over those of the step (with seq-mean: rows).
-            Groups with equal returns are not in the batch, since their advantages are 0, but they
-            count: a step with signal in one group of eight is an eighth as sure of its direction.
-            The other terms are means over what is in the batch.
+        denominator: policy tokens in the full mini-batch.
+        signal_share: policy tokens in the batch / policy tokens in the step (with seq-mean: rows).
+            Groups with equal returns are left out of the batch, because their advantages are 0.
+            They still count here: if only one group of eight has signal, L_clip is scaled by about
+            1/8. The other terms are means over the batch.
     Returns:
-        The loss, a scalar with gradient; and metrics, shares of a mean over policy tokens (those
-        whose name begins with "max:" of a maximum).
+        The loss, a scalar with gradient, and metrics. Metrics of all micro-batches add up to a
+        mean over policy tokens; those whose name begins with "max:" are maxima.
     """
     mask, cap = s.loss_mask, objective.sampler_is_cap
-    weights = None
+    is_weights = None
     if cap:
-        weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
-    rows = None if s.weights is None else s.weights[:, None]  # (B, 1)
-    # A positive factor of an advantage is one of the token's loss: the clip does not see it.
-    advantages = s.advantages if rows is None else s.advantages * rows  # (B, T)
+        is_weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
+    weights = None if s.weights is None else s.weights[:, None]  # (B, 1)
+    # A positive factor on A scales the token's loss and does not change where the clip is active.
+    advantages = s.advantages if weights is None else s.advantages * weights  # (B, T)
     clipped = policy_loss(
         s.log_probs,
         s.old_log_probs,
@@ -397,17 +396,17 @@ def policy_objective(
         mask,
         objective.clip_ratio,
         denominator,
-        weights,
+        is_weights,
     )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:
         coefficient = term.coefficient(objective)
         if coefficient or term.always_measured:
-            value = term.function(s, objective)  # (B, T)
-            mean = terms[term.metric] = masked_mean(value, mask, denominator)
+            x = term.function(s, objective)  # (B, T)
+            mean = terms[term.metric] = masked_mean(x, mask, denominator)
             if coefficient:
-                even = mean if rows is None else masked_mean(value * rows, mask, denominator)
-                loss, unscaled = loss + coefficient * even, unscaled + coefficient * even
+                value = mean if weights is None else masked_mean(x * weights, mask, denominator)
+                loss, unscaled = loss + coefficient * value, unscaled + coefficient * value
     gap = torch.where(mask.bool(), (s.old_log_probs - s.rollout_log_probs).abs(), 0.0)
     metrics = {
         "policy/loss": unscaled,
@@ -417,28 +416,28 @@ def policy_objective(
         "sampler/log_prob_diff_mean": masked_mean(gap, mask, denominator),
         "max:sampler/log_prob_diff_max": gap.max(),
     }
-    if weights is not None:
-        metrics["sampler/is_weight_mean"] = masked_mean(weights, mask, denominator)
+    if is_weights is not None:
+        metrics["sampler/is_weight_mean"] = masked_mean(is_weights, mask, denominator)
     return loss, metrics
 
 
-# ----------------------------------------------------------------------------- imitation, weighted
+# ----------------------------------------------------------------------------- weighted imitation
 
 
 def imitation_loss(
     log_probs: Tensor, loss_mask: Tensor, denominator: float | None, weights: Tensor | None = None
 ) -> Tensor:
-    """Negative log-likelihood of the demonstrated actions, mean over their tokens: a scalar.
+    """Negative log-likelihood of the demonstrated actions, mean over their tokens, a scalar.
 
         L = − 1/N Σ_b w_b Σₜ log π(aₜ | sₜ)
 
-    w = 1 imitates all alike. On trajectories that the agent played itself, with their returns as
-    weights, descending L climbs E[R log π] (AgentEvol, arXiv 2406.04151): a failure, w = 0, teaches
-    nothing. N counts all policy tokens, those of weight 0 too.
+    With w = 1, all demonstrations are imitated equally. If the trajectories are the agent's and
+    the weights are their returns, minimizing L maximizes E[R log π] (AgentEvol, arXiv 2406.04151).
+    A failure has w = 0 and no gradient. N counts all policy tokens, also those with w = 0.
 
     Args:
         log_probs, loss_mask, denominator: as in `policy_loss`.
-        weights: (B,), one per trajectory; None is 1 everywhere.
+        weights: (B,), one per trajectory; None: 1 everywhere.
     """
     check_shapes(log_probs, loss_mask=loss_mask)
     if weights is not None:

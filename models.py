@@ -1,20 +1,21 @@
-"""The networks: a policy that scores tokens, and a critic that scores states.
+"""Two networks: the policy gives log-probabilities of tokens, the critic gives values of states.
 
-A policy π_θ is a causal language model. Training asks it only how probable each sampled token was,
-and how uncertain the policy was there. `PolicyModel.forward` answers exactly that
+The policy π_θ is a causal language model. For training we need two numbers per sampled token: its
+log-probability and the entropy of the distribution that it comes from. `PolicyModel.forward`
+computes both for tokens with loss_mask 1 and returns 0 for all others:
 
     log_probs[b, t] = log π_θ(input_ids[b, t] | input_ids[b, <t])
                     = log softmax(logits[b, t-1] / τ)[input_ids[b, t]]
 
-for the tokens with loss_mask 1, with τ the temperature the sampler used, and 0 everywhere else. In
-a multi-turn trajectory most tokens are prompts and observations, so the output head, the largest
-matrix of a small model (28M of SmolLM2's 135M parameters), runs on policy tokens alone.
+τ is the temperature of the sampler. Most tokens of a multi-turn trajectory are prompts and
+observations. The output head is the largest matrix of a small model (28M of SmolLM2's 135M
+parameters), so it only runs on policy tokens.
 
-The critic of PPO is the same architecture with a value head: values[b, t] = V(state before token
-t), read from the hidden state at t-1, so that it does not see the token it is the baseline of.
+The critic of PPO has the same architecture with a value head: values[b, t] = V(state before token
+t). It uses the hidden state at t-1, because a baseline must not depend on the token itself.
 
 Shapes: B rows (trajectories), T tokens (padded on the right), H hidden size, V vocabulary, N policy
-tokens in the batch. Read next: `engines.py`.
+tokens in the batch. Read next: `engines.py`, the samplers.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
 
-# Logits that exist at a time, in bytes. On a CPU few enough for the C library to keep the buffer:
-# a larger one goes back to the kernel and is faulted in again, page by page, at every use.
+# Maximum bytes of logits in memory. On a CPU it is small enough for the C library to keep the
+# buffer: a larger one goes back to the kernel and is allocated page by page at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
-TREE = "tree"  # the name of tree_attention among a model's attention implementations
+TREE = "tree"  # name of tree_attention among a model's attention implementations
 MAX_GAP = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
-NOT_PLAIN = ("sliding_window", "softcap", "s_aux")  # what some models' layers hand to attention
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")  # attention options of some models
 
 
 class PolicyModel(nn.Module):
-    """A causal LM that returns log-probs and entropies of the policy's own tokens.
+    """A causal LM that returns log-probs and entropies of policy tokens.
 
-    It wraps the whole model, head included, in one `forward`, so that a sharding wrapper around it
-    (FSDP) sees a single root whose parameters are gathered before any of them is used.
+    Its `forward` includes the output head. For FSDP the model then has a single root, whose
+    parameters are gathered before any of them is used.
     """
 
     def __init__(self, lm: Any, share_prefix: bool = True) -> None:
-        """Args: share_prefix: packed rows will come; the model's own attention is replaced."""
+        """Args: share_prefix: replace the model's attention by one that supports packed rows."""
         from transformers import AttentionInterface
 
         super().__init__()
@@ -72,10 +73,10 @@ class PolicyModel(nn.Module):
         Args:
             input_ids: (B, T) int64, padded on the right with any id. A causal model never looks to
                 the right, so padding needs no attention mask.
-            loss_mask: (B, T) 1 on tokens the policy sampled; column 0 must be 0 (nothing predicts
-                it).
+            loss_mask: (B, T) 1 on tokens that the policy sampled. Column 0 must be 0, because no
+                hidden state predicts its token.
             temperature: the sampler's τ > 0.
-            position_ids, parts, source: of a packed row, see `scale/prefix.py`; without them
+            position_ids, parts, source: of a packed row, see `scale/prefix.py`. Without them,
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
@@ -86,10 +87,10 @@ class PolicyModel(nn.Module):
             raise ValueError("a packed row needs a PolicyModel made with share_prefix=True")
         out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
         hidden = out.last_hidden_state  # (B, T, H)
-        chosen = loss_mask.bool()  # (B, T)
-        rows, columns = chosen.nonzero(as_tuple=True)  # (N,) each
-        before = columns - 1 if source is None else source[rows, columns]
-        states, targets = hidden[rows, before], input_ids[rows, columns]  # (N, H), (N,)
+        mask = loss_mask.bool()  # (B, T)
+        rows, columns = mask.nonzero(as_tuple=True)  # (N,) each
+        sources = columns - 1 if source is None else source[rows, columns]
+        states, targets = hidden[rows, sources], input_ids[rows, columns]  # (N, H), (N,)
         vocabulary = self.lm.config.vocab_size  # V
         chunk = max(1, HEAD_BYTES.get(hidden.device.type, 512 << 20) // (4 * vocabulary))
         pieces = [
@@ -102,14 +103,14 @@ class PolicyModel(nn.Module):
         log_probs = torch.zeros(shape, dtype=torch.float32, device=device)  # (B, T)
         entropy = torch.zeros_like(log_probs)
         if len(states):
-            log_probs = log_probs.masked_scatter(chosen, torch.cat([p[0] for p in pieces]))
-            entropy = entropy.masked_scatter(chosen, torch.cat([p[1] for p in pieces]))
+            log_probs = log_probs.masked_scatter(mask, torch.cat([p[0] for p in pieces]))
+            entropy = entropy.masked_scatter(mask, torch.cat([p[1] for p in pieces]))
         return log_probs, entropy
 
     def _score(
         self, states: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32; logits live here."""
+        """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32."""
         logits = final_logits(self.lm.config, self.lm.get_output_embeddings()(states).float())
         logits = logits / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
@@ -117,8 +118,9 @@ class PolicyModel(nn.Module):
 
 
 def final_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What some families do to the output head's logits: Granite divides them, Cohere multiplies
-    them, Gemma caps them softly. `check_scores` refuses a model that does something else."""
+    """Transform the output head's logits as some model families do: Granite divides them, Cohere
+    multiplies them, Gemma applies a soft cap. `check_scores` rejects models that do anything else.
+    """
     if scale := getattr(config, "logits_scaling", None):
         logits = logits / scale
     if scale := getattr(config, "logit_scale", None):
@@ -136,34 +138,35 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     parts: tuple[int, ...] | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention, in a packed row along a tree: what a layer of the model calls, through
-    transformers' AttentionInterface.
+    """Causal attention along a tree, which supports packed rows. The layers of the model call it
+    through transformers' AttentionInterface.
 
-    A packed row (scale/prefix.py) is an opening P and the samples that go on from it. One
-    attention for P and one for each sample over (P, itself) are each of a shape that
-    scaled_dot_product_attention has a fast kernel for; a mask over the whole row would cost L².
+    A packed row (scale/prefix.py) is an opening P followed by samples that continue it. We compute
+    attention once for P, and once per sample over P and the sample itself. For each of these shapes
+    scaled_dot_product_attention has a fast kernel. One mask over the full row would cost L².
 
     Args:
-        query: (1, A, L, D), A heads of D dimensions; key and value: (1, A_kv, L, D), A a
+        query: (1, A, L, D), A heads of D dimensions; key and value: (1, A_kv, L, D), where A is a
             multiple of A_kv.
-        attention_mask: None; the trainer pads on the right, where a causal model never looks.
+        attention_mask: must be None; the trainer pads on the right, where a causal model never
+            looks.
         parts: (p, n_1, ..., n_B) of a packed row; None: ordinary rows (B, A, T, D).
     Returns:
-        (1, L, A, D) and None in place of attention weights.
+        (1, L, A, D), and None instead of attention weights.
     Raises:
-        ValueError: the model asks for attention that is not plain and causal.
+        ValueError: the model needs attention that is not plain and causal.
     """
-    unknown = [name for name in NOT_PLAIN if others.get(name) is not None]
-    if attention_mask is not None or unknown:
+    unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
+    if attention_mask is not None or unsupported:
         raise ValueError(
-            "sharing openings knows plain causal attention only; this model's layers want "
-            f"{' and '.join(unknown) or 'a mask'}: use --no-share-prefix"
+            "prefix sharing supports only plain causal attention, but this model's layers need "
+            f"{' and '.join(unsupported) or 'a mask'}: use --no-share-prefix"
         )
-    # Under autocast the rotary embedding has promoted two of the three to float32.
+    # Under autocast the rotary embedding promotes query and key to float32, but not value.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if key.shape[1] != query.shape[1]:  # grouped-query attention: several heads read one key
+    if key.shape[1] != query.shape[1]:  # grouped-query attention: several heads share a key
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
@@ -175,8 +178,8 @@ def tree_attention(
     for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
         k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
         if q.device.type == "cpu" and q.shape[2] > 2 * p:
-            # A CPU computes all that a mask hides, but skips what `is_causal` does: behind a short
-            # opening it is less work to ask for the opening's rows again and to drop them.
+            # With a mask, a CPU also computes the hidden entries; with `is_causal` it skips them.
+            # After a short opening it is faster to recompute the opening's rows and drop them.
             q = torch.cat([queries[0], q], dim=2)
             outputs.append(attend(q, k, v, is_causal=True)[:, :, p:])
         else:
@@ -185,11 +188,11 @@ def tree_attention(
 
 
 def _to_the_left(n: int, p: int, device: torch.device) -> torch.Tensor:
-    """The mask (n, p + n) of a sample that goes on from an opening of p tokens.
+    """The mask (n, p + n) of a sample of n tokens after an opening of p tokens.
 
-    A GPU's kernels know this shape by name and never see the mask. On a CPU it is made either way,
-    and a name would be a subclass of tensor, which cannot be made where backward's recomputation
-    watches every operation.
+    GPU kernels recognise `causal_lower_right` and never build the mask. A CPU builds the mask in
+    any case. `causal_lower_right` is a tensor subclass, which cannot be created on a CPU while
+    selective checkpointing traces all operations.
     """
     if device.type == "cpu":
         return torch.ones(n, p + n, dtype=torch.bool).tril(p)
@@ -203,22 +206,23 @@ class CriticModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(backbone.config.hidden_size, 1)
-        # A fresh critic predicts 0, the return of a failed task.
+        # A new critic predicts 0, the return of a failed task.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-        """values (B, T) float32: values[b, t] = V(tokens before t), 0 where loss_mask is 0."""
+        """Values (B, T) float32: values[b, t] = V(tokens before t), 0 where loss_mask is 0."""
         hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
-        values = self.value_head(hidden).squeeze(-1).float()  # (B, T), value after token t
-        values = torch.nn.functional.pad(values[:, :-1], (1, 0))  # (B, T), value before token t
+        values = self.value_head(hidden).squeeze(-1).float()  # (B, T)  value after token t
+        values = torch.nn.functional.pad(values[:, :-1], (1, 0))  # (B, T)  value before token t
         return torch.where(loss_mask.bool(), values, 0.0)
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal LM from a local path or hub id; ValueError with what to do when there is none.
+    """A causal LM from a local path or hub id, without dropout; ValueError if there is none.
 
-    Without dropout: what is scored must be what was sampled, and an update's ratio starts at 1.
+    With dropout the trainer would score tokens with another policy than the sampler's, and the
+    ratio of an update would not start at 1.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -230,14 +234,14 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
         config.update({name: 0.0 for name in dropouts if getattr(config, name)})
         return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(_no_model(path, error)) from error
+        raise ValueError(_describe_failure(path, error)) from error
 
 
 def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
-    """The policy in float32: master weights, autocast does the rest.
+    """The policy with float32 master weights; autocast computes in lower precision.
 
     Raises:
-        ValueError: there is no such model, or this file does not score its tokens as it does.
+        ValueError: there is no such model, or `check_scores` rejects it.
     """
     policy = PolicyModel(load_causal_lm(path), share_prefix)
     check_scores(policy, path, share_prefix)
@@ -246,16 +250,16 @@ def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
 
 @torch.no_grad()
 def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
-    """Refuse a model whose log-probs would be others than its own, before anything is trained.
+    """ValueError if PolicyModel computes other log-probs than the model; called before training.
 
-    The code above assumes that log-probs are a softmax of `final_logits` and that tokens of a
-    packed row meet only in attention (convolutions carry one sample into the next).
+    PolicyModel assumes that log-probs are a softmax of `final_logits`. For packed rows it assumes
+    that only attention mixes tokens; a convolution would mix one sample with the next.
     """
     ids = torch.randint(policy.lm.config.vocab_size, (2, 10), generator=torch.Generator())
     ids[1, :4] = ids[0, :4]  # one opening of four tokens, two samples of six
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
-    # The row P a b: which position each token has, and behind which token it is predicted.
+    # The packed row P a b: the position of each token, and the column that predicts it.
     packed = {"parts": (4, 6, 6), "position_ids": torch.tensor([[*range(10), *range(4, 10)]])}
     packed["source"] = torch.tensor([[0, *range(9), 3, *range(10, 15)]])
     row = torch.cat([ids[:1], ids[1:, 4:]], dim=1)
@@ -264,18 +268,18 @@ def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
     policy.eval()
     try:
         logits = policy.lm(input_ids=ids, use_cache=False).logits.float()
-        own = logits[:, 3:-1].log_softmax(-1).gather(-1, ids[:, 4:, None]).squeeze(-1)  # (2, 6)
-        if not (policy(ids, mask)[0][:, 4:] - own).abs().max() < MAX_GAP:
+        direct = logits[:, 3:-1].log_softmax(-1).gather(-1, ids[:, 4:, None]).squeeze(-1)  # (2, 6)
+        if not (policy(ids, mask)[0][:, 4:] - direct).abs().max() < MAX_GAP:
             raise ValueError(
-                f"--model {path}: its log-probs are not a plain softmax of its output head; "
-                "training would learn from wrong ones. Take another model"
+                f"--model {path}: its log-probs are not a plain softmax of its output head, so "
+                "training would use wrong ones. Choose another model"
             )
         if share_prefix:
-            together = policy(row, row_mask, **packed)[0][0, 4:].view(2, 6)
-            if not (together - own).abs().max() < MAX_GAP:
+            shared = policy(row, row_mask, **packed)[0][0, 4:].view(2, 6)
+            if not (shared - direct).abs().max() < MAX_GAP:
                 raise ValueError(
-                    f"--model {path} mixes tokens elsewhere than in attention, so that samples "
-                    "packed into one row would see each other: use --no-share-prefix"
+                    f"--model {path} mixes tokens outside attention, so samples packed into one "
+                    "row would influence each other: use --no-share-prefix"
                 )
     finally:
         policy.train(was_training)
@@ -287,13 +291,13 @@ def load_critic(path: str) -> CriticModel:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside a checkpoint; ValueError when it has no chat template."""
+    """The tokenizer of a checkpoint; ValueError if it has no chat template."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(_no_model(path, error)) from error
+        raise ValueError(_describe_failure(path, error)) from error
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {path} has no chat template; use an instruct model, "
@@ -303,8 +307,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_ids_of(path: str) -> tuple[int, ...]:
-    """Ids that end a turn by the checkpoint's generation_config.json, one or several, at which vLLM
-    stops too; () if it has none."""
+    """Stop ids in the checkpoint's generation_config.json, which vLLM uses too; () if none."""
     from transformers import GenerationConfig
 
     try:
@@ -320,29 +323,29 @@ def save_policy(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint that transformers and vLLM load unchanged, in bfloat16.
+    """Write a Hugging Face checkpoint in bfloat16, which transformers and vLLM can load.
 
-    bfloat16 is what the sampler runs in; the float32 master weights are part of `trainer_state/`.
+    The sampler runs in bfloat16; the float32 master weights are part of `trainer_state/`.
 
     Args:
-        weights: every name of the state dict in one piece, bfloat16; None: the model's own.
+        weights: a full state dict in bfloat16; None: the weights of the model.
     """
     if weights is None:
         weights = {
             name: p.detach().to(torch.bfloat16) for name, p in policy.lm.state_dict().items()
         }
-    _mend_sampling(policy.lm)
+    _fix_generation_config(policy.lm)
     policy.lm.save_pretrained(folder, state_dict=weights)
-    # NOTE: save_pretrained writes the module's own dtype, float32, and vLLM would serve float16.
+    # NOTE: save_pretrained writes the module's dtype, float32, and vLLM would then use float16.
     config = copy.deepcopy(policy.lm.config)
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _mend_sampling(lm: Any) -> None:
-    """A checkpoint may come with a temperature and without do_sample: transformers loads it with a
-    warning, and refuses to save it."""
+def _fix_generation_config(lm: Any) -> None:
+    """Set do_sample if a checkpoint has a temperature but not do_sample: transformers loads such a
+    checkpoint with a warning, but refuses to save it."""
     generation = getattr(lm, "generation_config", None)
     if generation is None:
         return
@@ -352,31 +355,31 @@ def _mend_sampling(lm: Any) -> None:
         generation.do_sample = True
 
 
-def _no_model(path: str, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _describe_failure(path: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"--model {path} is neither smollm2-135m, tiny, a checkpoint folder, "
-        f"nor a model that can be fetched: {first}"
+        f"--model {path} is not smollm2-135m, tiny, a checkpoint folder or a model that can be "
+        f"downloaded: {reason}"
     )
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Parameters of a module, tied ones counted once."""
+    """Number of parameters of a module; tied parameters count once."""
     return sum(p.numel() for p in module.parameters())
 
 
 def num_trainable(module: nn.Module) -> int:
-    """Those that an optimizer moves."""
+    """Number of parameters that are trained."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def describe(path: str) -> str:
-    """One line about a checkpoint for the log: architecture, layers, vocabulary."""
+    """One line about a checkpoint for the log: architecture, number of layers, vocabulary size."""
     config = (
         json.loads((Path(path) / "config.json").read_text())
         if Path(path, "config.json").exists()
         else {}
     )
-    kind = config.get("architectures", ["?"])[0]
-    layers, words = config.get("num_hidden_layers", "?"), config.get("vocab_size", "?")
-    return f"{kind}, {layers} layers, vocabulary {words}"
+    architecture = config.get("architectures", ["?"])[0]
+    layers, vocabulary = config.get("num_hidden_layers", "?"), config.get("vocab_size", "?")
+    return f"{architecture}, {layers} layers, vocabulary {vocabulary}"

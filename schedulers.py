@@ -1,23 +1,25 @@
-"""The horizon: how many turns the agent may take, and how ScalingInter-RL widens it step by step.
+"""The horizon: the maximum number of turns per episode, and how ScalingInter-RL raises it.
 
-An agent that plays for many turns before any reward arrives explores badly at first: most of its
-long trajectories fail, and what little signal there is gets spread over thousands of tokens. An
-agent that never gets more than a few turns learns quickly and then stops: the harder tasks do not
-fit. ScalingInter-RL (arXiv 2509.08755) begins with few turns and allows more as training goes on:
+With a long horizon an untrained agent explores badly: most of its long trajectories fail, and the
+little signal there is gets spread over thousands of tokens. With a short horizon it learns quickly
+and then stops improving, because the harder tasks need more turns. ScalingInter-RL (arXiv
+2509.08755) starts with few turns and allows more as training proceeds:
 
-    τ_t ~ π_θ(τ | K_t ≤ h_t)              a trajectory of step t takes K_t turns, at most h_t
+    τ_t ~ π_θ(τ | K_t ≤ h_t)              a trajectory of step t has K_t turns, at most h_t
     h_t = rounds[min(⌊(t − 1) / Δ⌋, n − 1)]       t = 1, 2, 3, …
 
 with rounds = (h¹ ≤ h² ≤ … ≤ hⁿ) and Δ = steps_scaling_inter. For rounds 10 20 30 and Δ = 100:
 
     step      1 ……… 100   101 ……… 200   201 ………
-    rounds        10            20           30          and 30 for ever after
+    rounds        10            20           30          and 30 from then on
 
-The cap is a curriculum and a pressure at once. A trajectory cut by it keeps the reward it has so
-far, so within a group the samples that finish early are the good ones, and wandering is unlearned
-while episodes are cheap: one that never finishes costs three times as much at 30 rounds as at 10.
+The cap is both a curriculum and an incentive to be brief. A trajectory that is cut keeps only the
+reward it has so far, so in each group the samples that finish early get the higher returns. The
+agent learns to avoid detours while episodes are still cheap: an episode that never finishes costs
+three times as much at 30 rounds as at 10.
 
-What the released scripts use (all with GRPO), and what changing it does, from the paper:
+Settings of the released scripts (all with GRPO), and success rates that the paper reports for other
+schedules:
 
     environment   fixed horizon    rounds @ Δ             deep search (7B), % success
     TextCraft          30          10 20 30 @ 100             5  8 10 @ 100   38.3
@@ -28,15 +30,17 @@ What the released scripts use (all with GRPO), and what changing it does, from t
                                                               5 10 15 @ 100   39.1
                                                               5  7  9 @ 100   37.8
 
-Against the fixed horizon the paper reports, at 7B, 89 -> 91 % on TextCraft, 92.2 -> 96.7 on BabyAI,
-50.5 -> 57.0 on SciWorld. On the right, one run each on 400 questions: two points are within noise.
+With the growing horizon instead of the fixed one, the paper's 7B model improves from 89 to 91 % on
+TextCraft, from 92.2 to 96.7 % on BabyAI and from 50.5 to 57.0 % on SciWorld. The numbers in the
+right column are single runs on 400 questions, where differences of two points are noise.
 
-The horizon is a pure function of the step (`rounds_at`); the only state is how many steps are done,
-so a resumed run cannot differ from an uninterrupted one. Steps and rounds are ints counted from 1.
+The horizon depends only on the step number (`rounds_at`), and the only state is the number of
+finished steps. A resumed run is therefore identical to an uninterrupted one. Steps and rounds are
+integers counted from 1.
 
 Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
            --rounds 10 20 30 --steps-scaling-inter 100
-Read next: rollout.py, which plays that many turns. Lesson: tutorials/04_horizon.md.
+Read next: rollout.py, which plays the episodes. Lesson: tutorials/04_horizon.md.
 """
 
 from __future__ import annotations
@@ -47,51 +51,51 @@ from itertools import pairwise
 
 
 class RoundsScheduler(ABC):
-    """Counts finished steps; a subclass says how many rounds a given step has.
+    """Counts finished steps; a subclass defines the number of rounds of each step.
 
-    In a loop of one's own (train.py asks `rounds_at`):
+    `train.py` calls `rounds_at`. In your own loop:
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=2, rounds=[10, 20, 30])
     >>> horizons = []
     >>> for _ in range(6):
-    ...     horizons.append(scheduler.get_rounds())  # the cap for the step about to be done
-    ...     scheduler.step()                         # that step is done
+    ...     horizons.append(scheduler.get_rounds())  # cap for the coming step
+    ...     scheduler.step()                         # the step is finished
     >>> horizons
     [10, 10, 20, 20, 30, 30]
     """
 
     def __init__(self) -> None:
-        self.global_steps = 0  # steps done; the next one is number global_steps + 1
+        self.global_steps = 0  # finished steps; the next one has number global_steps + 1
 
     @abstractmethod
     def rounds_at(self, step: int) -> int:
-        """The cap on turns in training step `step` (1, 2, ...). ValueError below 1."""
+        """Maximum number of turns in training step `step` (1, 2, ...). ValueError below 1."""
 
     def get_rounds(self) -> int:
-        """The cap on turns in the step about to be done."""
+        """Maximum number of turns in the coming step."""
         return self.rounds_at(self.global_steps + 1)
 
     def step(self) -> None:
-        """One more training step is done."""
+        """Count one more finished training step."""
         self.global_steps += 1
 
     def set_global_steps(self, num_steps: int) -> None:
-        """`num_steps` steps are done: what a resumed run says. ValueError below 0."""
+        """Set the number of finished steps, when a run is resumed. ValueError below 0."""
         if num_steps < 0:
-            raise ValueError(f"set_global_steps({num_steps!r}): steps done are an integer >= 0")
+            raise ValueError(f"set_global_steps({num_steps!r}): expected an integer >= 0")
         self.global_steps = num_steps
 
     def state_dict(self) -> dict[str, int]:
-        """All there is to save: the count. The rounds themselves are options of the run."""
+        """The number of finished steps. The rounds are options of the run and not saved here."""
         return {"global_steps": self.global_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the step at which `state_dict()` was taken."""
+        """Continue after the step at which `state_dict()` was called."""
         self.set_global_steps(state["global_steps"])
 
 
 class FixedRoundsScheduler(RoundsScheduler):
-    """The same cap at every step.
+    """The same maximum number of turns at every step.
 
     >>> FixedRoundsScheduler(30).rounds_at(1), FixedRoundsScheduler(30).rounds_at(10_000)
     (30, 30)
@@ -107,19 +111,19 @@ class FixedRoundsScheduler(RoundsScheduler):
 
 
 class StepRoundsScheduler(RoundsScheduler):
-    """ScalingInter-RL: every `steps_scaling_inter` steps the next entry of `rounds`, then the last.
+    """ScalingInter-RL: each entry of `rounds` lasts `steps_scaling_inter` steps, the last for ever.
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
     [10, 10, 20, 20, 30, 30]
 
-    Resuming needs nothing but the number of steps done:
+    Resuming needs only the number of finished steps:
 
     >>> scheduler.set_global_steps(100)
     >>> scheduler.get_rounds()
     20
 
-    Raises ValueError where `rounds` is empty, decreases or has an entry below 1, and where
+    Raises ValueError if `rounds` is empty, decreases or has an entry below 1, or if
     `steps_scaling_inter` is below 1.
     """
 
@@ -128,7 +132,7 @@ class StepRoundsScheduler(RoundsScheduler):
         if steps_scaling_inter < 1:
             raise ValueError(
                 f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
-                "the number of training steps between two horizons"
+                "the number of training steps with the same horizon"
             )
         self.steps_scaling_inter = steps_scaling_inter  # Δ
         self.rounds = _checked_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
@@ -140,7 +144,7 @@ class StepRoundsScheduler(RoundsScheduler):
 
 
 def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -> RoundsScheduler:
-    """The scheduler behind `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`.
+    """The scheduler for `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`.
 
     >>> make_scheduler("fixed", [30], 100).get_rounds()
     30
@@ -162,8 +166,7 @@ def _checked_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
         raise ValueError("--rounds is empty; give at least one number of turns")
     if not all(r >= 1 for r in rounds):
         raise ValueError(
-            f"--rounds {_spaced(rounds)} must be integers >= 1: "
-            "an agent without a turn does nothing"
+            f"--rounds {_spaced(rounds)} must be integers >= 1: an episode needs at least one turn"
         )
     if any(later < earlier for earlier, later in pairwise(rounds)):
         raise ValueError(

@@ -1,19 +1,20 @@
-"""One trajectory as token ids and masks: what was said, by whom, how likely it was when sampled.
+"""A trajectory records one episode as tokens: the ids, who wrote each, and its log-probability.
 
-The environment (o) and the policy (a) speak in turn, kept as token ids in lists of equal length:
+The environment writes observations (o) and the policy answers with actions (a). Their tokens are
+stored in lists of equal length:
 
-    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   what the model is fed
+    input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   the model's input
     loss_mask           0  0  0   1  1   1     0  0   1  1  1   1: sampled by the policy
-    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •   log μ when it was drawn
+    rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •   log μ, recorded when sampling
 
-Two rules make it exact, and each has broken a published system:
-  * token ids in, token ids out. Sampled ids are appended as sampled; nothing is decoded and encoded
-    again. Each prompt sent to the engine is therefore a prefix of the final sequence, and
-    `check()` verifies that every time.
-  * mask 1 only on sampled tokens. A turn cut at `max_tokens_per_turn` gets its end-of-turn appended
-    with mask 0.
+Two rules keep these lists exact. Published systems have broken each of them:
+  * Token ids in, token ids out. Sampled ids are appended as they are, never decoded and encoded
+    again. Every prompt sent to the engine is therefore a prefix of the final sequence, and
+    `check()` verifies this for every trajectory.
+  * loss_mask is 1 on sampled tokens only. If a turn is cut at `max_tokens_per_turn`, we append the
+    end-of-turn token ourselves, with mask 0.
 
-Read next: `advantages.py`, what its rewards become.
+Read next: `advantages.py`, which turns the rewards of a trajectory into a learning signal.
 """
 
 from __future__ import annotations
@@ -26,28 +27,29 @@ from typing import Any
 from chat import ChatTemplate
 
 STOP_REASONS = {
-    "success": "the env ended it as solved",
-    "failure": "the env ended it unsolved",
-    "max_rounds": "the schedule's turn limit cut it",
-    "env_limit": "the env's own limit cut it",
-    "length": "the trajectory token budget cut it",
-    "env_error": "the env server failed; not in the loss",
+    "success": "the policy solved the task",
+    "failure": "the environment ended the episode unsolved",
+    "max_rounds": "cut at the schedule's turn limit",
+    "env_limit": "cut at the environment's own limit",
+    "length": "cut at the token budget of a trajectory",
+    "env_error": "the environment server failed; not in the loss",
     "engine_error": "the sampling engine failed; not in the loss",
 }
-LOST = ("env_error", "engine_error")  # says nothing about the policy
+LOST = ("env_error", "engine_error")  # the infrastructure failed, not the policy
 FLOAT_FIELDS = ("rollout_log_probs", "advantages")
 LIST_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS)
 TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
-DIGITS = 7  # of a number for one token, in files
-# A line of a file begins with what is short, so that a list of trajectories reads the heads alone.
-HEAD_END = ',"messages":'  # never inside a JSON string, whose quotes are escaped
+DIGITS = 7  # significant digits in files
+# The short fields of a line come first, so a list of trajectories can stop reading at HEAD_END.
+HEAD_END = ',"messages":'  # cannot occur inside a JSON string, where quotes are escaped
 # Computed from the other fields, for lists of trajectories.
 DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """Whether a group's returns are all the same up to float32 rounding (advantages.py): rewards
-    paid in parts are added in the order in which they came.
+    """True if all returns of a group are the same up to float32 rounding, as in advantages.py.
+
+    Two samples may add up the same rewards in a different order, which changes the last digits.
 
     >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
     (True, False)
@@ -57,21 +59,21 @@ def are_equal(returns: Sequence[float]) -> bool:
 
 @dataclass
 class Turn:
-    """One exchange: the action the policy took and the environment's answer to it."""
+    """One exchange: the policy's action and the environment's answer to it."""
 
     action_span: tuple[int, int]  # [start, end) in input_ids, sampled tokens only
     action_text: str
-    observation_text: str = ""  # the answer; empty if the token budget ended inside the turn
-    reward: float = 0.0  # this turn's increment
+    observation_text: str = ""  # empty if the observation did not fit into the token budget
+    reward: float = 0.0  # of this turn only
     parse_error: str | None = None
     generate_s: float = 0.0
     env_s: float = 0.0
-    state: dict[str, Any] | None = None  # what people look at, with --record-state
+    state: dict[str, Any] | None = None  # what the viewer draws, with --record-state
 
 
 @dataclass
 class Trajectory:
-    """One episode: who played what under which limit, what was said, how it ended."""
+    """One episode: its task and turn limit, the messages and turns, and how it ended."""
 
     trajectory_id: str
     step: int
@@ -88,11 +90,11 @@ class Trajectory:
     truncated: bool = False
     stop_reason: str | None = None
     used_in_loss: bool = False
-    error: str | None = None  # what was lost, in words
+    error: str | None = None  # message of the failure, for stop reasons in LOST
     first_state: dict[str, Any] | None = None  # before the first turn, with --record-state
 
     def stop(self, reason: str, success: bool = False) -> None:
-        """End the trajectory; `terminated` if the task is over, `truncated` if it was cut."""
+        """End the trajectory: `terminated` if the task is over, `truncated` if we cut it."""
         self.stop_reason, self.success = reason, success
         self.terminated = reason in ("success", "failure")
         self.truncated = not self.terminated
@@ -104,12 +106,12 @@ class Trajectory:
 
     @property
     def is_valid(self) -> bool:
-        """False when it did not end, or the infrastructure failed: it counts nowhere."""
+        """False if the episode did not end or the infrastructure failed; never used then."""
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:
-        """One JSON object of `trajectories/*.jsonl`: short fields, messages and turns, then lists
-        of tokens (null without any)."""
+        """One JSON object of `trajectories/*.jsonl`: short fields, then messages and turns, then
+        token lists (null for a trajectory without tokens)."""
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         line |= {name: line.get(name) for name in TOKEN_FIELDS}
         texts = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
@@ -132,16 +134,16 @@ class Trajectory:
         }
 
     def to_json(self) -> str:
-        """`to_line` as text, without blanks and with the end of the line."""
+        """`to_line` as compact JSON text with a newline at the end."""
         return json.dumps(self.to_line(), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 @dataclass
 class RolloutHandler(Trajectory):
-    """A trajectory as tokens, growing. All token lists have the same length.
+    """A trajectory that grows during its episode. All token lists have the same length.
 
-    The engine is always sent `input_ids` as they are, so `check()` can prove that what was sampled
-    from is what is trained on.
+    The engine always gets `input_ids` as they are, so `check()` can prove that training uses the
+    very prompts that the actions were sampled from.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -153,13 +155,15 @@ class RolloutHandler(Trajectory):
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
-        """Open the sequence with the environment's prompt and first observation."""
+        """Begin the sequence with the environment's prompt and first observation."""
         self.messages = [*prompt, {"role": "user", "content": observation}]
         self._append(chat.opening(prompt, observation))
 
     def add_observation(self, chat: ChatTemplate, text: str, max_tokens: int | None = None) -> bool:
-        """Append what the environment said; its tokens get loss_mask 0. False, with nothing
-        appended, if the sequence would then have more than `max_tokens`."""
+        """Append an observation; its tokens get loss_mask 0.
+
+        Returns False and appends nothing if the sequence would exceed `max_tokens`.
+        """
         ids = chat.observation(text)
         if max_tokens is not None and len(self.input_ids) + len(ids) > max_tokens:
             return False
@@ -170,10 +174,10 @@ class RolloutHandler(Trajectory):
     def add_action(
         self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]
     ) -> Turn:
-        """Append what the policy sampled; its tokens, and only they, get loss_mask 1.
+        """Append an action that the policy sampled; only its tokens get loss_mask 1.
 
         Raises:
-            ValueError: token_ids and log_probs differ in length, or there are none.
+            ValueError: token_ids and log_probs differ in length, or are empty.
         """
         if len(token_ids) != len(log_probs) or not token_ids:
             raise ValueError(
@@ -184,19 +188,19 @@ class RolloutHandler(Trajectory):
         self.loss_mask += [1] * len(token_ids)
         self.rollout_log_probs += log_probs
         turn = Turn((start, len(self.input_ids)), chat.text_of(list(token_ids)))
-        if token_ids[-1] != chat.end_of_turn:  # cut by a limit: closed for the policy, not by it
+        if token_ids[-1] != chat.end_of_turn:  # cut by a limit: we end the turn for the policy
             self._append([chat.end_of_turn])
         self.messages.append({"role": "assistant", "content": turn.action_text})
         self.turns.append(turn)
         return turn
 
     def next_prompt(self) -> list[int]:
-        """The ids to sample from now, remembered for `check`."""
+        """The ids to sample from now; `check` verifies later that they did not change."""
         self._prompts.append((len(self.input_ids), hash(tuple(self.input_ids))))
         return self.input_ids
 
     def check(self) -> None:
-        """RuntimeError unless the lists line up and every prompt sent is a prefix of the ids."""
+        """RuntimeError if list lengths differ, or if a prompt sent is not a prefix of the ids."""
         lengths = {len(self.input_ids), len(self.loss_mask), len(self.rollout_log_probs)}
         if len(lengths) != 1:
             raise RuntimeError(
@@ -214,7 +218,7 @@ class RolloutHandler(Trajectory):
 
     @property
     def is_valid(self) -> bool:
-        """False also when the policy never spoke: there is nothing to learn from."""
+        """False also if the policy sampled no token, because there is nothing to learn from."""
         return super().is_valid and any(self.loss_mask)
 
     def _append(self, ids: list[int]) -> None:
@@ -227,9 +231,10 @@ class RolloutHandler(Trajectory):
 
 
 def round_floats(numbers: Sequence[float]) -> list[float]:
-    """Each with 7 significant digits, which halves the bytes. A log-prob of -10 moves by 5e-6 nats
-    at most, where sampler and trainer differ by 4e-3 in bfloat16; training uses the numbers in
-    memory, the file is for reading.
+    """Round to 7 significant digits, which halves the size of a file.
+
+    A log-prob of -10 changes by at most 5e-6 nats; sampler and trainer differ by 4e-3 in bfloat16.
+    Training uses the unrounded numbers in memory.
 
     >>> round_floats([-0.10536051541566849, 0.0, -1.2345678e-09])
     [-0.1053605, 0, -1.234568e-09]
@@ -238,7 +243,7 @@ def round_floats(numbers: Sequence[float]) -> list[float]:
 
 
 def from_line(line: dict[str, Any]) -> Trajectory:
-    """The trajectory that `to_line` wrote: a RolloutHandler, or without tokens a Trajectory.
+    """The trajectory that `to_line` wrote: a RolloutHandler, or a Trajectory if it has no tokens.
 
     Raises:
         ValueError: a field is missing or unknown.
@@ -256,5 +261,5 @@ def from_line(line: dict[str, Any]) -> Trajectory:
         return kind(**fields, turns=turns)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{line.get('trajectory_id')} is not a line of a trajectory: {error}"
+            f"{line.get('trajectory_id')} is not a valid trajectory line: {error}"
         ) from None

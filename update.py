@@ -1,26 +1,26 @@
-"""The passes of one training step: score tokens, and take optimizer steps on the clipped objective.
+"""The update: score the tokens of a batch and take optimizer steps on the clipped objective.
 
     J(θ) = s/N Σ_{b,t} mask · w · min( ρ A, clip(ρ, 1-ε, 1+ε) A ) - β KL(π_θ ‖ π_ref) + c_H H(π_θ)
 
-    ρ = π_θ(token) / π_old(token)        π_old: the policy when the step began
-    w = min( π_old / μ, cap )            μ: the policy as the sampler computed it
-    N = policy tokens of the mini-batch over all processes
-    s = policy tokens of the batch over those of the step, groups without signal included
+    ρ = π_θ(token) / π_old(token)        π_old: the policy at the start of the step
+    w = min( π_old / μ, cap )            μ: the policy as computed by the sampler
+    N = policy tokens in the mini-batch, over all processes
+    s = policy tokens in the batch / policy tokens in the step, with the groups without signal
 
-With `--loss-agg seq-mean` all three terms are means over trajectories, each token weighted by
-`batching.seq_mean_weights`, and s counts trajectories; KL and entropy are logged by token.
+With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.seq_mean_weights`
+weights each token, and s counts trajectories. KL and entropy are still logged as token means.
 
     step's batch ──shuffle──> mini-batches ──cut──> micro-batches
-                              an optimizer step     a backward each
+                              optimizer step each   backward pass each
 
-`--ppo-epochs` E over M mini-batches takes E·M optimizer steps. When E·M = 1 the policy has not
-moved before its only step: ρ = 1, and π_old is the current policy, detached.
+`--ppo-epochs` E over M mini-batches gives E·M optimizer steps. If E·M = 1, the policy does not
+change before its only step, so ρ = 1 and π_old is the current policy, detached.
 
-`optimize` is the one loop that cuts, accumulates, clips and steps. A method is a `loss_of`: a few
-lines that run the model on a micro-batch and ask losses.py for its loss.
+`optimize` is the loop that all methods share: it cuts, accumulates gradients, clips and steps. A
+method provides `loss_of`, a few lines that run the model on a micro-batch and compute its loss.
 
-Over several processes every rank holds the whole batch, takes the same mini-batches and runs its
-share of the micro-batches (`scale/distributed.py`); N and the sums are global.
+With several processes, every rank has the full batch and the same mini-batches, and runs its share
+of the micro-batches (`scale/distributed.py`). N and the sums are global.
 
 Shapes: B rows, T tokens. Read first: `losses.py`. Read next: `models.py`.
 """
@@ -41,26 +41,26 @@ from run.progress import phase
 from scale import distributed
 from scale.prefix import pack, shared_share
 
-# Share of a batch's tokens that sharing must save to be faster than padded micro-batches: from 14 %
-# on it was faster in every repeat of a benchmark (135M model, two CPU cores), below 6 %
-# not in all; rows of different lengths pay earlier, as sharing also saves their padding.
-SHARING_PAYS = 0.1
+# Share prefixes if that saves at least this share of a batch's tokens. In a benchmark (135M model,
+# two CPU cores) sharing was faster than padding in every repeat from 14 % on, and in only some
+# below 6 %. With rows of different lengths it pays earlier, because it also saves their padding.
+MIN_SHARED = 0.1
 
 Metrics = dict[str, torch.Tensor]
-# (micro-batch, its mini-batch), on the CPU -> the micro-batch's share of the mini-batch's loss, and
-# of what is logged.
+# (micro-batch, its mini-batch), both on the CPU -> the micro-batch's share of the mini-batch's loss
+# and metrics.
 LossOf = Callable[[Batch, Batch], tuple[torch.Tensor, Metrics]]
 
 
 class Learner(NamedTuple):
-    """A model in training, whole or in parts, and what moves it."""
+    """A model in training, possibly sharded, with its optimizer."""
 
     accelerator: Any
     model: Any
     optimizer: Any
 
 
-# ---------------------------------------------------------------------- one loop for every method
+# ---------------------------------------------------------------------- one loop for all methods
 
 
 def optimize(
@@ -71,20 +71,19 @@ def optimize(
     seed: int = 0,
     label: str = "update",
 ) -> dict[str, float]:
-    """All optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
+    """Take all optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
-    A loss or gradient that is not finite never reaches the optimizer: that mini-batch is skipped
-    and counted, on every rank alike.
+    A mini-batch whose loss or gradient is not finite is skipped on every rank and counted.
 
     Args:
-        loss_of: must be a sum over rows divided by a count of the mini-batch, so that neither the
-            cut nor the number of processes changes the step.
-        objective: sizes of mini- and micro-batches, epochs, the norm to clip to.
-        seed: of the order of the mini-batches.
-        label: of the progress line.
+        loss_of: must return a sum over rows divided by a number that is the same for the full
+            mini-batch. Then neither the cut nor the number of processes changes the step.
+        objective: sizes of mini- and micro-batches, epochs, maximum gradient norm.
+        seed: for the order of the mini-batches.
+        label: text of the progress line.
     Returns:
-        What loss_of measures, as means over mini-batches (names with "max:" as maxima);
-        `grad_norm`, before clipping, a mean over `optimizer_steps`; and `skipped_steps`.
+        The metrics of loss_of as means over mini-batches (names that begin with "max:" as maxima);
+        `grad_norm` before clipping, a mean over `optimizer_steps`; and `skipped_steps`.
     """
     totals: dict[str, float] = {}
     norms: list[float] = []
@@ -95,13 +94,13 @@ def optimize(
             passes = _rank_passes(batch, rows, objective)
             for micro, counts in passes:
                 loss, parts = loss_of(batch.rows(micro), mini_batch)
-                # FSDP averages gradients over ranks, and we want their sum.
+                # FSDP averages gradients over ranks, but we need their sum.
                 learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
                 if counts and torch.isfinite(loss):
                     _add(sums, {name: float(value.detach()) for name, value in parts.items()})
                 elif counts:
                     is_finite = False
-                tick(len(rows) / len(passes))  # every rank takes as many passes
+                tick(len(rows) / len(passes))  # every rank has the same number of passes
             norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
             reports = distributed.gather((is_finite and math.isfinite(norm), sums))
             if all(finite for finite, _ in reports):
@@ -122,7 +121,7 @@ def optimize(
 
 
 def _add(totals: dict[str, float], numbers: dict[str, float]) -> None:
-    """Add to running sums; names that begin with max: are running maxima."""
+    """Add to running sums; for names that begin with "max:", update running maxima."""
     for name, number in numbers.items():
         if name.startswith("max:"):
             totals[name] = max(totals.get(name, 0.0), number)
@@ -131,8 +130,8 @@ def _add(totals: dict[str, float], numbers: dict[str, float]) -> None:
 
 
 def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[list[int]]:
-    """Row indices of each optimizer step: every row once per epoch, groups in a fresh order. A
-    group's samples stay neighbours, so that they can share their opening (scale/prefix.py)."""
+    """Row indices of each optimizer step. Every epoch visits all rows once, in a new order of the
+    groups. Samples of a group stay together, so they can share their opening (scale/prefix.py)."""
     generator = torch.Generator().manual_seed(seed)
     members: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
@@ -142,21 +141,22 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
         order = torch.randperm(len(groups), generator=generator).tolist()
         rows = [row for i in order for row in groups[i]]
         parts = math.ceil(len(rows) / objective.mini_batch_size)
-        for n in range(parts):  # of equal sizes: a rest of a few rows would count as much as 64
+        # Equal sizes: a small last mini-batch would get as large an optimizer step as a full one.
+        for n in range(parts):
             yield rows[n * len(rows) // parts : (n + 1) * len(rows) // parts]
 
 
 def _rank_passes(
     batch: Batch, rows: list[int], objective: Objective
 ) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches of these rows, and whether each counts."""
+    """This rank's micro-batches of these rows, each with a flag: does it count?"""
     limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
     cuts = cut_micro_batches(batch, rows, limit, share, distributed.world_size())
     return distributed.rank_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
 
 
 def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
-    """Share of padding in the micro-batches that `optimize` makes, 0..1; packed rows have none."""
+    """Share of padding in the micro-batches of `optimize`, 0..1; packed rows have no padding."""
     objective = decide_sharing(objective, batch)
     if objective.share_prefix:
         return 0.0
@@ -171,8 +171,8 @@ def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
 
 
 def decide_sharing(objective: Objective, batch: Batch) -> Objective:
-    """`objective` without prefix sharing where the batch shares too little for it to pay."""
-    if objective.share_prefix and shared_share(batch) < SHARING_PAYS:
+    """`objective`, but without prefix sharing if it would save too few tokens of the batch."""
+    if objective.share_prefix and shared_share(batch) < MIN_SHARED:
         return replace(objective, share_prefix=False)
     return objective
 
@@ -193,12 +193,12 @@ def forward_policy(
         g.parts,
         g.source.to(device),
     )
-    columns = g.columns.to(device)  # back from (1, L) to (B, T); padding reads column 0, which is 0
+    columns = g.columns.to(device)  # maps (1, L) back to (B, T); padding reads column 0, which is 0
     return log_probs[0, columns], entropy[0, columns]
 
 
 def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
-    """Log-probs of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
+    """Log-probs of a full batch without gradient: (B, T) float32 on the CPU, on every rank."""
     objective = decide_sharing(objective, batch)
     return _score(lambda part: forward_policy(policy, part, objective, device)[0], batch, objective)
 
@@ -206,17 +206,17 @@ def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -
 def update_policy(
     learner: Learner, batch: Batch, objective: Objective, seed: int = 0, signal_share: float = 1.0
 ) -> dict[str, float]:
-    """All optimizer steps of one training step on the policy.
+    """Take all optimizer steps of one training step on the policy.
 
     Args:
-        batch: with advantages; with old_log_probs unless there is exactly one optimizer step (then
-            π_old = π_θ); with ref_log_probs when kl_loss_coef > 0.
+        batch: needs advantages; old_log_probs, unless there is exactly one optimizer step (then
+            π_old = π_θ); and ref_log_probs if kl_loss_coef > 0.
         signal_share: s, see `losses.policy_objective`.
     Returns:
         `policy/*` and `sampler/*` metrics, means over policy tokens.
     """
     has_old = batch.old_log_probs is not None
-    assert has_old or objective.num_optimizer_steps(len(batch)) == 1, "the policy moves before this"
+    assert has_old or objective.num_optimizer_steps(len(batch)) == 1, "old_log_probs are needed"
     objective, device = decide_sharing(objective, batch), learner.accelerator.device
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
@@ -226,7 +226,7 @@ def update_policy(
         weights = None
         if objective.loss_agg == "seq-mean":
             weights = seq_mean_weights(part.loss_mask, mini_batch.loss_mask).to(device)  # (B,)
-        scored = LossInput(
+        loss_input = LossInput(
             log_probs=log_probs,
             entropy=entropy,
             old_log_probs=log_probs.detach() if b.old_log_probs is None else b.old_log_probs,
@@ -236,7 +236,7 @@ def update_policy(
             loss_mask=b.loss_mask,
             weights=weights,
         )
-        return policy_objective(scored, objective, _num_tokens(mini_batch), signal_share)
+        return policy_objective(loss_input, objective, _num_tokens(mini_batch), signal_share)
 
     return policy_metrics(optimize(learner, batch, loss_of, objective, seed), learner)
 
@@ -244,12 +244,12 @@ def update_policy(
 def imitate(
     learner: Learner, batch: Batch, objective: Objective, seed: int = 0, label: str = "update"
 ) -> dict[str, float]:
-    """All optimizer steps of weighted imitation on a batch.
+    """Take all optimizer steps of weighted imitation on a batch.
 
         L = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)
 
     Args:
-        batch: with `weights`, or without: then w = 1, which is supervised fine-tuning.
+        batch: `weights` holds w; None means w = 1, which is supervised fine-tuning.
         label: see `optimize`.
     Returns:
         `policy/*` metrics, means over policy tokens.
@@ -267,13 +267,13 @@ def imitate(
 
 
 def policy_metrics(metrics: dict[str, float], learner: Learner) -> dict[str, float]:
-    """What `optimize` returns, under the names that are logged, with the learning rate."""
-    named = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
-    return named | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
+    """The metrics of `optimize` under their names in the log, with the learning rate."""
+    logged = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+    return logged | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
 
 def _num_tokens(batch: Batch) -> float:
-    """Policy tokens (N)."""
+    """Number of policy tokens (N)."""
     return float(batch.loss_mask.sum())
 
 
@@ -281,7 +281,7 @@ def _num_tokens(batch: Batch) -> float:
 
 
 def score_critic(critic: Any, batch: Batch, objective: Objective, device: Any) -> torch.Tensor:
-    """Values of a whole batch without gradient: (B, T) float32 on the CPU, on every rank."""
+    """Values of a full batch without gradient: (B, T) float32 on the CPU, on every rank."""
     padded = replace(objective, share_prefix=False)
     return _score(
         lambda part: critic(part.input_ids.to(device), part.loss_mask.to(device)), batch, padded
@@ -291,10 +291,10 @@ def score_critic(critic: Any, batch: Batch, objective: Objective, device: Any) -
 def update_critic(
     learner: Learner, batch: Batch, objective: Objective, seed: int = 0
 ) -> dict[str, float]:
-    """All optimizer steps of one training step on PPO's critic.
+    """Take all optimizer steps of one training step on PPO's critic.
 
     Args:
-        batch: with values, the critic's before the step, and returns, targets from `gae`.
+        batch: needs values, from the critic before the step, and returns, the targets from `gae`.
     Returns:
         `critic/*` metrics, means over policy tokens.
     """
@@ -318,8 +318,8 @@ def update_critic(
     metrics = optimize(learner, batch, loss_of, padded, seed, label="critic's update")
     variance = _variance(returns, batch.loss_mask)
     unexplained = _variance(returns - values, batch.loss_mask)
-    measured = {name: value for name, value in metrics.items() if "/" in name}
-    return measured | {
+    critic_metrics = {name: value for name, value in metrics.items() if "/" in name}
+    return critic_metrics | {
         "critic/grad_norm": metrics["grad_norm"],
         "critic/skipped_steps": metrics["skipped_steps"],
         "critic/explained_variance": 1 - unexplained / variance if variance > 0 else 0.0,
@@ -336,7 +336,7 @@ def _variance(x: torch.Tensor, loss_mask: torch.Tensor) -> float:
 def _score(
     forward: Callable[[Batch], torch.Tensor], batch: Batch, objective: Objective
 ) -> torch.Tensor:
-    """This rank's rows through `forward`, zeros elsewhere, then the sum over ranks: (B, T)."""
+    """Run `forward` on this rank's rows, zeros elsewhere, and sum over ranks: (B, T)."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
     device: Any = "cpu"
     for rows, counts in _rank_passes(batch, list(range(len(batch))), objective):

@@ -388,7 +388,7 @@ def test_gae_refuses_values_of_another_shape_or_not_finite_on_a_policy_token():
         gae(WON, torch.zeros(2, 9), LOSS_MASK)
     values = torch.zeros(2, 8)
     values[1, 4] = math.nan
-    with pytest.raises(ValueError, match=r"values\[1, 4\] is nan; the critic must be finite"):
+    with pytest.raises(ValueError, match=r"values\[1, 4\] is nan, but values must be finite"):
         gae(WON, values, LOSS_MASK)
 
 

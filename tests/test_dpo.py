@@ -178,12 +178,12 @@ def learner(rank=0):
 
 def weights_after(update_of, rank=0):
     with fresh_process_state():
-        update.SHARING_PAYS, before = 0.0, update.SHARING_PAYS
+        update.MIN_SHARED, before = 0.0, update.MIN_SHARED
         try:
             made = learner(rank)
             metrics = update_of(made)
         finally:
-            update.SHARING_PAYS = before
+            update.MIN_SHARED = before
         return metrics, {n: p.detach().clone() for n, p in made.model.named_parameters()}
 
 

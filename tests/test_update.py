@@ -43,7 +43,7 @@ def learner_of(model, optimizer):
 @pytest.fixture(autouse=True)
 def share_whatever_there_is(monkeypatch):
     """The rows here are short; where sharing pays is a matter of speed."""
-    monkeypatch.setattr(update, "SHARING_PAYS", 0.0)
+    monkeypatch.setattr(update, "MIN_SHARED", 0.0)
 
 
 def make_policy(seed=0):
@@ -476,10 +476,10 @@ def test_the_padding_that_is_reported_is_that_of_the_passes(batch, advantages, m
 
 def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):
     """Openings of 2 tokens in 3 groups of two rows: 6 of 51 tokens are computed twice."""
-    monkeypatch.setattr(update, "SHARING_PAYS", 6 / 51)
+    monkeypatch.setattr(update, "MIN_SHARED", 6 / 51)
     sharing = replace(WIDE, share_prefix=True)
     assert update.decide_sharing(sharing, batch) == sharing
-    monkeypatch.setattr(update, "SHARING_PAYS", 6.1 / 51)
+    monkeypatch.setattr(update, "MIN_SHARED", 6.1 / 51)
     assert update.decide_sharing(sharing, batch) == WIDE
     assert update.decide_sharing(WIDE, batch) == WIDE
 

@@ -165,7 +165,7 @@ def run(case: str) -> dict:
 def main() -> None:
     out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     distributed.join()
-    update.SHARING_PAYS = 0.0  # share whatever there is
+    update.MIN_SHARED = 0.0  # share even the shortest prefix
     for case in cases:
         result = run(case)
         if distributed.rank() == 0:
