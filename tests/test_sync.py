@@ -57,7 +57,7 @@ def test_one_stale_weight_is_noticed(policy, engine):
     sync.send_weights(policy, engine, torch.float32)
     found = differences(policy, engine)
     assert found[0] > 1e-3
-    with pytest.raises(sync.SyncError, match="step 7 sampler and trainer differ by .* 0.001"):
+    with pytest.raises(sync.SyncError, match="step 7, sampler and trainer differ by .* 0.001"):
         sync.check(found, 0.001, step=7)
 
 

@@ -85,7 +85,7 @@ def test_a_line_that_is_none_is_refused(change):
     line = handler_of().to_line() | change
     if change == {"step": None}:
         del line["step"]
-    with pytest.raises(ValueError, match="s1-t0-k0 is not a line"):
+    with pytest.raises(ValueError, match="s1-t0-k0 is not a valid trajectory line"):
         from_line(line)
 
 
