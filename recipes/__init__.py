@@ -1,1 +1,1 @@
-"""Experiments, each one command, each with its result: README.md."""
+"""Experiments. Each is one command and has a committed result; see README.md."""

@@ -1,7 +1,7 @@
-"""What recipes share: a run of one of the programs, and the record that is kept of it.
+"""Helpers shared by the recipes: start or resume a run, and summarise it as a JSON record.
 
-A record holds how the run was started (command, commit, hardware, options), a row for each step,
-and each task's result in every held-out evaluation. evidence.py compares records.
+A record holds how the run was started (command, commit, hardware, options), one row per step, and
+the result of each task in every held-out evaluation. evidence.py compares records.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ Result = dict[str, Any]
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all; paths inside the checkout are written relative to it."""
+    """Write atomically. Paths inside the checkout become relative to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1).replace(f"{ROOT}/", "") + "\n")
     print(f"wrote {path}", flush=True)
@@ -47,16 +47,16 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; none if there is no file."""
+    """The objects in a .jsonl file; an empty list if the file does not exist."""
     if not path.exists():
         return []
-    # NOTE: not splitlines, which also cuts at U+2028, and JSON leaves that as it is.
+    # NOTE: splitlines would also cut at U+2028, which JSON does not escape.
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line]
 
 
 def markdown(titles: str, rows: Sequence[Sequence[Any]]) -> list[str]:
-    """The lines of a table.
+    """The lines of a Markdown table.
 
     >>> print(*markdown("arm | goals", [("rl", 63)]), sep="\\n")
     | arm | goals |
@@ -76,22 +76,25 @@ def exit_on_interrupt(main: Callable[[], None]) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command of this project, and end with its exit code if it fails."""
+    """Run a command of this project. If it fails, exit with its exit code."""
     print(f"$ {shlex.join(command)}", flush=True)
     if code := subprocess.run(command, cwd=ROOT).returncode:
         raise SystemExit(code)
 
 
 def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
-    """train.py or another method's program, from its last checkpoint if it has one. A run that was
-    started with other options is refused, complete or not."""
+    """Start train.py or another method's program, or resume it from its last checkpoint.
+
+    Raises:
+        SystemExit: the run failed, or `run_dir` holds a run with other options.
+    """
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
         words.append("--resume")
-        kinds = {kind.program: kind for kind in (Config, SftConfig, DpoConfig, EvolConfig)}
+        classes = {config.program: config for config in (Config, SftConfig, DpoConfig, EvolConfig)}
         try:
             with contextlib.chdir(ROOT):
-                options = checked(read_command_line(words, kinds[program])[0])
+                options = checked(read_command_line(words, classes[program])[0])
         except Misuse as error:
             raise SystemExit(f"{run_dir}: {error}") from None
         if max(steps_saved(run_dir), default=0) >= options.steps:
@@ -101,58 +104,59 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
 
 
 def require_alike(results: Sequence[Result]) -> Sequence[Result]:
-    """The results, which may be pooled: the options that they share are equal, except the seed and
-    what changes nothing that is learned. ValueError names what differs."""
-    # Lists of tasks were renamed; demonstrations lie beside the run, which makes the option that
-    # counts them idle. Results are paired by task in any case.
-    free = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
-    free |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
+    """Return the results if they can be pooled: options that both configs have must be equal,
+    except the seed and options that do not affect training. ValueError names the others."""
+    # Task lists were renamed (results are paired by task id), and a run whose demonstrations are
+    # in a file ignores num_demonstrations.
+    ignored = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
+    ignored |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
     for config in configs[1:]:
-        shared = sorted((config.keys() & configs[0].keys()) - free)
-        if differ := [name for name in shared if config[name] != configs[0][name]]:
-            values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differ)
+        shared = sorted((config.keys() & configs[0].keys()) - ignored)
+        if differences := [name for name in shared if config[name] != configs[0][name]]:
+            values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differences)
+
             raise ValueError(f"runs that differ in more than the seed cannot be pooled: {values}")
     return results
 
 
 def record(run_dir: Path) -> Result:
-    """What is kept of a run.
+    """The record of a finished run.
 
-    A row of the curve adds to the metrics what was spent so far: seconds (without evaluations and
-    files), turns, the turns of failed episodes, sampled tokens, and successful episodes.
+    Each row of its curve has the step's metrics and totals up to that step: seconds (without
+    evaluation and saving), turns, turns of failed episodes, sampled tokens, successful episodes.
 
     Raises:
         SystemExit: the run was not evaluated at its beginning and at its end.
     """
-    about = read_json(run_dir / "config.json")
-    steps = about["config"]["steps"]
+    description = read_json(run_dir / "config.json")
+    steps = description["config"]["steps"]
     timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
-    spent = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
+    totals = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
     curve = []
     for row in read_lines(run_dir / "metrics.jsonl"):
         if not (step := row["step"]):
             continue
         for line in read_lines(run_dir / "trajectories" / f"step_{step:06d}.jsonl"):
-            spent["turns"] += len(line["turns"])
-            spent["failed_turns"] += 0 if line["success"] else len(line["turns"])
-            spent["tokens"] += sum(line["loss_mask"])
-            spent["successes"] += line["success"]
-        took = timings.get(step, {})  # lost if the run was killed right after a checkpoint
-        spent["seconds"] += took.get("time/step_s", 0.0)
-        spent["seconds"] -= sum(took.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
-        kept = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
-        curve.append({"step": step} | {n: round(v, 1) for n, v in spent.items()} | kept)
+            totals["turns"] += len(line["turns"])
+            totals["failed_turns"] += 0 if line["success"] else len(line["turns"])
+            totals["tokens"] += sum(line["loss_mask"])
+            totals["successes"] += line["success"]
+        timing = timings.get(step, {})  # missing if the run was killed right after a checkpoint
+        totals["seconds"] += timing.get("time/step_s", 0.0)
+        totals["seconds"] -= sum(timing.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
+        metrics = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
+        curve.append({"step": step} | {n: round(v, 1) for n, v in totals.items()} | metrics)
     held_out = [evaluation(path) for path in sorted((run_dir / "eval").glob("step_*.json"))]
     evaluated = [summary["step"] for summary in held_out]
     if evaluated[:1] != [0] or evaluated[-1] != steps:
         raise SystemExit(f"{run_dir} was evaluated at steps {evaluated}, expected 0 to {steps}")
-    about_run = ("command", "git_commit", "hardware", "versions", "begun", "config")
+    keys = ("command", "git_commit", "hardware", "versions", "begun", "config")
     step_seconds = [row["time/step_s"] for row in timings.values() if "time/step_s" in row]
     peaks = [row["memory/peak_bytes"] for row in timings.values() if "memory/peak_bytes" in row]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{key: about[key] for key in about_run if key in about},
+        **{key: description[key] for key in keys if key in description},
         "steps": steps,
         "hours": round(sum(step_seconds) / 3600, 3),
         "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
@@ -162,12 +166,12 @@ def record(run_dir: Path) -> Result:
 
 
 def evaluation(path: Path) -> Result:
-    """A held-out evaluation: by task the share solved, and the turns that each sample took (0: not
-    solved)."""
+    """A held-out evaluation: for each task the share of its samples solved, and the number of turns
+    each sample took (0: not solved)."""
     summary = read_json(path)
     turns: dict[str, list[int]] = {}
-    played = path.parents[1] / "trajectories" / f"eval_{summary['step']:06d}.jsonl"
-    for line in read_lines(played):
+    trajectories = path.parents[1] / "trajectories" / f"eval_{summary['step']:06d}.jsonl"
+    for line in read_lines(trajectories):
         if line["stop_reason"] not in LOST:
             solved_in = len(line["turns"]) if line["success"] else 0
             turns.setdefault(line["task_id"], []).append(solved_in)

@@ -1,14 +1,15 @@
-"""What fits where: memory and time of a training step by model, context and number of devices.
+"""Memory and time of a training step, estimated from model, context length and number of GPUs.
 
-Arithmetic on shapes: bytes by the formulas of `scale/memory.py`, and FLOPs, of P parameters,
-L layers, T tokens, H hidden, A·D attention size, V vocabulary:
+Memory follows the formulas in `scale/memory.py`. Time follows from the FLOPs of a token:
 
-    a token, forward: 2 (P - embedding) + 2 L AD T, and 2 V H where the policy spoke; backward:
-    twice that (LoRA: once), recomputation: once; old and reference log-probs: one forward pass
-    each; sampling, often the larger part: not counted
+    forward    2 (P - embedding) + 2 L·A·D·T, plus 2 V·H for each token of the policy
+    step       forward (1) + backward (2, LoRA 1) + recomputation (1) + old and reference log-probs
+               (1 each), in forward passes; sampling, often the larger part, is not counted
 
-A test holds the formulas against the tensors of real updates of a small model; benchmarks/gpu.py
-holds them, and the seconds, against a 3B model with random weights on a GPU.
+    P parameters, L layers, T tokens of context, H hidden size, A·D heads x head size, V vocabulary
+
+A test compares the formulas with the tensors in real updates of a small model. benchmarks/gpu.py
+compares them, and the seconds, with a 3B model with random weights on a GPU.
 
 Run:  python recipes/memory.py            print the table that results/memory.md shows
 """
@@ -31,8 +32,8 @@ from scale.memory import (  # noqa: E402
     update_bytes,
 )
 
-TRAJECTORIES = 32 * 8  # a step of the paper
-PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; the share that an update reaches
+TRAJECTORIES = 32 * 8  # in a step of the paper
+PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; the assumed share of it in use
 CARDS = (24, 40, 48, 80, 140, 180)  # GiB; 140 is sold as 141 GB
 CONTEXTS, DEVICES, LORA_RANK = (4096, 10752, 32768), (1, 2, 8), 64
 QWEN = {
@@ -44,7 +45,7 @@ QWEN = {
 
 
 def forward_flops(shape: Shape, tokens: int) -> float:
-    """Of a forward pass over one trajectory."""
+    """FLOPs of a forward pass over one trajectory."""
     body = 2 * shape.layers * shape.layer_parameters
     attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens
     head = 2 * shape.vocab * shape.hidden * POLICY_SHARE
@@ -52,14 +53,17 @@ def forward_flops(shape: Shape, tokens: int) -> float:
 
 
 def step_flops(shape: Shape, tokens: int, lora_rank: int = 0) -> float:
-    """Of a step's TRAJECTORIES of `tokens` tokens, with checkpointing and without sampling."""
-    passes = 2 + 1 + (1 if lora_rank else 2) + 1  # scores, forward, backward, forward again
+    """FLOPs of a step on TRAJECTORIES of `tokens` tokens, with checkpointing, without sampling."""
+    passes = 2 + 1 + (1 if lora_rank else 2) + 1  # log-probs, forward, backward, recomputation
     return forward_flops(shape, tokens) * TRAJECTORIES * passes
 
 
 def row(shape: Shape, tokens: int, devices: int, rank: int) -> list[object]:
-    """GB are 10⁹ bytes; a dash means that no card of CARDS is large enough."""
-    flops, needed = step_flops(shape, tokens, rank), card_bytes(shape, tokens, devices, rank)
+    """A row of the table. GB are 10⁹ bytes; a dash means that no card in CARDS is large enough."""
+    flops, min_bytes = (
+        step_flops(shape, tokens, rank),
+        card_bytes(shape, tokens, devices, rank),
+    )
     state = sum(state_bytes(shape, devices, rank).values())
     updates = (update_bytes(shape, tokens, devices, rank, keep=k) for k in ("all", "inputs"))
     sampler = (2 * shape.parameters, cache_bytes(shape, tokens))
@@ -67,14 +71,15 @@ def row(shape: Shape, tokens: int, devices: int, rank: int) -> list[object]:
         *(shape.name, tokens, devices, f"LoRA {rank}" if rank else "full"),
         *(f"{size / 1e9:.1f}" for size in (state, *updates)),
         " + ".join(f"{size / 1e9:.1f}" for size in sampler),
-        next((card for card in CARDS if card * GIB >= needed), "-"),
+        next((card for card in CARDS if card * GIB >= min_bytes), "-"),
         f"{flops / 1e15:.0f}",
         f"{flops / (devices * PEAK_FLOPS * MFU) / 60:.1f}",
     ]
 
 
 def arithmetic() -> list[str]:
-    """A row for each model, context, number of devices, and full or LoRA."""
+    """The table: a row per model, context, number of devices, and full training or LoRA."""
+
     titles = "model | context | GPUs | trains | state | update | update, checkpointing"
     titles += " | sampler: weights + a sequence | card, GiB | PFLOP a step | minutes a step"
     cases = product(QWEN.values(), CONTEXTS, DEVICES, (0, LORA_RANK))

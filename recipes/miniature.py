@@ -1,16 +1,15 @@
-"""The paper in miniature: each of its claims in an environment small enough for seeds, controls and
-intervals on two CPU cores.
+"""The paper in miniature: tests of its claims with seeds, controls and intervals on two CPU cores.
 
-In the laboratory (laboratory.py; its options in miniature.json) a run takes minutes, so an arm gets
-several seeds. All arms of a seed see the same goals in the same order, and all are measured on
-held-out goals with 16 turns, however they were trained. FIGURES says which arms answer what.
+In the laboratory (laboratory.py; its options are in miniature.json) a run takes minutes, so every
+arm has several seeds. All arms with the same seed train on the same goals in the same order. All
+are evaluated on held-out goals with 16 turns. FIGURES lists the arms behind each question.
 
-    python recipes/miniature.py                    runs what is missing, resumes what was stopped
-    python recipes/miniature.py --figure horizons  the runs of one figure
-    python recipes/miniature.py status             what is missing
+    python recipes/miniature.py                    start missing runs and resume stopped ones
+    python recipes/miniature.py --figure horizons  only the runs of one figure
+    python recipes/miniature.py status             list the missing runs
 
-Results go to runs/miniature/results, with --commit to recipes/results/miniature; tables.py makes
-tables of them. Options that this command does not know go to the programs.
+Results are written to runs/miniature/results, or with --commit to recipes/results/miniature, where
+tables.py finds them. Options that this command does not know are passed to the programs.
 Read next: evidence.py, tables.py.
 """
 
@@ -44,14 +43,14 @@ FOLDER = COMMITTED / "miniature"
 RUNS = Path("runs/miniature")
 SEEDS = (0, 1, 2)
 NOISE_SEEDS = (0, 1, 2, 3, 4)
-PILOT_SEED = 9  # of the runs that choose a learning rate, by success on training goals
+PILOT_SEED = 9  # seed of the runs that choose a learning rate by success on training goals
 RATES = (3e-5, 1e-4, 3e-4)
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
 METHODS = ("sft", "dpo", "agentevol", "own")
 SHORT = ("--rounds", "4", "--eval-every", "60")  # the arm that others are compared with
-SHORT_STEPS = 180  # about as many turns as `long` plays in 60 steps: its episodes are 3 x as long
-WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # has imitated a teacher of near goals alone
-METHOD = (  # as many turns as `short` plays, the teacher's included
+SHORT_STEPS = 180  # plays as many turns as 60 steps of `long`, whose episodes are 3 x as long
+WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # its teacher demonstrated only near goals
+METHOD = (  # plays as many turns as `short`, including the teacher's
     *("--rounds", "4", "--warm-start", "never", "--mini-batch-size", "64"),
     *("--on-collapse", "warn", "--max-trajectory-tokens", "4096"),
 )
@@ -62,16 +61,16 @@ EVOLVE = ("--group-size", "8", "--eval-every", "60")
 class Arm:
     """A way to train."""
 
-    words: tuple[str, ...] = ()  # options beside those of miniature.json
+    words: tuple[str, ...] = ()  # options in addition to those of miniature.json
     seeds: tuple[int, ...] = SEEDS
     steps: int = 60
-    program: str = "train.py"  # "": its results are committed and cannot be made again
-    shown: int = 0  # episodes of the teacher, --data
-    is_weak: bool = False  # the teacher shows near goals alone, on the training mazes
+    program: str = "train.py"  # "": only its committed results exist, the program is gone
+    num_demonstrations: int = 0  # episodes of the teacher, passed by --data
+    is_weak: bool = False  # the teacher demonstrates only near goals, on the training mazes
 
 
 def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
-    """A rate at which the policy collapses is a result too: nothing stops it."""
+    """Options for one learning rate. A collapse is a result too, so it does not stop the run."""
     words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}", "--on-collapse", "warn")
     return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
 
@@ -81,7 +80,7 @@ def pilot(algorithm: str, rate: float) -> str:
 
 
 def widened(every: int) -> tuple[str, ...]:
-    """Four turns, then eight, then sixteen, `every` steps of each before the next."""
+    """Options for a horizon of 4, then 8, then 16 turns that widens every `every` steps."""
     words = ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
     return (*words, "--steps-scaling-inter", str(every), "--eval-every", str(every))
 
@@ -90,27 +89,27 @@ ARMS: dict[str, Arm] = {
     "short": Arm(SHORT, steps=SHORT_STEPS),
     "long": Arm(),
     "stepwise": Arm(widened(every=32), steps=96),
-    "early": Arm(widened(every=16), steps=75),  # about as many turns as stepwise
+    "early": Arm(widened(every=16), steps=75),  # plays about as many turns as stepwise
     "late": Arm(widened(every=48), steps=110),
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "rl": Arm((*SHORT, *WEAK), steps=360),
-    # As many seconds as rl, which leaves trajectories without signal out of the update.
+    # Takes as many seconds as rl, which leaves trajectories without signal out of the update.
     "imitation": Arm(
         (*METHOD, *WEAK, "--learning-rate", "1e-4", "--eval-every", "48"),
         steps=144,
         program="sft.py",
-        shown=144 * 64,
+        num_demonstrations=144 * 64,
         is_weak=True,
     ),
-    "filtered": Arm(program=""),  # imitated its own successes, step by step
+    "filtered": Arm(program=""),  # imitated its own successes after each step
     "teacher": Arm(seeds=(0,), program="teacher"),
     "sft": Arm(
         (*METHOD, "--learning-rate", "1e-4", "--eval-every", "18"),
         seeds=(0,),
         steps=54,
         program="sft.py",
-        shown=54 * 64,  # each is seen once
+        num_demonstrations=54 * 64,  # one epoch
     ),
     "dpo": Arm(
         (*METHOD, *EVOLVE, "--iterations", "12", "--tasks-per-iteration", "120")
@@ -119,7 +118,7 @@ ARMS: dict[str, Arm] = {
         steps=180,
         program="dpo.py",
     ),
-    # As in the paper: every iteration learns from the start, on all that was kept so far.
+    # As in the paper: every iteration trains the base model on all data collected so far.
     "agentevol": Arm(
         (*METHOD, *EVOLVE, "--iterations", "4", "--tasks-per-iteration", "320")
         + ("--keep-per-task", "2", "--weighting", "return", "--learning-rate", "1e-4")
@@ -127,16 +126,16 @@ ARMS: dict[str, Arm] = {
         seeds=(0,),
         steps=240,
         program="agentevol.py",
-        shown=512,
+        num_demonstrations=512,
     ),
-    # Hardly any demonstrations; successes count as often as they were played.
+    # Few demonstrations; a success counts as often as it was played.
     "own": Arm(
         (*METHOD, *EVOLVE, "--iterations", "24", "--tasks-per-iteration", "60")
         + ("--keep-per-task", "8", "--weighting", "played", "--learning-rate", "2e-4")
         + ("--learn-from", "last", "--merge-with", "demonstrations"),
         steps=240,
         program="agentevol.py",
-        shown=8,
+        num_demonstrations=8,
     ),
 } | {
     pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), SHORT_STEPS)
@@ -148,9 +147,9 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),  # does it help to widen the horizon?
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
-    "noise": ("short",),  # with five seeds: what can three seeds show at all?
+    "noise": ("short",),  # five seeds: which differences can three seeds show?
     "teacher": ("teacher", "rl", "imitation", "filtered"),  # can RL surpass a weak teacher?
-    "compute": ("imitation", "rl"),  # what do more turns and samples buy?
+    "compute": ("imitation", "rl"),  # how much do more turns and samples help?
     "estimators": (*PILOTS, *ESTIMATORS),  # which advantage? each at the best of three rates
     "methods": (*METHODS, *ESTIMATORS, "stepwise"),  # the other methods, at equal turns
 }
@@ -163,7 +162,8 @@ Results = dict[tuple[str, int], Result]
 
 
 def read_results(*folders: Path) -> Results:
-    """(arm, seed) -> its result. GRPO at the laboratory's own rate is `short`."""
+    """(arm, seed) -> its result. `short` is also GRPO's arm if its rate is the best for GRPO."""
+
     results: Results = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
@@ -176,8 +176,8 @@ def read_results(*folders: Path) -> Results:
 
 
 def chosen_rate(algorithm: str, results: Results) -> float | None:
-    """The learning rate whose pilot solved most training goals in its last third; None until all
-    pilots are done."""
+    """The learning rate whose pilot solved the most training goals in its last third; None until
+    all pilots are done."""
     scores = {}
     for rate in RATES:
         result = results.get((pilot(algorithm, rate), PILOT_SEED))
@@ -194,7 +194,7 @@ def pilot_score(result: Result) -> float:
 
 
 def arm_of(name: str, results: Results) -> Arm | None:
-    """An estimator's arm has the rate that its pilots chose; None before that."""
+    """The arm with this name. An estimator has no arm (None) until its pilots have run."""
     if name in ARMS:
         return ARMS[name]
     rate = chosen_rate(name, results)
@@ -208,34 +208,34 @@ def seeds_of(figure: str, name: str) -> tuple[int, ...]:
 
 
 def runs_behind(figure: str, results: Results) -> dict[str, list[Result]]:
-    """Arm -> its results that the figure shows, by seed."""
+    """Arm -> its available results for the figure, by seed."""
     return {
         name: [results[name, seed] for seed in seeds_of(figure, name) if (name, seed) in results]
         for name in FIGURES[figure]
     }
 
 
-def wanted(figures: Sequence[str]) -> list[tuple[str, int]]:
-    """The runs behind figures, each once: the first seeds of all arms, then the second ones."""
+def run_queue(figures: Sequence[str]) -> list[tuple[str, int]]:
+    """The runs behind the figures without repeats: the first seed of every arm, then the second."""
     runs = dict.fromkeys(
-        (place, seed, name)
+        (position, seed, name)
         for figure in figures
         for name in FIGURES[figure]
-        for place, seed in enumerate(seeds_of(figure, name))
+        for position, seed in enumerate(seeds_of(figure, name))
     )
     return [(name, seed) for _, seed, name in sorted(runs, key=lambda run: run[0])]
 
 
 def status(figures: Sequence[str], results: Results) -> str:
-    """A table: arms, their seeds that are there, and those that are missing."""
-    runs = wanted(figures)
+    """A table of arms with their finished and missing seeds."""
+    runs = run_queue(figures)
     rows = []
     for name in dict.fromkeys(name for name, _ in runs):
         seeds = [seed for n, seed in runs if n == name]
-        there = [str(seed) for seed in seeds if (name, seed) in results]
+        finished = [str(seed) for seed in seeds if (name, seed) in results]
         missing = [str(seed) for seed in seeds if (name, seed) not in results]
-        rows.append((name, " ".join(there) or "-", " ".join(missing) or "-"))
-    return "\n".join(markdown("arm | seeds there | missing", rows))
+        rows.append((name, " ".join(finished) or "-", " ".join(missing) or "-"))
+    return "\n".join(markdown("arm | finished seeds | missing seeds", rows))
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -243,42 +243,43 @@ def status(figures: Sequence[str], results: Results) -> str:
 
 def arguments_of(arm: Arm, seed: int, data: Path, extra: Sequence[str] = ()) -> list[str]:
     words = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
-    return [*words, *arm.words, *extra, *(["--data", str(data)] if arm.shown else [])]
+    return [*words, *arm.words, *extra, *(["--data", str(data)] if arm.num_demonstrations else [])]
 
 
 def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
-    """One run, or the rest of it; what is kept of it."""
+    """Start or resume one run and return its record."""
     if arm.program == "teacher":
         return {"arm": name, "seed": seed} | play_teacher()
     run_dir, data = RUNS / f"{name}-{seed}", RUNS / f"{name}-{seed}-shown.json"
-    turns = show(arm, seed, data) if arm.shown else 0.0
+    turns = write_demonstrations(arm, seed, data) if arm.num_demonstrations else 0.0
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
     result = {"arm": name, "seed": seed} | record(run_dir)
-    count_shown(result, arm, turns)
+    add_teacher_turns(result, arm, turns)
     return result
 
 
-def show(arm: Arm, seed: int, path: Path) -> float:
-    """Write the teacher's episodes unless they are there; the turns that one cost, failures
-    included."""
+def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
+    """Write the teacher's episodes unless the file exists. Returns the turns played for each one,
+    including those of failed episodes."""
     about = path.with_suffix(".about.json")
     if not about.exists():
-        kinds = ("near",) if arm.is_weak else tuple(laboratory.TIERS)
+        tiers = ("near",) if arm.is_weak else tuple(laboratory.TIERS)
         mazes = laboratory.SEEDS["train"] if arm.is_weak else laboratory.TEACHER_SEEDS
-        shown, turns = laboratory.demonstrate(arm.shown, 10_000 + seed, kinds, mazes)
-        write_json(path, shown)
+        count, rng_seed = arm.num_demonstrations, 10_000 + seed
+        demonstrations, turns = laboratory.demonstrate(count, rng_seed, tiers, mazes)
+        write_json(path, demonstrations)
         write_json(about, {"turns": turns})
-    cost: float = read_json(about)["turns"] / arm.shown
-    return cost
+    turns_per_episode: float = read_json(about)["turns"] / arm.num_demonstrations
+    return turns_per_episode
 
 
-def count_shown(result: Result, arm: Arm, turns: float) -> None:
-    """Add the teacher's turns to each row: of sft.py's episodes those learned so far, of
-    agentevol.py's all of them from the beginning."""
-    seen = 0.0
+def add_teacher_turns(result: Result, arm: Arm, turns: float) -> None:
+    """Add the teacher's turns to each row of the curve, `turns` per episode. sft.py pays for an
+    episode when it trains on it, agentevol.py for all episodes in its first step."""
+    num_used, limit = 0.0, arm.num_demonstrations
     for row in result["curve"]:
-        seen += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else arm.shown
-        row["turns"] = round(row["turns"] + turns * min(seen, arm.shown), 1)
+        num_used += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else limit
+        row["turns"] = round(row["turns"] + turns * min(num_used, limit), 1)
 
 
 def play_teacher(samples: int = 8) -> Result:
@@ -286,19 +287,19 @@ def play_teacher(samples: int = 8) -> Result:
     from envs.babyai.env import BabyAI
 
     rng, env, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
-    solved: dict[str, list[int]] = {}
+    solved_in: dict[str, list[int]] = {}
     for index in laboratory.goals(laboratory.SEEDS["held_out"]):
         task_id = f"babyai_{index}"
         error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
         for _ in range(samples):
-            record, success = laboratory.show(env, index, rng, error=error, turns=rounds)
-            turns = sum(turn["from"] == "gpt" for turn in record["conversations"])
-            solved.setdefault(task_id, []).append(turns if success else 0)
-    return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved}]}
+            episode, success = laboratory.play(env, index, rng, error=error, max_turns=rounds)
+            turns = sum(turn["from"] == "gpt" for turn in episode["conversations"])
+            solved_in.setdefault(task_id, []).append(turns if success else 0)
+    return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved_in}]}
 
 
 def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
-    """Whether there was something to do."""
+    """Returns False if there was nothing to run."""
     results = read_results(FOLDER, RUNS / "results")
     arm = arm_of(name, results)
     if arm is None or not arm.program or (name, seed) in results:
@@ -310,16 +311,16 @@ def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
-    parser.add_argument("--commit", action="store_true", help="write to recipes/results")
+    parser.add_argument("--commit", action="store_true", help="write results to recipes/results")
     words = sys.argv[1:]
     command = words.pop(0) if words[:1] in (["run"], ["status"]) else "run"
     options, extra = parser.parse_known_args(words)
     os.chdir(ROOT)
     print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
     folder = FOLDER if options.commit else RUNS / "results"
-    # Until a pass finds nothing to do: an estimator's runs wait for its pilots.
+    # Repeat until no run is missing, because an estimator's runs wait for its pilots.
     while command == "run" and any(
-        run_if_missing(*run, folder, extra) for run in wanted(options.figure)
+        run_if_missing(*run, folder, extra) for run in run_queue(options.figure)
     ):
         pass
 

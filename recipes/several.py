@@ -1,14 +1,13 @@
 """Two environments in one run: TextCraft's goals of depth 1 and the laboratory's mazes.
 
-The model is recipes/starts/tiny-several, 3M parameters, which has imitated a careless teacher in
-both. `--normalize-per-env` whitens advantages within each environment; one of the two alone is
-`--env recipes.several:Craft --tasks-per-step 8`.
-
     python train.py --config recipes/several.json --tasks-per-step 16
                     --env recipes.several:Craft recipes.several:Maze
 
-Held-out goals are crafting goals and mazes that RL does not play (recipes/ids). RESULTS.md says
-what came of it.
+The model, recipes/starts/tiny-several, has 3M parameters and has imitated a careless teacher in
+both environments. `--normalize-per-env` whitens advantages within each environment. To train in
+only one of them, use `--env recipes.several:Craft --tasks-per-step 8`.
+
+RL does not train on the held-out crafting goals and mazes (recipes/ids). RESULTS.md has a result.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class Craft(TextCraft):
-    """TextCraft with its teacher's short prompt."""
+    """TextCraft with the short prompt of the model's demonstrations."""
 
     NAME = "craft"
     ID_PREFIXES = ("textcraft",)

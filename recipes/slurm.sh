@@ -9,63 +9,66 @@
 #SBATCH --signal=TERM@600
 #SBATCH --output=slurm-%j.out
 #
-# N nodes x 8 GPUs under SLURM, the weights cut over all of them. Options go to train.py:
+# Trains on N nodes x 8 GPUs under SLURM, with the weights sharded over all GPUs. Options are passed
+# to train.py:
 #
 #   sbatch --nodes 4 recipes/slurm.sh --gradient-checkpointing
-#   RUN_DIR=runs/long sbatch recipes/slurm.sh                  the same again goes on with the run
+#   RUN_DIR=runs/long sbatch recipes/slurm.sh                  repeat this to resume the run
 #   ENV_ADDR="http://host1:36005 http://host2:36005" sbatch recipes/slurm.sh
 #
-#   ENVIRONMENT      what to act in                                  textcraft
-#   RUN_DIR          on a disk that all nodes see                    runs/slurm-<job id>
-#   ENV_ADDR         environment servers; none: one is started on every node, for its own processes
+#   Variable         Meaning                                         Default
+#   ENVIRONMENT      environment to train in                         textcraft
+#   RUN_DIR          run folder, on a disk that all nodes share      runs/slurm-<job id>
+#   ENV_ADDR         environment servers                             one is started on every node
 #   GPUS_PER_NODE    processes on a node                             8
-#   CONFIG           of accelerate                                   recipes/fsdp2.yaml
-#   PORT             where the processes find each other             29500
+#   CONFIG           configuration file of accelerate                recipes/fsdp2.yaml
+#   PORT             port through which the processes connect        29500
 #   DRY_RUN=1        print the commands of each node, run none
 #
-# The checkout and .venv must be on a disk that all nodes see, too: run `make setup` once, on a node
-# with a GPU. --tasks-per-step must be a multiple of the number of processes.
+# The checkout and .venv must be on a shared disk, too: run `make setup` once, on a node with a GPU.
+# --tasks-per-step must be a multiple of the number of processes.
 #
-# Before the time is up SLURM sends SIGTERM: train.py then ends the step, saves and leaves, and a
-# later job with the same RUN_DIR goes on, on as many nodes as it has. The launcher kills its
-# processes some time after that signal: 30 seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says
-# otherwise. Here it waits 9 of the 10 minutes; a step that takes longer is lost, back to the last
-# checkpoint (--save-every).
+# SLURM sends SIGTERM ten minutes before the time limit. train.py then finishes the step, saves and
+# exits, and a later job with the same RUN_DIR resumes the run on any number of nodes. The launcher
+# kills its processes 30 seconds after the signal by default; TORCH_ELASTIC_SHUTDOWN_TIMEOUT below
+# extends this to 9 minutes. If a step takes longer, the run falls back to the last checkpoint
+# (--save-every).
 #
-# Not run on a cluster yet. What was run is this script with two nodes of one CPU process each and a
-# stand-in for srun, on one machine (tests/test_recipes_large.py).
+# This has not run on a cluster. A test runs it on one machine as two nodes with one CPU process each
+# and a replacement for srun (tests/long/test_recipes.py).
 set -euo pipefail
 
 DRY_RUN=${DRY_RUN:-}
-run() { # show a command, and run it
+run() { # print a command, then run it
     printf '$ %s\n' "${*@Q}"
     [ "$DRY_RUN" ] || "$@"
 }
 
 if [ "${1:-}" != --node ]; then
-    # ------------------------------------------------------------------- once, on the first node
-    cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" # sbatch runs a copy of this file from elsewhere
+    # ------------------------------------------------------------------ only on the first node
+
+    cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" # sbatch runs a copy of this file in another folder
     if [ -z "${SLURM_JOB_ID:-}" ] || [ ! -e recipes/slurm.sh ]; then
-        echo "slurm.sh: submit it from the checkout: sbatch recipes/slurm.sh" >&2
+        echo "slurm.sh: run it in the checkout with: sbatch recipes/slurm.sh" >&2
         exit 2
     fi
     export ENVIRONMENT=${ENVIRONMENT:-textcraft} RUN_DIR=${RUN_DIR:-runs/slurm-$SLURM_JOB_ID}
     export GPUS_PER_NODE=${GPUS_PER_NODE:-8} CONFIG=${CONFIG:-recipes/fsdp2.yaml}
     export PORT=${PORT:-29500} ENV_ADDR=${ENV_ADDR:-} DRY_RUN RESUME=
-    [ ! -e "$RUN_DIR/config.json" ] || RESUME=1 # decided once, not by each node for itself
+    [ ! -e "$RUN_DIR/config.json" ] || RESUME=1 # decided here, so that all nodes agree
     read -r HEAD < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export HEAD
-    trap 'echo "slurm.sh: told to stop; waiting for the run to save"' TERM
+    trap 'echo "slurm.sh: received SIGTERM; waiting for the run to save"' TERM
     srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash recipes/slurm.sh --node "$@"
     exit
 fi
 
 # ------------------------------------------------------------------------------- on every node
 shift
-trap 'echo "node $SLURM_NODEID: told to stop"' TERM # and wait for the launcher, which is told too
+trap 'echo "node $SLURM_NODEID: received SIGTERM"' TERM # wait for the launcher, which gets it too
 
 if [ -z "$ENV_ADDR" ]; then
-    ENV_PORT=$((36005 + SLURM_NODEID)) # one each, should two nodes be one machine
+    ENV_PORT=$((36005 + SLURM_NODEID)) # differs per node, in case two nodes share a machine
     ENV_ADDR=http://127.0.0.1:$ENV_PORT
     SERVE=(.venv/bin/python -m envs.server --env "$ENVIRONMENT" --port "$ENV_PORT")
     printf '$ %s &\n' "${SERVE[*]@Q}"
@@ -75,7 +78,7 @@ if [ -z "$ENV_ADDR" ]; then
         trap 'kill "$SERVER" 2> /dev/null || true' EXIT
         for _ in $(seq 120); do
             curl -sf --max-time 2 "$ENV_ADDR/health" > /dev/null && break
-            kill -0 "$SERVER" # or leave: it has ended, and said why
+            kill -0 "$SERVER" # exit if the server has ended; it has printed the reason
             sleep 1
         done
     fi

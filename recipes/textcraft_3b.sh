@@ -1,27 +1,26 @@
 #!/usr/bin/env bash
-# TextCraft with Qwen2.5-3B-Instruct and the published settings, from nothing to the evaluation
-# table:
+# Trains Qwen2.5-3B-Instruct on TextCraft with the published settings, and tests it before and after:
 #
 #   set-up -> machine check -> test before -> train -> test after -> table
 #
 #   bash recipes/textcraft_3b.sh              8 GPUs (or 4, 2), or a single large one
-#   SMOKE=1 bash recipes/textcraft_3b.sh      the same walk without a GPU, in minutes: the model
+#   SMOKE=1 bash recipes/textcraft_3b.sh      the same steps without a GPU, in minutes: the model
 #                                             `tiny` in two CPU processes, few steps, few tasks
 #   DRY_RUN=1 bash recipes/textcraft_3b.sh    print the commands, run none
 #
-#   RUN_DIR   where everything goes           runs/textcraft_3b
-#   RESULT    result without its ending       recipes/results/textcraft_3b
+#   Variable  Meaning                         Default
+#   RUN_DIR   folder for all files            runs/textcraft_3b
+#   RESULT    result file without extension   recipes/results/textcraft_3b
 #   MODEL     hub id or checkpoint folder     Qwen/Qwen2.5-3B-Instruct
 #
-# May be interrupted at any time: the same command goes on where it stopped. A run that the
-# sentinels end (collapse) stops here too; train.py says what can be done.
+# You can interrupt it at any time: the same command continues where it stopped. If train.py stops
+# because the policy has collapsed, this script stops too, and train.py prints what to do.
 #
-# The checkpoint that is tested is the best on goals that are in neither published list (70 of
-# TextCraft's 544), so that the test split is seen twice: before training and after it.
+# 70 of TextCraft's 544 goals are in neither published list. They choose the checkpoint to test, so
+# the test split is used only twice: before and after training.
 #
-# Not run yet with the 3B model's weights, which we had not beside a GPU; steps of it with random ones
-# have run on one of 141 GB (benchmarks/gpu.py), and SMOKE=1 has been walked to its last line.
-# Arithmetic on memory: recipes/memory.py.
+# Nobody has run this with the weights of the 3B model. Steps with random weights have run on one GPU
+# of 141 GB (benchmarks/gpu.py), and SMOKE=1 has run to the end. recipes/memory.py estimates memory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,17 +29,18 @@ PYTHON=.venv/bin/python
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 RUN_DIR=${RUN_DIR:-runs/textcraft_3b${SMOKE:+-smoke}}
 RESULT=${RESULT:-$([ "$SMOKE" ] && echo "$RUN_DIR/textcraft_3b" || echo recipes/results/textcraft_3b)}
-# After Ctrl-C a launcher kills its processes in 30 s; a large model ends its step and saves first.
+# The launcher kills its processes 30 s after Ctrl-C. A large model needs longer to end its step and
+# to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 step() { printf '\n== %s\n' "$*"; }
-run() { # show a command, and run it
+run() { # print a command, then run it
     printf '$ %s\n' "${*@Q}"
     [ "$DRY_RUN" ] || "$@"
 }
 stop() { printf 'textcraft_3b.sh: %s\n' "$*" >&2; exit 1; }
 
-# The published settings. The numbers are config.PAPER, and a test compares them.
+# The published settings. A test compares the numbers with config.PAPER.
 STEPS=300
 TRAIN=(
     --env textcraft --split train --model "$MODEL" --warm-start never
@@ -57,15 +57,15 @@ TEST=(
     --max-tokens-per-turn 512 --max-trajectory-tokens 10752 --temperature 1.0
 )
 NUM_HELD_OUT=70
-SETTINGS= # the result says what the run has trained with
-if [ "$SMOKE" ]; then # smaller numbers, the same commands; a later option overrides an earlier one
-    MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="of a smoke test: the figures mean nothing"
+SETTINGS= # for the result file; empty: derived from the run's config.json
+if [ "$SMOKE" ]; then # the same commands with smaller numbers; a later option overrides an earlier one
+    MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="of a smoke test, so the numbers mean nothing"
     export CUDA_VISIBLE_DEVICES=""
     TRAIN+=(
         --model tiny --steps 2 --rounds 2 3 4 --steps-scaling-inter 1 --tasks-per-step 2
         --group-size 2 --mini-batch-size 2 --max-tokens-per-turn 16 --max-trajectory-tokens 3072
         --eval-every 2 --save-every 1 --eval-samples 1
-        --no-skip-zero-variance # random weights solve nothing; the update runs all the same
+        --no-skip-zero-variance # random weights solve nothing, but the update must run
     )
     TEST+=(--subtasks "depth 4" --max-rounds 3 --max-tokens-per-turn 16 --max-trajectory-tokens 3072)
 fi
@@ -75,9 +75,10 @@ step "set-up"
 run make --no-print-directory setup
 
 # -------------------------------------------------------------------------------- machine check
-# What one process needs: the sampler's half of the card beside the weights and moments, or, with the
-# sampler asleep, the update; of them CARD_1 and CARD_LORA have been tried, on 141 GB
-# (MiB of the whole card; recipes/memory.py, rows of 3B and 11k tokens; a test compares).
+# Minimum memory of each card in MiB, for 8, 4, 2 or 1 cards, or 1 with LoRA. A process needs the
+# larger of two amounts: the sampler (half of the card) with the weights and moments, or the update
+# while the sampler sleeps. The values follow the 3B rows with 10752 tokens of recipes/memory.py, and
+# a test compares them. Only CARD_1 and CARD_LORA have been tried, on 141 GB.
 CARD_8=24000 CARD_4=40000 CARD_2=65000 CARD_1=130000 CARD_LORA=40000
 step "machine"
 LAUNCH=("$PYTHON")
@@ -85,16 +86,16 @@ if [ "$SMOKE" ]; then
     echo "smoke test: two processes on the CPU"
     LAUNCH=(.venv/bin/accelerate launch --config_file recipes/fsdp2_cpu.yaml
         --num_cpu_threads_per_process 1)
-    if nvidia-smi -L 2> /dev/null | grep GPU > /dev/null; then # vLLM of the GPU packages has no CPU part
+    if nvidia-smi -L 2> /dev/null | grep GPU > /dev/null; then # vLLM's GPU build does not run on a CPU
         TRAIN+=(--engine transformers) TEST+=(--engine transformers)
     fi
 else
     CARDS=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null) || CARDS=
     [ "$CARDS" ] ||
-        stop "no GPU answers (nvidia-smi); this recipe needs one of 40 GB or several. Without any:" \
-            "SMOKE=1 walks through it with a small model, and make train learns on two CPU cores"
+        stop "nvidia-smi reports no GPU; this recipe needs one of 40 GB or several smaller ones. Without" \
+            "a GPU, SMOKE=1 runs all steps with a small model, and make train trains on two CPU cores"
     COUNT=$(wc -l <<< "$CARDS") CARD=$(sort -rn <<< "$CARDS" | tail -n 1)
-    echo "$COUNT GPUs, $CARD MiB the smallest"
+    echo "$COUNT GPUs, the smallest has $CARD MiB"
     USED=0
     for n in 8 4 2 1; do
         needed=CARD_$n
@@ -102,48 +103,48 @@ else
     done
     TRAIN+=(--gradient-checkpointing)
     if [ "$USED" -gt 1 ]; then
-        echo "training on $USED of them, weights cut over them"
+        echo "training on $USED of them, weights sharded over them"
         LAUNCH=(.venv/bin/accelerate launch --config_file recipes/fsdp2.yaml --num_processes "$USED")
         TRAIN+=(--max-tokens-per-micro-batch 16384)
     elif [ "$USED" = 1 ]; then
         echo "training on one of them"
         TRAIN+=(--max-tokens-per-micro-batch 10752)
     elif [ "$CARD" -ge $CARD_LORA ]; then
-        echo "training on one of them with LoRA, rank 64 and learning rate 1e-5: all weights want" \
-            "$CARD_1 MiB beside the sampler"
+        echo "training on one of them with LoRA, rank 64 and learning rate 1e-5: training all weights" \
+            "beside the sampler needs $CARD_1 MiB"
         TRAIN+=(--max-tokens-per-micro-batch 10752 --lora-rank 64 --learning-rate 1e-5)
     else
-        stop "$COUNT x $CARD MiB is too little for a 3B model and 10752 tokens; needed: 8 GPUs of" \
+        stop "$COUNT x $CARD MiB is too little for a 3B model and 10752 tokens; expected 8 GPUs of" \
             "$CARD_8 MiB, 4 of $CARD_4, 2 of $CARD_2, 1 of $CARD_1, or 1 of $CARD_LORA with LoRA." \
-            "python recipes/memory.py shows what smaller models and contexts need"
+            "For smaller models and contexts see: python recipes/memory.py"
     fi
-    # Checkpoints of 14 bytes a parameter (LoRA: 2): the last two, the best, and the next one.
+    # Four checkpoints of 14 bytes a parameter (LoRA: 2): the last two, the best, and the next one.
     DISK=$([ "$USED" = 0 ] && echo 35 || echo 180)
     if [ ! "$DRY_RUN" ] && [ ! -e "$RUN_DIR/config.json" ]; then
         mkdir -p "$RUN_DIR"
         FREE=$(df -PB 1000000000 "$RUN_DIR" | awk 'NR == 2 { print $4 }')
         [ "$FREE" -ge "$DISK" ] ||
-            stop "$FREE GB free for $RUN_DIR, its checkpoints need $DISK; RUN_DIR=... puts it elsewhere"
+            stop "$FREE GB free for $RUN_DIR, its checkpoints need $DISK; set RUN_DIR to use another disk"
     fi
 fi
 
 # --------------------------------------------------------------------------------- held-out goals
-step "held-out goals: in neither published list"
+step "held-out goals, which are in neither published list"
 HELD_OUT='
 import json, sys
 from envs import load_tasks
 published = {t.task_id for split in ("train", "test") for t in load_tasks("textcraft", split)}
-others = [t.task_id for t in load_tasks("textcraft") if t.task_id not in published]
-chosen = others[: int(sys.argv[2])]
+unpublished = [t.task_id for t in load_tasks("textcraft") if t.task_id not in published]
+held_out = unpublished[: int(sys.argv[2])]
 with open(sys.argv[1], "w") as file:
-    json.dump([{"item_id": task_id} for task_id in chosen], file)
-print(len(chosen), "goals in", sys.argv[1])
+    json.dump([{"item_id": task_id} for task_id in held_out], file)
+print(len(held_out), "goals in", sys.argv[1])
 '
 [ "$DRY_RUN" ] || mkdir -p "$RUN_DIR"
 [ "$DRY_RUN" ] || $PYTHON -c "$HELD_OUT" "$RUN_DIR/held_out.json" $NUM_HELD_OUT
 
 # ------------------------------------------------------------------------------------------- test
-evaluate() { # MODEL FOLDER: the published test split, unless it was played to its end before
+evaluate() { # MODEL FOLDER: test on the published split, unless FOLDER has a complete result
     if grep -qs '"complete": true' "$2/eval.json"; then
         echo "done before: $2"
         return
@@ -159,7 +160,7 @@ step "train"
 LAST=$(printf '%s/checkpoints/step_%06d' "$RUN_DIR" "$STEPS")
 if [ -e "$LAST/trainer_state/state.json" ]; then
     echo "done before: $LAST"
-elif [ -e "$RUN_DIR/config.json" ]; then # the run's own options, from its config.json
+elif [ -e "$RUN_DIR/config.json" ]; then # the options come from config.json
     run "${LAUNCH[@]}" train.py --resume --run-dir "$RUN_DIR"
 else
     run "${LAUNCH[@]}" train.py "${TRAIN[@]}" --run-dir "$RUN_DIR"
@@ -170,7 +171,7 @@ step "test after"
 BEST=$RUN_DIR/checkpoints/best
 CHOICE="the best on held-out goals"
 if [ ! "$DRY_RUN" ] && [ ! -e "$BEST" ]; then
-    CHOICE="the last, none being better on the held-out goals than the model was at the start"
+    CHOICE="the last, because none is better on the held-out goals than the model before training"
     echo "testing $CHOICE"
     BEST=$LAST
 fi
@@ -182,7 +183,7 @@ import datetime, json, sys
 from pathlib import Path
 from recipes.common import write_json
 from reporting.scoring import compare, format_table
-run_dir, result, tested, choice, settings = Path(sys.argv[1]), *sys.argv[2:]
+run_dir, result, checkpoint, choice, settings = Path(sys.argv[1]), *sys.argv[2:]
 record = json.loads((run_dir / "config.json").read_text())
 paths = [run_dir / name / "eval.json" for name in ("test_before", "test_after")]
 before, after = (json.loads(path.read_text()) for path in paths)
@@ -191,14 +192,14 @@ if not settings:
     settings = "the published ones"
     if config["lora_rank"]:
         settings += ", but LoRA of rank {lora_rank} with learning rate {learning_rate:g}".format(**config)
-shown = {"settings": settings, "checkpoint": Path(tested).resolve().name, "model": config["model"]}
-shown |= {"date": datetime.date.today().isoformat(), **record}
-write_json(Path(result + ".json"), shown | {"before": before, "after": after})
+about = {"settings": settings, "checkpoint": Path(checkpoint).resolve().name, "model": config["model"]}
+about |= {"date": datetime.date.today().isoformat(), **record}
+write_json(Path(result + ".json"), about | {"before": before, "after": after})
 cards = record["hardware"]["gpus"]
-text = f"""# TextCraft, {shown["model"]}
+text = f"""# TextCraft, {about["model"]}
 
-Settings: {settings}. Checkpoint: {shown["checkpoint"]}, {choice}.
-Commit {record["git_commit"]}, {shown["date"]}, on {f"{len(cards)} x {cards[0]}" if cards else "CPU"}.
+Settings: {settings}. Checkpoint: {about["checkpoint"]}, {choice}.
+Commit {record["git_commit"]}, {about["date"]}, on {f"{len(cards)} x {cards[0]}" if cards else "CPU"}.
 
 The published test split before training:
 
@@ -218,7 +219,8 @@ Path(result + ".md").write_text(text)
 print(text)
 '
 if [ "$DRY_RUN" ]; then
-    echo "dry run: nothing was done; the table goes to $RESULT.md"
+    echo "dry run: nothing was run; the table would be written to $RESULT.md"
+
 else
     $PYTHON -c "$TABLE" "$RUN_DIR" "$RESULT" "$BEST" "$CHOICE" "$SETTINGS"
     echo "done: $RESULT.md"

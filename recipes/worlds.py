@@ -1,14 +1,14 @@
 """Does `make train` learn, in each environment? The default runs, measured.
 
-The default run of an environment (its short tasks, envs/*/ids) is played to its end and measured on
-held-out tasks before the first step and after the last. The same for sft.py, dpo.py, agentevol.py.
+Runs the default training of an environment on its short tasks (envs/*/ids), and evaluates held-out
+tasks before the first step and after the last. It does the same for sft.py, dpo.py, agentevol.py.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
 
-Stopped runs continue from their last checkpoint. The result goes to runs/worlds/results, with
---commit to recipes/results/worlds; tables.py makes tables and worlds.png. Options that this command
-does not know go to the program. Read next: envs/babyai/env.py, `LAPTOP`.
+A stopped run continues from its last checkpoint. The result is written to runs/worlds/results, or
+with --commit to recipes/results/worlds, where tables.py finds it. Options that this command does
+not know are passed to the program. Read next: envs/babyai/env.py, `LAPTOP`.
 """
 
 import argparse
@@ -24,15 +24,16 @@ from recipes.common import COMMITTED, exit_on_interrupt, record, run_program, wr
 
 RUNS = Path("runs/worlds")
 METHODS = ("sft", "dpo", "agentevol")
-SAMPLES = ("--eval-samples", "2", "--eval-start-samples", "2")  # as many before as after
+SAMPLES = ("--eval-samples", "2", "--eval-start-samples", "2")  # the same number before and after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--env", choices=ENVS, required=True)
-    parser.add_argument("--method", choices=METHODS, help="instead of train.py")
+    parser.add_argument("--method", choices=METHODS, help="run this program instead of train.py")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", action="store_true", help="write to recipes/results")
+    parser.add_argument("--commit", action="store_true", help="write the result to recipes/results")
+
     options, extra = parser.parse_known_args()
     os.chdir(ROOT)
     name = f"{options.env}-{options.seed}"

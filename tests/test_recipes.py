@@ -23,56 +23,56 @@ from sft import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
-KINDS = {kind.program: kind for kind in (Config, SftConfig, DpoConfig, EvolConfig)}
+CONFIGS = {config.program: config for config in (Config, SftConfig, DpoConfig, EvolConfig)}
 
 
-def test_a_record_says_what_was_spent_and_in_how_many_turns_each_goal_was_solved(tmp_path):
+def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp_path):
     def write(name, *lines):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def line(success, turns, reason="success"):
-        kind = {"task_id": "a", "success": success, "stop_reason": reason, "loss_mask": [0, 1, 1]}
-        return kind | {"turns": [{}] * turns}
+        row = {"task_id": "a", "success": success, "stop_reason": reason, "loss_mask": [0, 1, 1]}
+        return row | {"turns": [{}] * turns}
 
     write("config.json", {"config": {"steps": 2}, "command": "train.py"})
     write("metrics.jsonl", {"step": 0}, {"step": 1, "policy/loss": 0.5}, {"step": 2})
-    write("timings.jsonl", {"step": 1, "time/step_s": 9.0, "time/eval_s": 4.0})  # a line was lost
+    write("timings.jsonl", {"step": 1, "time/step_s": 9.0, "time/eval_s": 4.0})  # step 2 is missing
     write("trajectories/step_000001.jsonl", line(True, 2), line(False, 3, "max_rounds"))
-    for step, solved in ((0, False), (2, True)):
-        item = {"a": {"avg": float(solved), "return_mean": 0.5}}
+    for step, success in ((0, False), (2, True)):
+        item = {"a": {"avg": float(success), "return_mean": 0.5}}
         summary = {"step": step, "samples": 2, "overall": {"avg": {"value": 0.5}}, "items": item}
         write(f"eval/step_{step:06d}.json", summary)
-        write(f"trajectories/eval_{step:06d}.jsonl", line(solved, 2), line(False, 1, "env_error"))
-    found = common.record(tmp_path)
-    spent = {"turns": 5, "failed_turns": 3, "tokens": 4, "successes": 1, "seconds": 5.0}
-    assert found["curve"] == [{"step": 1, **spent, "policy/loss": 0.5}, {"step": 2, **spent}]
-    assert [e["solved_in"] for e in found["held_out"]] == [{"a": [0]}, {"a": [2]}]
+        write(f"trajectories/eval_{step:06d}.jsonl", line(success, 2), line(False, 1, "env_error"))
+    record = common.record(tmp_path)
+    totals = {"turns": 5, "failed_turns": 3, "tokens": 4, "successes": 1, "seconds": 5.0}
+    assert record["curve"] == [{"step": 1, **totals, "policy/loss": 0.5}, {"step": 2, **totals}]
+    assert [e["solved_in"] for e in record["held_out"]] == [{"a": [0]}, {"a": [2]}]
     (tmp_path / "eval/step_000002.json").unlink()
     with pytest.raises(SystemExit, match="expected 0 to 2"):
         common.record(tmp_path)
 
 
-def test_a_run_that_is_there_is_resumed_or_complete_and_one_of_other_options_is_refused(
+def test_an_existing_run_is_resumed_unless_it_is_complete_or_has_other_options(
     tmp_path, monkeypatch, capsys
 ):
-    ran, words = [], ["--seed", "1", "--model", "tiny"]
-    monkeypatch.setattr(common, "run", ran.append)
+    calls, words = [], ["--seed", "1", "--model", "tiny"]
+    monkeypatch.setattr(common, "run", calls.append)
     common.run_program("dpo.py", words, tmp_path)
     options = checked(read_command_line([*words, "--run-dir", str(tmp_path)], DpoConfig)[0])
-    about = {"method": "dpo", "config": asdict(options)}
-    (tmp_path / "config.json").write_text(json.dumps(about))
+    description = {"method": "dpo", "config": asdict(options)}
+    (tmp_path / "config.json").write_text(json.dumps(description))
     common.run_program("dpo.py", words, tmp_path)
     command = ["dpo.py", *words, "--run-dir", str(tmp_path)]
-    assert [each[1:] for each in ran] == [command, [*command, "--resume"]]
+    assert [call[1:] for call in calls] == [command, [*command, "--resume"]]
     with pytest.raises(SystemExit, match="--learning-rate"):
         common.run_program("dpo.py", [*words, "--learning-rate", "1e-3"], tmp_path)
     (tmp_path / f"checkpoints/step_{options.steps:06d}").mkdir(parents=True)
     common.run_program("dpo.py", words, tmp_path)
-    assert "is complete" in capsys.readouterr().out and len(ran) == 2
+    assert "is complete" in capsys.readouterr().out and len(calls) == 2
 
 
-def test_only_runs_that_differ_in_the_seed_are_pooled():
+def test_only_runs_that_differ_in_nothing_but_their_seed_are_pooled():
     runs = [
         {"steps": 5, "config": {"seed": seed, "learning_rate": rate, "data": [f"{seed}.json"]}}
         for seed, rate in ((0, 1e-4), (1, 1e-4), (2, 1e-5))
@@ -85,17 +85,17 @@ def test_only_runs_that_differ_in_the_seed_are_pooled():
 
 
 @pytest.mark.parametrize("name", [n for n, arm in miniature.ARMS.items() if ".py" in arm.program])
-def test_every_arm_is_a_command_line_that_its_program_takes(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("config.check_package", lambda env: None)  # it is not played
-    arm, data = miniature.ARMS[name], tmp_path / "shown.json"
+def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("config.check_package", lambda env: None)  # no episode is played
+    arm, data = miniature.ARMS[name], tmp_path / "demonstrations.json"
     data.write_text("[]")
     words = miniature.arguments_of(arm, 1, data)
-    options = checked(read_command_line(words, KINDS[arm.program])[0])
+    options = checked(read_command_line(words, CONFIGS[arm.program])[0])
     assert (options.steps, options.seed, options.evaluation_rounds) == (arm.steps, 1, 16)
     assert options.tasks.endswith("train.json") and options.eval_tasks.endswith("held_out.json")
 
 
-def test_an_estimator_waits_for_its_pilots_and_takes_the_best_rate(tmp_path):
+def test_an_estimator_waits_for_its_pilots_and_uses_the_best_rate(tmp_path):
     for rate, success in zip(miniature.RATES, (0.3, 0.7, 0.5), strict=True):
         assert miniature.arm_of("ppo", miniature.read_results(tmp_path)) is None
         name = f"{miniature.pilot('ppo', rate)}-{miniature.PILOT_SEED}.json"
@@ -104,20 +104,20 @@ def test_an_estimator_waits_for_its_pilots_and_takes_the_best_rate(tmp_path):
     assert arm.words == (*miniature.SHORT, *miniature.rate_words("ppo", miniature.RATES[1]))
 
 
-def test_a_teachers_turns_are_counted_when_they_are_learned():
-    sft = miniature.Arm(program="sft.py", shown=150)
+def test_the_teachers_turns_count_when_its_episodes_are_used():
+    sft = miniature.Arm(program="sft.py", num_demonstrations=150)
     rows = [{"turns": 0.0, "train/trajectories_used": 64} for _ in range(3)]
-    miniature.count_shown({"curve": rows}, sft, turns=2.0)
+    miniature.add_teacher_turns({"curve": rows}, sft, turns=2.0)
     assert [row["turns"] for row in rows] == [128.0, 256.0, 300.0]
     rows = [{"turns": 10.0}, {"turns": 10.0}]
-    miniature.count_shown({"curve": rows}, miniature.ARMS["agentevol"], turns=2.0)
+    miniature.add_teacher_turns({"curve": rows}, miniature.ARMS["agentevol"], turns=2.0)
     assert [row["turns"] for row in rows] == [1034.0, 1034.0]
 
 
 # ------------------------------------------------------------------------------------- laboratory
 
 
-def test_what_is_held_out_is_neither_trained_on_nor_shown():
+def test_held_out_goals_are_not_in_training_or_demonstrations():
     train, held_out = (laboratory.SEEDS[name] for name in ("train", "held_out"))
     assert not {*train, *laboratory.TEACHER_SEEDS} & {*held_out}
     for name in ("train", "held_out"):
@@ -130,39 +130,39 @@ def test_what_is_held_out_is_neither_trained_on_nor_shown():
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
-def test_the_tables_of_a_page_are_those_of_the_committed_results(page):
+def test_the_tables_of_a_page_match_the_committed_results(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "<!-- table " in text
-    assert tables.with_tables(text) == text, "stale: python recipes/tables.py"
+    assert tables.with_tables(text) == text, "out of date: run python recipes/tables.py"
 
 
 @pytest.mark.parametrize(("rank", "keep"), [(0, "all"), (0, "inputs"), (4, "products")])
-def test_the_formulas_are_what_an_update_of_tiny_holds(rank, keep):
+def test_the_memory_formulas_match_an_update_of_the_tiny_model(rank, keep):
     shape = measure_memory.TINY
-    found = measure_memory.measure(shape, tokens=256, lora_rank=rank, keep=keep)
+    num_bytes = measure_memory.measure(shape, tokens=256, lora_rank=rank, keep=keep)
     state = memory.state_bytes(shape, 1, rank)
-    assert {part: found[part] for part in measure_memory.STATE} == {
+    assert {part: num_bytes[part] for part in measure_memory.STATE} == {
         part: state[part] for part in measure_memory.STATE
     }
     expected = transient_bytes(shape, 256, 1, rank, keep, 24 << 20)
-    assert found["transient"] == pytest.approx(expected, rel=0.15)
+    assert num_bytes["transient"] == pytest.approx(expected, rel=0.15)
 
 
 # ------------------------------------------------------------------------- scripts of large runs
 
 
 def script(name, tmp_path, *arguments, cards=(), **variables):
-    """A script run with stand-ins for nvidia-smi, srun and scontrol on its PATH."""
+    """Run a script with replacements for nvidia-smi, srun and scontrol on its PATH."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir(exist_ok=True)
     lines = "".join(f"{card}\\n" for card in cards)
-    listed = f"printf '{lines}'" if cards else "exit 9"
-    # Both nodes on this machine, one after the other in a dry run.
+    nvidia_smi = f"printf '{lines}'" if cards else "exit 9"
+    # Both nodes run on this machine; in a dry run one after the other.
     srun = 'shift 2; for n in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$n "$@" &\n'
     srun += 'pids="$pids $!"; [ "$DRY_RUN" = 1 ] && wait; done\n'
     srun += 'code=0; for p in $pids; do wait $p || code=$?; done; [ "$DRY_RUN" ] || exit $code'
     for command, body in (
-        ("nvidia-smi", listed),
+        ("nvidia-smi", nvidia_smi),
         ("srun", srun),
         ("scontrol", "printf '127.0.0.1\\nother\\n'"),
     ):
@@ -170,10 +170,10 @@ def script(name, tmp_path, *arguments, cards=(), **variables):
         (bin_dir / command).chmod(0o755)
     inherited = {k: v for k, v in os.environ.items() if k not in ("SMOKE", "DRY_RUN", "MODEL")}
     path = f"{bin_dir}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"RUN_DIR": str(tmp_path / "run"), "RESULT": str(tmp_path / "result"), **variables}
+    folders = {"RUN_DIR": str(tmp_path / "run"), "RESULT": str(tmp_path / "result")}
     return subprocess.run(
         ["bash", str(RECIPES / name), *arguments],
-        env=inherited | own | {"PATH": path},
+        env=inherited | folders | variables | {"PATH": path},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -186,21 +186,21 @@ def slurm(tmp_path, *arguments, **variables):
 
 
 def train_3b(tmp_path, *cards):
-    """A dry run of the 3B script on a machine with these cards, of as many MiB."""
+    """A dry run of the 3B script on a machine whose GPUs have `cards` MiB of memory."""
     return script("textcraft_3b.sh", tmp_path, cards=cards, DRY_RUN="1")
 
 
-def commands(ended):
-    """The commands that a script showed, as lists of words."""
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return [shlex.split(line[2:]) for line in ended.stdout.splitlines() if line.startswith("$ ")]
+def printed_commands(process):
+    """The commands that a script printed, as lists of words."""
+    assert process.returncode == 0, process.stdout + process.stderr
+    return [shlex.split(line[2:]) for line in process.stdout.splitlines() if line.startswith("$ ")]
 
 
-def the(program, shown):
-    """What stands before and after the name of `program` in the only command that runs it."""
-    (command,) = (c for c in shown if program in c)
-    place = command.index(program)
-    return command[:place], command[place + 1 :]
+def split_at(program, commands):
+    """The words before and after `program` in the only command that runs it."""
+    (command,) = (c for c in commands if program in c)
+    position = command.index(program)
+    return command[:position], command[position + 1 :]
 
 
 def train_config(arguments):
@@ -209,8 +209,8 @@ def train_config(arguments):
     return config
 
 
-def launched(before, after):
-    """What `accelerate launch` makes of its part of a command."""
+def launch_options(before, after):
+    """The options of `accelerate launch` in a command that is split at train.py."""
     from accelerate.commands.launch import launch_command_parser
 
     assert before[0].endswith("accelerate") and before[1] == "launch"
@@ -218,7 +218,7 @@ def launched(before, after):
 
 
 @pytest.mark.parametrize("name", ["fsdp2.yaml", "fsdp2_cpu.yaml"])
-def test_accelerates_config_files_say_what_the_trainer_relies_on(name):
+def test_the_accelerate_config_files_have_the_settings_that_the_trainer_needs(name):
     fsdp = yaml.safe_load((RECIPES / name).read_text())["fsdp_config"]
     assert (fsdp["fsdp_version"], fsdp["fsdp_state_dict_type"]) == (2, "SHARDED_STATE_DICT")
     # True, accelerate's default, would fill the model with zeros on all ranks but the first.
@@ -226,16 +226,16 @@ def test_accelerates_config_files_say_what_the_trainer_relies_on(name):
 
 
 def test_the_3b_run_has_the_papers_settings_and_is_tested_on_the_published_split(tmp_path):
-    shown = commands(train_3b(tmp_path, *[81559] * 8))
-    before, after = the("train.py", shown)
-    config = train_config(after)  # from the defaults of a CPU: nothing is left to the machine
+    commands = printed_commands(train_3b(tmp_path, *[81559] * 8))
+    before, after = split_at("train.py", commands)
+    config = train_config(after)  # on top of the CPU defaults, so the script must set everything
     for name, value in PAPER.items():
         if name != "critic_learning_rate":  # grpo has no critic
             assert getattr(config, name) == value, name
     assert (config.algorithm, config.clip_ratio, config.evaluation_rounds) == ("grpo", 0.2, 30)
-    launch = launched(before, after)
+    launch = launch_options(before, after)
     assert (launch.config_file, launch.num_processes) == ("recipes/fsdp2.yaml", 8)
-    tests = [c[c.index("evaluate.py") + 1 :] for c in shown if "evaluate.py" in c]
+    tests = [c[c.index("evaluate.py") + 1 :] for c in commands if "evaluate.py" in c]
     assert len(tests) == 2
     for words in tests:
         test = parse_command_line(EvalConfig, words, "evaluate.py")
@@ -247,67 +247,68 @@ def test_the_3b_run_has_the_papers_settings_and_is_tested_on_the_published_split
     ("cards", "processes", "lora"),
     [([81559] * 16, 8, 0), ([40960] * 5, 4, 0), ([143771], 1, 0), ([46068], 1, 64)],
 )
-def test_the_3b_run_fits_itself_to_the_gpus(tmp_path, cards, processes, lora):
-    before, after = the("train.py", commands(train_3b(tmp_path, *cards)))
+def test_the_3b_run_adapts_to_the_gpus(tmp_path, cards, processes, lora):
+    before, after = split_at("train.py", printed_commands(train_3b(tmp_path, *cards)))
     if processes > 1:
-        assert launched(before, after).num_processes == processes
+        assert launch_options(before, after).num_processes == processes
     config = train_config(after)
     assert config.gradient_checkpointing and config.tasks_per_step % processes == 0
     assert (config.lora_rank, config.learning_rate) == (lora, 1e-5 if lora else 1e-6)
     assert config.max_tokens_per_micro_batch >= config.max_trajectory_tokens
 
 
-def test_a_machine_that_is_too_small_is_told_so_in_one_line(tmp_path):
-    for cards, text in ((), "no GPU answers"), ([16384] * 8, "8 x 16384 MiB is too little"):
-        ended = train_3b(tmp_path, *cards)
-        assert ended.returncode == 1 and text in ended.stderr
+def test_a_machine_that_is_too_small_gets_a_clear_error(tmp_path):
+    for cards, text in ((), "reports no GPU"), ([16384] * 8, "8 x 16384 MiB is too little"):
+        process = train_3b(tmp_path, *cards)
+        assert process.returncode == 1 and text in process.stderr
 
 
-def test_the_cards_that_the_script_asks_for_are_those_of_the_arithmetic():
+def test_the_cards_that_the_script_requires_are_large_enough_by_the_formulas():
     text = (RECIPES / "textcraft_3b.sh").read_text()
     cards = {name: int(mib) for name, mib in re.findall(r"\bCARD_(\w+)=(\d+)", text)}
     for devices, tokens in ((8, 16384), (4, 16384), (2, 16384), (1, 10752)):
-        needed = card_bytes(memory.QWEN["3B"], tokens, devices) / 2**20
-        assert needed <= cards[str(devices)], devices
+        min_mib = card_bytes(memory.QWEN["3B"], tokens, devices) / 2**20
+        assert min_mib <= cards[str(devices)], devices
     assert card_bytes(memory.QWEN["3B"], 10752, 1, lora_rank=64) / 2**20 <= cards["LORA"]
 
 
-def test_a_3b_run_that_exists_is_resumed_and_one_that_is_done_is_not_run_again(tmp_path):
+def test_an_existing_3b_run_is_resumed_and_a_finished_one_is_not_run_again(tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "test_before").mkdir(parents=True)
     (run_dir / "config.json").write_text("{}")
     (run_dir / "test_before/eval.json").write_text('{"complete": true}')
-    ended = train_3b(tmp_path, 143771)
-    _, after = the("train.py", commands(ended))
+    process = train_3b(tmp_path, 143771)
+    _, after = split_at("train.py", printed_commands(process))
     assert after == ["--resume", "--run-dir", str(run_dir)]
-    assert f"done before: {run_dir}/test_before" in ended.stdout
+    assert f"done before: {run_dir}/test_before" in process.stdout
     last = run_dir / "checkpoints/step_000300/trainer_state"
     last.mkdir(parents=True)
     (last / "state.json").write_text("{}")
-    ended = train_3b(tmp_path, 143771)
-    assert not [c for c in commands(ended) if "train.py" in c]
+    process = train_3b(tmp_path, 143771)
+    assert not [c for c in printed_commands(process) if "train.py" in c]
 
 
-def test_every_node_launches_its_part_with_a_server_of_its_own(tmp_path):
-    shown = commands(slurm(tmp_path, "--subtasks", "depth 1", "depth 2", DRY_RUN="1"))
-    for node, command in enumerate(c for c in shown if "train.py" in c):
-        before, after = the("train.py", [command])
-        launch = launched(before, after)
+def test_every_node_starts_its_own_processes_and_its_own_server(tmp_path):
+    commands = printed_commands(slurm(tmp_path, "--subtasks", "depth 1", "depth 2", DRY_RUN="1"))
+    for node, command in enumerate(c for c in commands if "train.py" in c):
+        before, after = split_at("train.py", [command])
+        launch = launch_options(before, after)
         assert (launch.num_machines, launch.num_processes) == (2, 16)
         assert (launch.machine_rank, launch.main_process_ip) == (node, "127.0.0.1")
         config = train_config(after)
         assert config.env_addr == (f"http://127.0.0.1:{36005 + node}",)
         assert config.subtasks == ("depth 1", "depth 2")
-    assert [c[-2] for c in shown if "envs.server" in c] == ["36005", "36006"]
+    assert [c[-2] for c in commands if "envs.server" in c] == ["36005", "36006"]
 
 
-def test_a_job_whose_run_exists_resumes_it_with_the_servers_that_it_is_told(tmp_path):
+def test_a_job_resumes_an_existing_run_with_its_own_server_addresses(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
-    shown = commands(slurm(tmp_path, "--steps", "9", DRY_RUN="1", ENV_ADDR="http://a:1"))
-    assert not [c for c in shown if "envs.server" in c]
-    for command in shown:
-        _, after = the("train.py", [command])
+    process = slurm(tmp_path, "--steps", "9", DRY_RUN="1", ENV_ADDR="http://a:1")
+    commands = printed_commands(process)
+    assert not [c for c in commands if "envs.server" in c]
+    for command in commands:
+        _, after = split_at("train.py", [command])
         assert after == ["--resume", "--run-dir", f"{tmp_path}/run", "--env-addr", "http://a:1"]
-    ended = slurm(tmp_path, SLURM_JOB_ID="")  # outside of a job
-    assert ended.returncode == 2 and "sbatch recipes/slurm.sh" in ended.stderr
+    process = slurm(tmp_path, SLURM_JOB_ID="")  # outside a job
+    assert process.returncode == 2 and "sbatch recipes/slurm.sh" in process.stderr
