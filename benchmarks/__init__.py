@@ -1,1 +1,1 @@
-"""What is fast, measured against what does the same work otherwise: README.md."""
+"""Speed measurements, each against a baseline that does the same work: README.md."""

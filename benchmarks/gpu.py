@@ -1,19 +1,19 @@
-"""One GPU: what an update and a step of train.py take there, beside what was computed beforehand.
+"""Memory and time of an update and of a training step on one GPU, compared with the formulas.
 
-    update    `update.update_policy` of a model of Qwen2.5's shape with random weights: two
-              trajectories of the full context, a micro-batch each. Peak bytes over the formula of
-              `scale/memory.py`, seconds, and the share of the card's bfloat16 arithmetic
+    update    `update.update_policy` on a model with Qwen2.5's shape and random weights: two
+              trajectories of the full context, one per micro-batch. Measures peak bytes relative to
+              the formula of `scale/memory.py`, seconds, and the share of peak bfloat16 FLOPS
     run       train.py with such a model, sampler and trainer on one card, with the settings of
               recipes/textcraft_3b.sh but fewer and shorter trajectories: seconds of each phase
 
-An update is tried whole, as one process has it (autocast), and cut by FSDP2 (bfloat16 layers on
-float32 weights; one rank, so nothing travels). Random weights never end a turn early and solve
-nothing, so a run says what a step takes, and nothing about learning.
+An update is measured as in one process (autocast), and sharded by FSDP2 (bfloat16 layers on float32
+weights; there is one rank, so nothing is communicated). A model with random weights never ends a
+turn early and solves nothing, so a run measures the cost of a step and not learning.
 
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
-         python benchmarks/gpu.py --shape 0.5B           on a smaller one
-         python benchmarks/gpu.py -- OPTIONS             OPTIONS go to train.py
-Without a GPU, `--shape tiny --context 1024` walks through it. Read next: recipes/memory.py.
+         python benchmarks/gpu.py --shape 0.5B           on a smaller card
+         python benchmarks/gpu.py -- OPTIONS             OPTIONS are passed to train.py
+Without a GPU, `--shape tiny --context 1024` runs all of it. Read next: recipes/memory.py.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from batching import Batch  # noqa: E402
-from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
+from benchmarks.common import Results, make_parser, median, seconds_of, take_step  # noqa: E402
 from config import Objective  # noqa: E402
 from models import PolicyModel  # noqa: E402
 from recipes.common import markdown, read_lines  # noqa: E402
@@ -57,8 +57,8 @@ from update import Learner  # noqa: E402
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}
 CONTEXT = 10752  # tokens, as published
 PHASES = ("rollout", "log_probs", "update", "sync")
-# LoRA?, cut by FSDP2?, what a layer keeps for the backward pass, the share of the context.
-WAYS: dict[str, tuple[bool, bool, Keep, float]] = {
+# (LoRA, sharded by FSDP2, what a layer keeps for the backward pass, share of the context)
+SETUPS: dict[str, tuple[bool, bool, Keep, float]] = {
     "full, checkpointing": (False, False, "inputs", 1.0),
     "full, checkpointing, FSDP2": (False, True, "inputs", 1.0),
     "LoRA, checkpointing": (True, False, "inputs", 1.0),
@@ -67,7 +67,7 @@ WAYS: dict[str, tuple[bool, bool, Keep, float]] = {
 }
 RUNS = {"full": (), "LoRA": ("--lora-rank", str(LORA_RANK))}
 STEPS = 3
-# train.py's options, as in the recipe except for how much is played.
+# Options of train.py: those of the recipe, but with fewer and shorter episodes.
 RUN = (
     *("--env", "textcraft", "--preset", "paper", "--gradient-checkpointing"),
     *("--rounds-scheduler", "fixed", "--rounds", "4", "--tasks-per-step", "8"),
@@ -99,7 +99,7 @@ def random_lm(shape: Shape) -> Any:
 
 
 def random_policy(shape: Shape, lora_rank: int = 0, device: Any = "cpu") -> PolicyModel:
-    with torch.device(device):  # a GPU makes 3B of them in a second
+    with torch.device(device):  # initializing 3B parameters on a GPU takes a second
         lm = random_lm(shape)
     if lora_rank:
         add_lora(lm, lora_rank)
@@ -107,7 +107,7 @@ def random_policy(shape: Shape, lora_rank: int = 0, device: Any = "cpu") -> Poli
 
 
 def random_batch(shape: Shape, tokens: int) -> Batch:
-    """Two rows, whose last tokens are the policy's."""
+    """Two rows; the policy's tokens come last."""
     mask = torch.zeros(2, tokens)
     mask[:, -int(POLICY_SHARE * tokens) :] = 1
     return Batch(
@@ -123,7 +123,7 @@ def random_batch(shape: Shape, tokens: int) -> Batch:
 
 
 def one_at_a_time(tokens: int) -> Objective:
-    """For `random_batch`: one optimizer step, a micro-batch for each row."""
+    """The objective for `random_batch`: one optimizer step, one micro-batch per row."""
     return Objective(
         mini_batch_size=2,
         max_tokens_per_micro_batch=tokens,
@@ -133,42 +133,42 @@ def one_at_a_time(tokens: int) -> Objective:
     )
 
 
-def measure(way: str, shape: Shape, context: int, repeats: int) -> dict[str, Any]:
-    """One way's figures. Memory is compared with the formula, seconds with the arithmetic."""
-    has_lora, is_cut, keep, share = WAYS[way]
+def measure(setup: str, shape: Shape, context: int, repeats: int) -> dict[str, Any]:
+    """One row of the update table: measured memory and seconds, and their formulas."""
+    has_lora, is_sharded, keep, share = SETUPS[setup]
     tokens, rank = int(context * share), LORA_RANK if has_lora else 0
     torch.manual_seed(0)
     accelerator = distributed.make_accelerator("bf16")
     model: Any = random_policy(shape, rank, accelerator.device)
     keep_for_backward(model, keep)
-    shard = distributed.shard_over_ranks if is_cut else distributed.shard
+    shard = distributed.shard_over_ranks if is_sharded else distributed.shard
     model = shard(accelerator, model)
-    learning = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=1e-6, weight_decay=0.0, fused=True)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-6, weight_decay=0.0, fused=True)
     learner, batch = Learner(accelerator, model, optimizer), random_batch(shape, tokens)
     step = partial(take_step, learner, batch, one_at_a_time(tokens))
-    step()  # the optimizer makes its moments
+    step()  # the optimizer allocates its moments
     clock.reset_peak()
-    took = median((seconds_of(step) for _ in range(repeats)), 6)
+    seconds = median((seconds_of(step) for _ in range(repeats)), 6)
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
-    held = [*model.parameters(), *learning, *moments]  # a gradient is as large as its weight
+    state_tensors = [*model.parameters(), *trainable, *moments]  # trainable: as large as gradients
 
     formulas = state_bytes(shape, 1, rank) | {"reference": 0.0}
     state = sum(formulas.values())
-    needed = state + transient_bytes(shape, tokens, 2 if is_cut else 1, rank, keep)
+    peak_formula = state + transient_bytes(shape, tokens, 2 if is_sharded else 1, rank, keep)
     passes = 1 + (1 if rank else 2) + (1 if keep == "inputs" else 0)
     flops = passes * 2 * forward_flops(shape, tokens)
     return {
-        "way": way,
+        "way": setup,
         "tokens": tokens,
-        "state_gb": in_gb(sum(distributed.local_part(t).nbytes for t in held)),
+        "state_gb": in_gb(sum(distributed.local_part(t).nbytes for t in state_tensors)),
         "state_formula_gb": in_gb(state),
         "peak_gb": in_gb(clock.peak()),
-        "formula_gb": in_gb(needed),
-        "ratio": round(clock.peak() / needed, 3),
-        "seconds": round(took, 3),
-        "tokens_per_s": round(2 * tokens / took),
-        "share_of_peak_flops": round(flops / took / PEAK_FLOPS, 3),
+        "formula_gb": in_gb(peak_formula),
+        "ratio": round(clock.peak() / peak_formula, 3),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(2 * tokens / seconds),
+        "share_of_peak_flops": round(flops / seconds / PEAK_FLOPS, 3),
     }
 
 
@@ -177,16 +177,16 @@ def in_gb(num_bytes: float) -> float:
 
 
 def measure_updates(shape: Shape, context: int, repeats: int) -> list[dict[str, Any]]:
-    """All ways, in a process group with this process alone, which FSDP2 asks for."""
+    """All rows of the update table. FSDP2 needs a process group, here of one process."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         store = torch.distributed.FileStore(str(Path(folder) / "store"), 1)
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         rows = []
-        for way in WAYS:
-            rows.append(measure(way, shape, context, repeats))
+        for setup in SETUPS:
+            rows.append(measure(setup, shape, context, repeats))
             print("\n".join(update_table(rows[-1:])), flush=True)
-            gc.collect()  # sharded models lie in reference cycles
+            gc.collect()  # sharded models contain reference cycles
             clock.return_freed()
         distributed.leave()
     return rows
@@ -196,8 +196,7 @@ def measure_updates(shape: Shape, context: int, repeats: int) -> list[dict[str, 
 
 
 def save_random_model(shape: Shape, folder: Path) -> None:
-    """Random weights in bfloat16 with the tokenizer of `tiny`, whose ids are the first of the
-    model's."""
+    """Save random weights in bfloat16 with the tokenizer of `tiny`, whose vocabulary is smaller."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
@@ -210,7 +209,7 @@ def save_random_model(shape: Shape, folder: Path) -> None:
 
 
 def play(model: Path, words: Sequence[str]) -> list[dict[str, float]]:
-    """The timings of a run's first steps. It is killed then, so that it writes no checkpoint."""
+    """The timings of a run's first STEPS steps. The run is then killed, before any checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "train.py", *RUN, "--model", str(model), "--run-dir", str(run)]
@@ -224,7 +223,7 @@ def play(model: Path, words: Sequence[str]) -> list[dict[str, float]]:
                 rows = [row for row in read_lines(run / "timings.jsonl") if row["step"]]
             return rows
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the process has ended
                 os.killpg(process.pid, 9)
             process.wait()
 
@@ -233,7 +232,7 @@ def play(model: Path, words: Sequence[str]) -> list[dict[str, float]]:
 
 
 def update_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    titles = "way | tokens | state, GB (formula) | peak, GB (formula) | measured / formula"
+    titles = "setup | tokens | state, GB (formula) | peak, GB (formula) | measured / formula"
     lines = [
         (
             *(row["way"], row["tokens"]),
@@ -244,7 +243,7 @@ def update_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
         for row in rows
     ]
-    return markdown(f"{titles} | seconds | tokens/s | of the arithmetic", lines)
+    return markdown(f"{titles} | seconds | tokens/s | of peak FLOPS", lines)
 
 
 def run_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
@@ -253,21 +252,22 @@ def run_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     speeds = ("rollout/generated_tokens_per_s", "update/tokens_per_s")
     lines = []
     for name, rows in runs.items():
-        of = {key: statistics.median(row[key] for row in rows[1:]) for key in (*seconds, *speeds)}
-        lines.append([name, *(f"{of[s]:.1f}" for s in seconds), *(round(of[s]) for s in speeds)])
+        m = {key: statistics.median(row[key] for row in rows[1:]) for key in (*seconds, *speeds)}
+        lines.append([name, *(f"{m[s]:.1f}" for s in seconds), *(round(m[s]) for s in speeds)])
     titles = " | ".join(f"{phase}, s" for phase in (*PHASES, "step"))
-    return markdown(f"trains | {titles} | sampled/s | trained/s", lines)
+    return markdown(f"trains | {titles} | sampled tokens/s | trained tokens/s", lines)
 
 
 def main() -> int:
-    parser = arguments(__doc__, 3)
+    parser = make_parser(__doc__, 3)
     parser.add_argument("--shape", choices=SHAPES, default="3B")
     parser.add_argument("--context", type=int, default=CONTEXT)
-    parser.add_argument("words", nargs="*", help="more options for train.py, after --")
+    parser.add_argument("words", nargs="*", help="options for train.py, after --")
     o = parser.parse_args()
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":
-        raise SystemExit("no GPU that torch can use; --shape tiny does the same on the processor")
+        raise SystemExit("torch finds no GPU; on a CPU use --shape tiny")
+
     results = Results(o, f"gpu-{o.shape}.json")
     updates = measure_updates(shape, o.context, o.repeats)
     with tempfile.TemporaryDirectory() as folder:

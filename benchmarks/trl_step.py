@@ -1,24 +1,24 @@
-"""One training step, here and in TRL: seconds to roll out and to update, on the same work.
+"""Compares a training step with TRL's: seconds for the rollout and the update on the same tasks.
 
-TRL's GRPOTrainer has no multi-turn loop for an environment behind HTTP; one writes a
-`rollout_func`. `play_lockstep` is what that looks like with transformers' generation: all
-trajectories in one left-padded batch, the whole history prefilled again each turn, all environments
-stepped, next round. It returns ids and `env_mask`, which is our loss_mask.
+TRL's GRPOTrainer has no multi-turn loop for an environment behind HTTP, so a user writes a
+`rollout_func`. `play_lockstep` is such a function with transformers' generation. In each round it
+generates one turn for all trajectories in one left-padded batch, which prefills the complete
+history again, and then steps all environments. It returns ids and `env_mask`, our loss_mask.
 
-Equal on both sides: the start, tasks and seeds, budgets, temperature, GRPO with token-mean loss,
-AdamW in float32, number format, one optimizer step a batch. TRL's gradient checkpointing is off,
-which makes it faster here. Different:
+Equal on both sides: initial weights, tasks and seeds, token budgets, temperature, GRPO with
+token-mean loss, AdamW in float32, number format, one optimizer step per batch. TRL's gradient
+checkpointing is off, which makes it faster here. Different:
 
                     ours (train.py itself)                  TRL 1.16
-    sampler         vLLM in the process, event-driven       transformers `generate`, lockstep
-    update          groups of equal returns left out        all trajectories, micro-batches of 8
+    sampler         vLLM, in-process, event-driven          transformers `generate`, lockstep
+    update          without groups of equal returns         all trajectories, micro-batches of 8
                     (--train-on-all keeps them),            padded on both sides
                     micro-batches by token budget
 
-The first step of each side is a warm-up and not counted. Sampled tokens differ in number, so
-results are in seconds and in tokens/s.
+The first step of each side is a warm-up and is not counted. The two sides sample different numbers
+of tokens, so results are in seconds and in tokens/s.
 
-TRL is not among the requirements:   pip install 'trl==1.16.*' datasets
+TRL is not in the requirements:   pip install 'trl==1.16.*' datasets
 Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
           python benchmarks/trl_step.py --tasks 2 --repeats 5 --train-on-all --out FILE
 """
@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.common import Results, arguments, median  # noqa: E402
+from benchmarks.common import Results, make_parser, median  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, options  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
@@ -62,7 +62,7 @@ Figures = dict[str, float]
 
 
 def our_steps(words: list[str]) -> list[Figures]:
-    """Run train.py, and read its steps."""
+    """Run train.py and read the timings of its steps."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "train.py", *words, "--run-dir", str(run)]
@@ -71,25 +71,25 @@ def our_steps(words: list[str]) -> list[Figures]:
         for timing in read_lines(run / "timings.jsonl"):
             if not (step := timing["step"]):
                 continue
-            played = read_lines(run / f"trajectories/step_{step:06d}.jsonl")
-            used = [line for line in played if line["used_in_loss"]]
+            trajectories = read_lines(run / f"trajectories/step_{step:06d}.jsonl")
+            trained = [line for line in trajectories if line["used_in_loss"]]
             step_s = timing["time/step_s"] - timing.get("time/save_s", 0.0)
             rollout_s = timing["time/rollout_s"]
             figures = {
                 "rollout_s": rollout_s,
                 "update_s": step_s - rollout_s,
                 "step_s": step_s,
-                "generated_tokens": sum(sum(line["loss_mask"]) for line in played),
-                "trained_tokens": sum(len(line["input_ids"]) for line in used),
-                "trained_trajectories": len(used),
-                "success": sum(line["success"] for line in played) / len(played),
+                "generated_tokens": sum(sum(line["loss_mask"]) for line in trajectories),
+                "trained_tokens": sum(len(line["input_ids"]) for line in trained),
+                "trained_trajectories": len(trained),
+                "success": sum(line["success"] for line in trajectories) / len(trajectories),
             }
             steps.append(with_speeds(figures))
         return steps[1:]
 
 
 def with_speeds(figures: Figures) -> Figures:
-    """Adds tokens/s: comparable if the two sides generated or trained on different amounts."""
+    """Add tokens/s, which stay comparable when the two sides process different amounts."""
     return figures | {
         "generated_per_s": figures["generated_tokens"] / figures["rollout_s"],
         "trained_per_s": figures["trained_tokens"] / figures["update_s"],
@@ -102,8 +102,8 @@ def with_speeds(figures: Figures) -> Figures:
 def play_lockstep(
     model: Any, chat: ChatTemplate, pool: EnvPool, requests: list[Any], config: Config
 ) -> list[RolloutHandler]:
-    """Lockstep rounds with transformers' generation. The handlers, which hold ids and masks, are
-    ours and cost nothing beside the generation."""
+    """Lockstep rounds with transformers' generation. Ids and masks are kept in our handlers, whose
+    cost is negligible beside the generation."""
     clients = [pool.client() for _ in requests]
     handlers = [RolloutHandler(**r.trajectory_fields(config.env)) for r in requests]
 
@@ -136,7 +136,7 @@ def play_lockstep(
 def generate(
     model: Any, chat: ChatTemplate, prompts: list[list[int]], config: Config
 ) -> list[list[int]]:
-    """One turn of each, from one left-padded batch."""
+    """Sample one turn for each prompt, in one left-padded batch."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -160,7 +160,7 @@ def generate(
 
 
 def trainer_settings(config: Config, folder: str) -> Any:
-    """Our options in TRL's words: the same objective, optimizer and batch."""
+    """TRL's options for the same objective, optimizer and batch."""
     from trl import GRPOConfig
 
     size = config.tasks_per_step * config.group_size
@@ -178,7 +178,7 @@ def trainer_settings(config: Config, folder: str) -> Any:
         max_grad_norm=config.max_grad_norm,
         epsilon=config.clip_ratio,
         beta=config.kl_loss_coef,
-        loss_type="dapo",  # the mean over all tokens of the batch, as ours
+        loss_type="dapo",  # mean over all tokens of the batch, as in our loss
         temperature=config.temperature,
         num_generations=config.group_size,
         per_device_train_batch_size=micro,
@@ -195,9 +195,10 @@ def trainer_settings(config: Config, folder: str) -> Any:
 
 
 def trl_steps(config: Config, start: str) -> list[Figures]:
-    """GRPOTrainer on the same requests; a callback times its steps, the rollout itself."""
+    """Train with GRPOTrainer on the same requests. A callback times the steps; `rollout` times
+    itself."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # not used here
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # we do not use it
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import TrainerCallback
@@ -215,37 +216,37 @@ def trl_steps(config: Config, start: str) -> list[Figures]:
 
     class Timer(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            figures["began"] = time.perf_counter()
+            figures["start"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            step_s = time.perf_counter() - figures.pop("began")
+            step_s = time.perf_counter() - figures.pop("start")
             update_s = step_s - figures["rollout_s"]
             steps.append(with_speeds(figures | {"step_s": step_s, "update_s": update_s}))
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         by_id: dict[str, list[Any]] = {}
         for request in plan[trainer.state.global_step + 1]:
             by_id.setdefault(request.task.task_id, []).append(request)
         requests = [by_id[prompt].pop() for prompt in prompts]
         with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
             handlers = play_lockstep(model, chat, pool, requests, config)
-        figures["rollout_s"] = time.perf_counter() - began
+        figures["rollout_s"] = time.perf_counter() - start_s
         figures["generated_tokens"] = sum(sum(h.loss_mask) for h in handlers)
         figures["trained_tokens"] = sum(len(h.input_ids) for h in handlers)
         figures["trained_trajectories"] = len(handlers)
         figures["success"] = sum(h.success for h in handlers) / len(handlers)
-        first = [h.turns[0].action_span[0] for h in handlers]
+        lengths = [h.turns[0].action_span[0] for h in handlers]  # of the prompts
         return {
-            "prompt_ids": [h.input_ids[:n] for h, n in zip(handlers, first, strict=True)],
-            "completion_ids": [h.input_ids[n:] for h, n in zip(handlers, first, strict=True)],
-            "env_mask": [h.loss_mask[n:] for h, n in zip(handlers, first, strict=True)],
-            "logprobs": None,  # on-policy, as with TRL's own transformers generation
+            "prompt_ids": [h.input_ids[:n] for h, n in zip(handlers, lengths, strict=True)],
+            "completion_ids": [h.input_ids[n:] for h, n in zip(handlers, lengths, strict=True)],
+            "env_mask": [h.loss_mask[n:] for h, n in zip(handlers, lengths, strict=True)],
+            "logprobs": None,  # on-policy, as with TRL's transformers generation
             "episode_return": [h.total_return for h in handlers],
         }
 
     rows = [r.task.task_id for step in plan.values() for r in step[:: config.group_size]]
-    # A given fingerprint spares `datasets` hashing the content, which pyarrow 26 breaks.
+    # With a fingerprint `datasets` does not hash the content, which fails with pyarrow 26.
     dataset = Dataset(InMemoryTable.from_pydict({"prompt": rows}), fingerprint="trl_step")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -268,19 +269,20 @@ def trl_steps(config: Config, start: str) -> list[Figures]:
 
 
 def trl_version() -> str:
-    how = f"install it with: pip install 'trl=={TRL_VERSION}.*' datasets"
+    hint = f"install it with: pip install 'trl=={TRL_VERSION}.*' datasets"
     try:
         version = importlib.metadata.version("trl")
         importlib.metadata.version("datasets")
     except importlib.metadata.PackageNotFoundError as error:
-        raise SystemExit(f"trl_step.py needs {error.name}, which is not installed; {how}") from None
+        raise SystemExit(f"trl_step.py: {error.name} is not installed; {hint}") from None
+
     if not version.startswith(f"{TRL_VERSION}."):
-        raise SystemExit(f"trl_step.py is written for TRL {TRL_VERSION}, found {version}; {how}")
+        raise SystemExit(f"trl_step.py is written for TRL {TRL_VERSION}, found {version}; {hint}")
     return version
 
 
 def summarize(ours: list[Figures], trl: list[Figures]) -> dict[str, Figures]:
-    """Medians per side, and TRL over ours, the median of the repeats' ratios."""
+    """Medians per side, and the median over repeats of TRL's value divided by ours."""
     names = list(ours[0])
     return {
         "ours": {name: median((row[name] for row in ours), 3) for name in names},
@@ -294,9 +296,10 @@ def summarize(ours: list[Figures], trl: list[Figures]) -> dict[str, Figures]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, 3)
+    parser = make_parser(__doc__, 3)
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
-    parser.add_argument("--warm-start", default="auto", help="as train.py's")
+    parser.add_argument("--warm-start", default="auto", help="as in train.py")
+
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
     o = parser.parse_args()

@@ -1,13 +1,13 @@
-"""How much of the update's time is the mathematics: tokens/s of update_policy over a bare loop.
+"""Measures the overhead of an update: tokens/s of update_policy, compared with a bare loop.
 
     ours    update.update_policy: shuffling, micro-batches, clipped loss, metrics, gradient norm,
             optimizer step
-    bare    forward and backward of the same loss on the same micro-batches, nothing else
+    bare    only forward and backward of the same loss on the same micro-batches
 
-    ratio = tokens/s of ours / tokens/s of bare, median of interleaved repeats     goal: 0.9
+    ratio = tokens/s of ours / tokens/s of bare, median of interleaved repeats     target: 0.9
 
-Tokens include prompts and observations but not padding. The batch looks like a training step's: 8
-TextCraft goals, each played 8 times for at most 6 turns by an oracle that errs.
+Tokens include prompts and observations but not padding. The batch resembles that of a training
+step: 8 TextCraft goals, each played 8 times for at most 6 turns by an oracle that makes errors.
 
 Run it:  python benchmarks/update.py --model tiny               about a minute
          python benchmarks/update.py --model smollm2-135m       about ten minutes on two cores
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # before this folder, which has an update.py and a rollout.py
+sys.path.insert(0, str(ROOT))  # first, because this folder also has an update.py and a rollout.py
 
 import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
 from batching import Batch, cut_micro_batches, make_batch  # noqa: E402
-from benchmarks.common import Results, arguments, median, seconds_of, take_step  # noqa: E402
+from benchmarks.common import Results, make_parser, median, seconds_of, take_step  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
 from envs import Task, load_tasks  # noqa: E402
@@ -46,7 +46,7 @@ MAX_ROUNDS = max(Config().rounds)
 
 
 def play(chat: ChatTemplate, task: Task, group_id: int, sample: int) -> RolloutHandler:
-    """One episode in this process: the oracle, which asks for the wrong thing now and then."""
+    """One in-process episode of an oracle that sometimes wastes a turn."""
     rng = random.Random(f"{task.task_id}/{sample}")
     error_rate = rng.random()
     env = TextCraft()
@@ -70,7 +70,7 @@ def play(chat: ChatTemplate, task: Task, group_id: int, sample: int) -> RolloutH
 
 
 def played_batch(tokenizer: Any, num_tasks: int) -> Batch:
-    """8 episodes of each of TextCraft's first goals of depth 1."""
+    """8 episodes for each of the first `num_tasks` TextCraft goals of depth 1."""
     chat = ChatTemplate(tokenizer)
     tasks = load_tasks("textcraft", "train", subtasks=("depth 1",))[:num_tasks]
     episodes = [play(chat, task, n, sample) for n, task in enumerate(tasks) for sample in range(8)]
@@ -78,7 +78,7 @@ def played_batch(tokenizer: Any, num_tasks: int) -> Batch:
 
 
 def make_learner(path: str) -> Learner:
-    """The policy of a checkpoint as training has it, with AdamW."""
+    """The policy of a checkpoint with AdamW, set up as in training."""
     accelerator = distributed.make_accelerator(precision.choose("auto").autocast)
     model = distributed.shard(accelerator, load_policy(path).train())
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
@@ -86,22 +86,22 @@ def make_learner(path: str) -> Learner:
 
 
 def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective) -> None:
-    """The loss and its gradient of the micro-batches `cuts`, and nothing else."""
+    """Only the loss and its gradient on the micro-batches `cuts`."""
     device = next(policy.parameters()).device
     denominator = float(batch.loss_mask.sum())
-    is_bf16 = precision.choose("auto").format == "bf16"  # as `ours`
+    is_bf16 = precision.choose("auto").format == "bf16"  # as in `ours`
     for rows in cuts:
-        part = batch.rows(rows).to(device)
-        mask = part.loss_mask
+        micro = batch.rows(rows).to(device)
+        mask = micro.loss_mask
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16):
             log_probs, _ = forward_policy(policy, batch.rows(rows), objective, device)
         old = log_probs.detach()
-        weights = sampler_is_weights(old, part.rollout_log_probs, mask, objective.sampler_is_cap)
-        assert part.advantages is not None
+        weights = sampler_is_weights(old, micro.rollout_log_probs, mask, objective.sampler_is_cap)
+        assert micro.advantages is not None
         clipped = policy_loss(
             log_probs,
             old,
-            part.advantages,
+            micro.advantages,
             mask,
             objective.clip_ratio,
             denominator,
@@ -112,14 +112,14 @@ def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective)
 
 
 def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
-    """The two loops on one batch, in turn."""
+    """Run the two loops alternately on one batch."""
     path = resolve_model(model)
     batch = played_batch(load_tokenizer(path), num_tasks)
     batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     learner = make_learner(path)
     plain = load_policy(path).train().to(learner.accelerator.device)
     c = Config()
-    # One optimizer step, so that the micro-batches of `ours` are those of `bare`.
+    # One optimizer step, so `ours` has the same micro-batches as `bare`.
     objective = Objective(
         clip_ratio=c.clip_ratio,
         sampler_is_cap=c.sampler_is_cap,
@@ -135,7 +135,7 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
         "bare": partial(bare, plain, batch, cuts, objective),
     }
     for work in loops.values():
-        work()  # kernels, allocator, the optimizer's state
+        work()  # warm up kernels, allocator and optimizer state
     repeats = []
     for repeat in range(num_repeats):
         repeats.append({f"{name}_s": seconds_of(work) for name, work in loops.items()})
@@ -153,9 +153,9 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
     }
 
 
-def summarize(measured: dict[str, Any]) -> dict[str, float]:
+def summarize(record: dict[str, Any]) -> dict[str, float]:
     """Medians over the repeats; ratios are taken within a repeat."""
-    tokens, repeats = measured["batch"]["tokens"], measured["repeats"]
+    tokens, repeats = record["batch"]["tokens"], record["repeats"]
     return {
         "ours_tokens_per_s": median((tokens / r["ours_s"] for r in repeats), 1),
         "bare_tokens_per_s": median((tokens / r["bare_s"] for r in repeats), 1),
@@ -164,15 +164,15 @@ def summarize(measured: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, 5)
+    parser = make_parser(__doc__, 5)
     parser.add_argument("--model", choices=("tiny", "smollm2-135m"), default="tiny")
     parser.add_argument("--tasks", type=int, default=8, help="goals in the batch")
     options = parser.parse_args()
     results = Results(options, f"update_{options.model}.json")
-    measured = measure(options.model, options.tasks, options.repeats)
-    summary = summarize(measured)
-    results.write({"summary": summary} | measured)
-    for name, value in (summary | measured["batch"]).items():
+    record = measure(options.model, options.tasks, options.repeats)
+    summary = summarize(record)
+    results.write({"summary": summary} | record)
+    for name, value in (summary | record["batch"]).items():
         print(f"{name:<28}{value:>14}")
     return 0
 
