@@ -619,7 +619,7 @@ def notes(config: RunConfig) -> Iterator[str]:
         held_out = {task.task_id for task in held_out_tasks(config)}
         if overlap := held_out & {task.task_id for task in tasks_of(config)}:
             num = f"{len(overlap)} of the {len(held_out)}"
-            yield f"{num} held-out tasks are also trained on: success on them shows no transfer"
+            yield f"{num} held-out tasks are also trained on: their success proves little"
     yield from config.notes()
 
 

@@ -1,22 +1,23 @@
-"""Supervised fine-tuning: make what was shown likelier, and nothing else.
+"""Supervised fine-tuning: increase the likelihood of demonstrated actions.
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-loss_mask is 1 on the actions that were shown, their end-of-turn included, and 0 on prompt and
-observations, which the agent does not write; N is the number of tokens in the batch with mask 1.
+loss_mask is 1 on the tokens of demonstrated actions, end-of-turn included, and 0 on prompts and
+observations, which the agent does not write. N is the number of tokens in the batch with mask 1.
 
     files, runs, an oracle ──> 1 conversations of the step ──> 2 update ──> 3 measure, log, save
 
-Imitation needs no reward and no exploration, and learns fast. It learns what to do in the states
-that were shown; after its own first mistake the agent is in a state that no teacher visited, so
-held-out success says more than the loss. For what reinforcement adds, see train.py.
+Imitation needs no reward and no exploration, and it learns fast. But it only learns what to do in
+the states of the demonstrations. After its first mistake the agent is in a state that no
+demonstration visits, so held-out success is more informative than the loss. train.py shows what
+reinforcement learning adds.
 
     python sft.py --env textcraft                                  # an oracle's demonstrations
     python sft.py --data mine.jsonl --hold-out 0.1                 # your own: docs/data.md
     python sft.py --data runs/NAME --min-return 1                  # the good episodes of a run
-    python sft.py --resume --run-dir runs/NAME                     # goes on where it was stopped
+    python sft.py --resume --run-dir runs/NAME                     # continue a stopped run
 
-Several processes, adapters, evaluation, Ctrl-C and the run's files are as in train.py. Read first:
+Several processes, adapters, evaluation, Ctrl-C and the run's files work as in train.py. Read first:
 data.py. Read next: dpo.py, agentevol.py.
 """
 
@@ -54,62 +55,62 @@ from scale import distributed
 from update import imitate, score_policy
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
-DATA = "data.json"  # of a run: a digest of the conversations that it learns from
+DATA = "data.json"  # in the run: a digest of the conversations that it learns from
 
 
 @dataclass(frozen=True)
 class SftConfig(MethodConfig):
-    """Supervised fine-tuning: make what was shown likelier."""
+    """Supervised fine-tuning on demonstrations."""
 
     method: ClassVar[str] = "sft"
     program: ClassVar[str] = "sft.py"
     ignored_by_sentinels: ClassVar[frozenset[str]] = LOW_IN_IMITATION
-    zero_allowed: ClassVar[frozenset[str]] = frozenset({"steps"})  # --epochs decide then
+    zero_allowed: ClassVar[frozenset[str]] = frozenset({"steps"})  # then --epochs decides
 
-    # What is imitated
+    # The demonstrations
     data: tuple[str, ...] = ()
-    """conversations: files of AgentTraj or messages, JSON or a line each, and runs; none: the
-    environment's oracle demonstrates training tasks"""
-    min_return: float | None = None  # of --data: only what earned at least this (none: all)
-    num_demonstrations: int = 128  # of the oracle, per environment, without --data (episodes)
+    """conversations: AgentTraj or message files (docs/data.md), or run folders;
+    none: the environment's oracle demonstrates training tasks"""
+    min_return: float | None = None  # use only conversations with at least this return (none: all)
+    num_demonstrations: int = 128  # oracle demonstrations per environment, without --data
     hold_out: float = 0.0
-    """share of the conversations, all of a task or none, that is not learned but measured: its loss
-    at each evaluation, or after each epoch when nothing is played; the lowest is `best` (0..1)"""
-    # How it learns
-    steps: int = 0  # training steps in total, also on resume; 0: as many as --epochs take (steps)
-    epochs: int = 2  # passes over the conversations, without --steps (epochs)
-    warm_start: str = "never"  # from --model as it is; auto: from its warm start; or a folder
-    env_weights: tuple[int, ...] = ()  # of the other programs: each environment shows as many
+    """share of the conversations to hold out and measure the loss on, by task (0..1);
+    without --eval-every it is measured after each epoch, and the lowest decides `best`"""
+    # Training
+    steps: int = 0  # total training steps, with those before a resume; 0: see --epochs
+    epochs: int = 2  # passes over the conversations, unless --steps is set
+    warm_start: str = "never"
+    """never: use --model as it is; auto: warm it up first; or a checkpoint folder"""
+    env_weights: tuple[int, ...] = ()  # no effect here: every --env gives --num-demonstrations
 
     def check(self) -> None:
         super().check()
-        self.require("hold_out", 0 <= self.hold_out < 1, "must be a share: 0 or more, and below 1")
+        self.require("hold_out", 0 <= self.hold_out < 1, "must be at least 0 and below 1")
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
         yield from self.unused_without_play()
         if self.data:
             yield "num_demonstrations", UNUSED_WITH_DATA
         else:
-            yield "min_return", "it chooses from --data: give that too"
+            yield "min_return", "it selects from --data, which is not set"
         if self.steps:
-            yield "epochs", f"--steps {self.steps} decides how far; give one of the two"
-        yield "env_weights", "nothing is played to learn from, each environment shows as many"
+            yield "epochs", f"--steps {self.steps} already sets the length"
+        yield "env_weights", "every environment gives the same number of demonstrations"
 
     @property
     def needs_environment(self) -> bool:
-        return super().needs_environment or not self.data  # its oracle demonstrates
+        return super().needs_environment or not self.data  # for the oracle
 
 
 def train(config: SftConfig) -> Run:
-    """Imitate as the options say; the run, closed. Raises Misuse before anything is written."""
+    """Imitate the demonstrations; returns the closed run. Raises Misuse before writing anything."""
     config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)
-    learned, held_out = split_examples(
-        config, drop_too_long(config, examples, "conversations", lambda e: [e])
-    )
-    epoch = math.ceil(len(learned) / config.mini_batch_size)  # steps
-    config = replace(config, steps=config.steps or config.epochs * epoch)
+    examples = drop_too_long(config, examples, "conversations", lambda e: [e])
+    training, held_out = split_examples(config, examples)
+    steps_per_epoch = math.ceil(len(training) / config.mini_batch_size)
+    config = replace(config, steps=config.steps or config.epochs * steps_per_epoch)
     require_same_data(digest, config)
     with open_session(config, MethodWorker) as session:
         w = session.worker
@@ -123,8 +124,8 @@ def train(config: SftConfig) -> Run:
             clock = Clock(vars(config))
             # ---------------------------------------------------------------------- 1 conversations
             key = f"sft/{config.seed}"
-            rows, epochs = portion(step, len(learned), config.mini_batch_size, key)
-            batch = w.batch_of([learned[row] for row in rows])
+            rows, epochs = portion(step, len(training), config.mini_batch_size, key)
+            batch = w.batch_of([training[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
             with session.saving_on_failure():
@@ -136,9 +137,9 @@ def train(config: SftConfig) -> Run:
             metrics |= {"train/trajectories_used": len(batch)}
 
             # ---------------------------------------------------------------- 3 measure, log, save
-            if held_out and is_due(step, config.eval_every or epoch, config.steps):
-                in_time = advice("time/log_probs_s", vars(config))  # where memory is short
-                with session.saving_on_failure(weights_changed=True), in_time:
+            if held_out and is_due(step, config.eval_every or steps_per_epoch, config.steps):
+                memory_advice = advice("time/log_probs_s", vars(config))
+                with session.saving_on_failure(weights_changed=True), memory_advice:
                     metrics["eval/loss"] = loss_on(w, held_out)
                     note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_evaluated(session, step, batch, clock)
@@ -150,7 +151,7 @@ def train(config: SftConfig) -> Run:
 def split_examples(
     config: SftConfig, examples: Sequence[Example]
 ) -> tuple[list[Example], list[Example]]:
-    """What is learned, and what is held out."""
+    """Training and held-out conversations."""
     tasks = choose_held_out([example.task_id for example in examples], config.hold_out, config.seed)
     held_out = [example for example in examples if example.task_id in tasks]
     if held_out:
@@ -159,21 +160,21 @@ def split_examples(
 
 
 def choose_held_out(task_ids: Sequence[str], share: float, seed: int) -> set[str]:
-    """Tasks with this share of the conversations, or a little less. All of a task is held out or
-    nothing: a run has tried it several times, often in the same words.
+    """Choose tasks with this share of the conversations, or a little less. A task is never
+    split: a run has several episodes of it, often with the same words.
 
     >>> sorted(choose_held_out([*"abacadebaf"], 0.2, seed=0))
     ['b']
 
     Raises:
-        Misuse: nothing would be left to learn.
+        Misuse: no task would be left to learn from.
     """
     sizes = Counter(task_ids)
-    wanted, held_out = max(1, round(share * len(task_ids))) if share else 0, set[str]()
+    limit, held_out = max(1, round(share * len(task_ids))) if share else 0, set[str]()
     for task in random.Random(f"hold out {seed}").sample(list(sizes), len(sizes)):
-        if sum(sizes[other] for other in held_out) + sizes[task] <= wanted:
+        if sum(sizes[name] for name in held_out) + sizes[task] <= limit:
             held_out.add(task)
-    if wanted and not held_out:  # every task has more than the share: take the smallest
+    if limit and not held_out:  # every task exceeds the share: take the smallest
         held_out = {min(sizes, key=lambda task: sizes[task])}
     if len(held_out) == len(sizes):
         raise Misuse(f"--hold-out {share} leaves none of {len(sizes)} tasks to learn from")
@@ -194,7 +195,7 @@ def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
 
 
 def note_loss(session: Session[MethodWorker], step: int, loss: float) -> None:
-    """When nothing is played, the lowest held-out loss decides which checkpoint is the best."""
+    """If the policy never plays, the lowest held-out loss determines the best checkpoint."""
     if not session.config.plays:
         session.note_evaluation(step, -loss)
 
@@ -207,18 +208,18 @@ def digest_of(examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
-    """Refuse to resume with other conversations than the run began with."""
+    """Raise Misuse if a run is resumed with other conversations than it began with."""
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
         return not path.exists() or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
 
     if config.resume and not distributed.run_on_rank_0("comparing the data", is_same):
-        raise Misuse(f"--data is not what {config.run_dir} began with; start a new run")
+        raise Misuse(f"--data has changed since {config.run_dir} began; start a new run")
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run; the exit code."""
+    """Parse, check and run; returns the exit code."""
     return run_command(argv, SUMMARY, SftConfig, train)
 
 

@@ -2,7 +2,7 @@
 
     0    done
     1    RunFailed: something failed at run time (also OSError: the disk is full or gone)
-    2    Misuse: an option, or what it names, cannot work; nothing was written
+    2    Misuse: an option, or a file that it names, cannot work; nothing was written
     130  stopped by Ctrl-C, after saving
 
 Any other exception is a bug and shows its traceback.
@@ -16,15 +16,15 @@ from collections.abc import Iterator
 
 
 class Misuse(ValueError):
-    """An option, or what it names, cannot work; the message says what to do."""
+    """An option, or a file that it names, cannot work; the message says what to do."""
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on; the message says why, in one line."""
+    """A run cannot continue; the message says why in one line."""
 
 
 class TrainingError(RunFailed):
-    """Training itself cannot continue, for example because it collapsed."""
+    """Training cannot continue, for example because the policy collapsed."""
 
 
 class EngineError(RunFailed):
@@ -32,11 +32,11 @@ class EngineError(RunFailed):
 
 
 class SyncError(RunFailed):
-    """The sampler holds other weights than the trainer."""
+    """Sampler and trainer have different weights."""
 
 
 class RankError(RunFailed):
-    """Something failed on one rank; every rank raises this, naming it."""
+    """One rank failed; every rank raises this error, which names that rank."""
 
 
 class CheckpointError(RunFailed):
@@ -44,16 +44,16 @@ class CheckpointError(RunFailed):
 
 
 class OutOfMemory(RunFailed):
-    """A phase of the step does not fit; the message names the options that make it smaller."""
+    """A phase of the step does not fit into memory; the message names options that reduce it."""
 
 
 class TooManyEnvFailures(RunFailed):
-    """More trajectories were lost to the environment servers than a run may ignore."""
+    """The environment servers lost more trajectories than --max-env-failures allows."""
 
 
 @contextlib.contextmanager
 def value_errors_as_misuse() -> Iterator[None]:
-    """Turn a ValueError raised inside into Misuse; elsewhere a ValueError is a bug."""
+    """Turn a ValueError raised in this block into Misuse; elsewhere a ValueError is a bug."""
     try:
         yield
     except ValueError as error:
@@ -61,5 +61,5 @@ def value_errors_as_misuse() -> Iterator[None]:
 
 
 def print_error(prog: str, problem: object) -> None:
-    """Print one line on stderr, however many lines the problem's own text has."""
+    """Print the problem on stderr, as one line even if its text has several."""
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)

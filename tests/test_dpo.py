@@ -633,7 +633,7 @@ def test_the_examples_of_the_page_are_read(tmp_path):
         ({"pairs": ("x",), "data": ("x",)}, "--pairs, --data and --expert each say where"),
         ({"group_size": 1}, "--group-size 1 leaves no second"),
         ({"steps": 5, "iterations": 2}, "--steps 5 is not a multiple of --iterations 2"),
-        ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json is not there"),
+        ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json does not exist"),
     ],
 )
 def test_options_that_contradict_are_refused(changes, problem, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
         *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
     }
     (tmp_path / "iteration_002.json").unlink()
-    with pytest.raises(TrainingError, match="iteration_002.json is gone"):
+    with pytest.raises(TrainingError, match="iteration_002.json is missing"):
         files.read(2, must_exist=True)
 
 

@@ -97,7 +97,7 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
     assert run("sft", values) == 0
     write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(5)])
     assert run("sft", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 2
-    assert "is not what" in capsys.readouterr().err
+    assert "--data has changed" in capsys.readouterr().err
 
 
 # --- Held out -------------------------------------------------------------------------------------
