@@ -1,6 +1,6 @@
-"""The tutorials are a way through: in order, linked, and with pictures of what is there now.
+"""The tutorials are numbered and linked, explain every exercise, and show pictures that exist.
 
-Their code blocks are run by conftest.py; here is what surrounds the blocks.
+conftest.py runs their code blocks; the tests here check the text around the blocks.
 """
 
 import re
@@ -17,7 +17,7 @@ from run.progress import table_header
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
 TEXTS = {page.stem: page.read_text(encoding="utf-8") for page in PAGES}
-HEALTHY = TEXTS.get("10_is_my_run_healthy", "")
+HEALTH_LESSON = TEXTS.get("10_is_my_run_healthy", "")
 
 
 # ------------------------------------------------------------------------------------------ pages
@@ -26,19 +26,20 @@ HEALTHY = TEXTS.get("10_is_my_run_healthy", "")
 def test_tutorials_are_numbered_and_linked_in_the_order_to_read_them():
     assert [stem[:2] for stem in TEXTS] == [f"{n:02}" for n in range(1, len(TEXTS) + 1)]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    linked = re.findall(r"\(tutorials/(\w+)\.md\)", readme)
-    assert linked[-len(TEXTS) :] == list(TEXTS)  # the list of all; prose before it names some
-    for (_, text), following in zip(TEXTS.items(), [*list(TEXTS)[1:], None], strict=True):
-        last = text.rstrip().rpartition("\n\n")[2]
-        assert last.startswith("Next: " if following else "Read next: "), last
-        assert following is None or f"({following}.md)" in last
+    links = re.findall(r"\(tutorials/(\w+)\.md\)", readme)
+    assert links[-len(TEXTS) :] == list(TEXTS)  # the complete list is last in the README
+    next_stems = [*list(TEXTS)[1:], None]
+    for text, next_stem in zip(TEXTS.values(), next_stems, strict=True):
+        last_paragraph = text.rstrip().rpartition("\n\n")[2]
+        assert last_paragraph.startswith("Next: " if next_stem else "Read next: "), last_paragraph
+        assert next_stem is None or f"({next_stem}.md)" in last_paragraph
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_exercise_has_its_answer(page):
-    exercises = TEXTS[page.stem].split("## Change this and predict what happens")[1]
-    asked, answers = exercises.split("<details><summary>Answers</summary>")
-    numbers = [re.findall(r"^(\d)\. ", part, re.MULTILINE) for part in (asked, answers)]
+    section = TEXTS[page.stem].split("## Change this and predict what happens")[1]
+    exercises, answers = section.split("<details><summary>Answers</summary>")
+    numbers = [re.findall(r"^(\d)\. ", part, re.MULTILINE) for part in (exercises, answers)]
     assert numbers[0] == numbers[1] == [str(n + 1) for n in range(len(numbers[0]))]
 
 
@@ -54,30 +55,32 @@ def test_a_tutorial_says_how_to_run_it_and_its_links_lead_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_every_picture_is_shown_once_with_words_for_who_cannot_see_it():
-    shown = [each for text in TEXTS.values() for each in re.findall(r"!\[([^]]*)\]\((.*?)\)", text)]
+def test_every_picture_is_used_once_and_has_a_text_for_readers_who_cannot_see_it():
+    images = [
+        image for text in TEXTS.values() for image in re.findall(r"!\[([^]]*)\]\((.*?)\)", text)
+    ]
     pictures = [f"pictures/{path.name}" for path in (ROOT / "tutorials/pictures").iterdir()]
     pictures = [path for path in pictures if path.endswith((".svg", ".png"))]
-    measured = ["learns/learns.png", "miniature/controls.png", "miniature/horizons.png"]
-    measured = [f"../recipes/results/{name}" for name in measured]
-    assert sorted(link for _, link in shown) == sorted(pictures + measured)
-    assert [link for words, link in shown if len(words) < 80] == []
+    plots = ["learns/learns.png", "miniature/controls.png", "miniature/horizons.png"]
+    plots = [f"../recipes/results/{name}" for name in plots]
+    assert sorted(link for _, link in images) == sorted(pictures + plots)
+    assert [link for alt_text, link in images if len(alt_text) < 80] == []
 
 
 def test_the_lesson_on_health_explains_every_column_and_every_sentinel():
-    cells = re.findall(r"^\| `([^`]+)` \|", HEALTHY, re.MULTILINE)
-    heads = re.split(r"\s{2,}", table_header().strip())
-    assert heads[0] == "step" and set(heads) <= set(cells)
+    cells = re.findall(r"^\| `([^`]+)` \|", HEALTH_LESSON, re.MULTILINE)
+    columns = re.split(r"\s{2,}", table_header().strip())
+    assert columns[0] == "step" and set(columns) <= set(cells)
     assert set(RULES) <= set(cells)
 
 
 def test_the_lesson_on_health_names_metrics_and_options_that_exist():
-    names = re.findall(r"`([a-z]+(?:/[a-z_]+)+)`", HEALTHY)
+    names = re.findall(r"`([a-z]+(?:/[a-z_]+)+)`", HEALTH_LESSON)
     assert len(names) > 10
     folders = {"checkpoints", "trajectories", "eval"}
-    wrong = [n for n in names if n not in GLOSSARY and n.partition("/")[0] not in folders]
-    assert wrong == []
-    options = set(re.findall(r"`(--[a-z-]+)", HEALTHY))
+    unknown = [n for n in names if n not in GLOSSARY and n.partition("/")[0] not in folders]
+    assert unknown == []
+    options = set(re.findall(r"`(--[a-z-]+)", HEALTH_LESSON))
     options -= {"--compare"}  # evaluate.py's
-    known = {"--" + field.name.replace("_", "-") for field in fields(Config)}
-    assert options - known == set()
+    config_options = {"--" + field.name.replace("_", "-") for field in fields(Config)}
+    assert options - config_options == set()
